@@ -1,0 +1,92 @@
+"""Trains a small convolutional network on images of digits, with as many workers as there are.
+
+    tfdist run --workers 2 examples/digits.py      two workers on this host
+    python examples/digits.py                      one process, all of its GPUs
+
+The last line compares it with the same training in one process, without a strategy.
+"""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags, logging
+from digits_dataset import load
+
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+
+_DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "digits needs no download, mnist does.")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Where prepared data is kept. Default: TensorFlow Datasets' own place."
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "How often the training images are seen.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step, of all workers together.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "For the initial weights and the order of the images.")
+
+
+def build_model(image_shape: tuple[int, ...]) -> keras.Model:
+    """Builds and compiles the network."""
+    model = keras.Sequential(
+        [
+            keras.Input(image_shape),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+            keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def batches(images: tf.data.Dataset, *, shuffle: bool = False) -> tf.data.Dataset:
+    """Batches of all workers together. Each worker takes its part of every batch, so that the steps stay the same."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    images = images.cache()
+    if shuffle:
+        # One order for all epochs: under a strategy Keras draws one order more, to build the model, than without.
+        images = images.shuffle(len(images), seed=_SEED.value, reshuffle_each_iteration=False)
+    return images.batch(_BATCH_SIZE.value).prefetch(tf.data.AUTOTUNE).with_options(options)
+
+
+def train(strategy: tf.distribute.Strategy, *, verbose: int = 0) -> tuple[float, list[np.ndarray]]:
+    """Trains under `strategy`; returns the accuracy on held-out images, and the weights."""
+    images, held_out = load(_DATASET.value, _DATA_DIR.value)
+    keras.utils.set_random_seed(_SEED.value)  # after loading: preparing a dataset draws random names
+    with strategy.scope():
+        model = build_model(tuple(images.element_spec[0].shape))
+    model.fit(batches(images, shuffle=True), epochs=_EPOCHS.value, shuffle=False, verbose=verbose)
+    _, accuracy = model.evaluate(batches(held_out), verbose=0)
+    return accuracy, model.get_weights()
+
+
+def main(_: list[str]) -> None:
+    """Trains with all workers, then in one process, and prints the comparison."""
+    logging.set_verbosity(logging.WARNING)
+    cluster = "TF_CONFIG" in os.environ
+    strategy = MultiWorkerMirroredStrategy() if cluster else MirroredStrategy()
+    chief = not cluster or strategy.cluster_resolver.task_id == 0
+    accuracy, weights = train(strategy, verbose=2 if chief else 0)
+
+    # Every worker does it, so that none leaves while another one is still at work; the chief tells.
+    one_accuracy, one_weights = train(tf.distribute.get_strategy())
+    if chief:
+        difference = max(np.max(np.abs(a - b)) for a, b in zip(weights, one_weights, strict=True))
+        workers = len(strategy.cluster_resolver.cluster_spec().as_dict()["worker"]) if cluster else 1
+        print(
+            f"{_DATASET.value}: {workers} worker{'s'[: workers > 1]} {accuracy:.1%}, one process {one_accuracy:.1%} "
+            f"held-out accuracy; largest weight difference {difference:.0e}".replace("%", " %")
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

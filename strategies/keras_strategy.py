@@ -1,0 +1,125 @@
+"""What every synchronous strategy of tfdist adds to TensorFlow's: right steps, right reductions, counted bytes."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import DEFAULT_BUCKET_BYTES, Exchange, ReplicaReduction, TrafficCount
+from tfdist.keras_internals.epoch_iterator import install_epoch_iterator, install_local_build
+from tfdist.keras_internals.losses import install_loss_scaling
+from tfdist.keras_internals.models import bound_step
+from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
+from tfdist.tensorflow_internals.launcher import ReplicaLauncher
+from tfdist.training.refusals import refuse_impossible
+from tfdist.training.replica_steps import step_on_replicas
+from tfdist.training.step import current_step
+from tfdist.training.update import update_over_replicas
+from tfdist.versions import check_versions
+
+_FIRST_GROUP_KEY = 1 << 16
+_GROUP_KEYS_PER_STRATEGY = 1 << 12
+_strategies_made = itertools.count()
+_installed = False
+
+
+class KerasStrategy:
+    """Mixed into a subclass of `tf.distribute.Strategy`, before it."""
+
+    def _prepare(self, bucket_bytes: int) -> Callable[[ReplicaLauncher], ReplicaReduction]:
+        """To be called before the base class makes its collectives; returns what reduces a replica's tensors."""
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+            raise ValueError(
+                f"`bucket_bytes` is not a size. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, "
+                f"0 for one bucket, or nothing for the default of {DEFAULT_BUCKET_BYTES}."
+            )
+        check_versions()
+        _install_once()
+        # Strategies with the same group keys meet in each other's collectives.
+        self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_made)
+        self.gradient_exchange = Exchange()
+        self._builds_locally = False
+        return lambda launcher: ReplicaReduction(launcher, self.gradient_exchange, bucket_bytes)
+
+    @property
+    def communication(self) -> TrafficCount:
+        """What this worker's first replica has handed to collectives so far."""
+        return self.extended.replica_operations.reductions[0].traffic.count()
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
+
+        If `fn` is the bound `train_step` or `test_step` of a Keras model, the replicas' losses are weighted by their
+        samples, and the logs returned are those over all replicas.
+
+        Raises:
+          ValueError: the model's step cannot run under this strategy; the message says why and what to do.
+        """
+        model, name = bound_step(fn)
+        if model is None:
+            return super().run(fn, args, kwargs, options)
+        refuse_impossible(model, self, self.extended.worker_devices, training=name == "train_step")
+        replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
+        return self._shared_results(super().run(replica_step, args, kwargs, options))
+
+    def _shared_results(self, results: Any) -> Any:
+        return results
+
+    @contextmanager
+    def _building_locally(self) -> Iterator[None]:
+        self._builds_locally = True
+        try:
+            yield
+        finally:
+            self._builds_locally = False
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces `value`, or every leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.
+
+        Unlike the base class it takes structures, and rank-0 values with `axis=0`, which count as one element each.
+        """
+        if self._builds_locally:
+            return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+        reduce_leaf = super().reduce
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
+
+    def _axis(self, value: Any, axis: Any) -> Any:
+        ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}
+        return None if ranks == {0} else axis
+
+    def _agreed_batches(self, own_batches: int | None) -> int | None:
+        return own_batches
+
+
+def _is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, KerasStrategy)
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    update_over_replicas(optimizer, gradients, optimizer.strategy.gradient_exchange)
+
+
+@contextmanager
+def _local_values(strategy: Any) -> Iterator[None]:
+    if isinstance(strategy, KerasStrategy):
+        with strategy._building_locally():
+            yield
+    else:
+        yield
+
+
+def _agree(strategy: Any, own_batches: int | None) -> int | None:
+    return strategy._agreed_batches(own_batches) if isinstance(strategy, KerasStrategy) else own_batches
+
+
+def _install_once() -> None:
+    """Lets Keras ask the strategy where it has no hook of its own; other strategies go on as ever."""
+    global _installed
+    if not _installed:
+        install_loss_scaling(current_step)
+        install_update(_is_ours, _update)
+        install_epoch_iterator(_agree)
+        install_local_build(_local_values)
+        _installed = True

@@ -1,0 +1,73 @@
+"""MirroredStrategy: the devices of one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import DEFAULT_BUCKET_BYTES
+from tfdist.strategies.keras_strategy import KerasStrategy
+from tfdist.tensorflow_internals.extended import ReplicaMirroredExtended
+
+
+class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
+    """Synchronous training on the devices of one machine, in one process.
+
+    A `tf.distribute.MirroredStrategy` under which Keras 3 computes what one process computes on the concatenated
+    batch, gradient accumulation included. `docs/guarantees.md` lists what that covers.
+
+    >>> import keras, numpy as np
+    >>> from tfdist.strategies import MirroredStrategy
+    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    ...     model.compile(keras.optimizers.Adam(gradient_accumulation_steps=2, global_clipnorm=1.0), loss="mse")
+    >>> history = model.fit(np.ones([8, 3], "float32"), np.ones([8, 1], "float32"), batch_size=4, verbose=0)
+    >>> int(model.optimizer.iterations)
+    1
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: Any = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        communication_options: Any = None,
+    ) -> None:
+        """Makes the strategy.
+
+        Args:
+          devices: device names such as `["GPU:0", "GPU:1"]`; all GPUs, or else the CPU, if `None`.
+          cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions between replicas that are not made from
+            within a replica (`strategy.reduce`). Gradients and metrics go through collectives whatever it is.
+          bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
+            0 sends all at the end.
+          communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
+            NCCL) and the timeout. By default NCCL between GPUs, a ring between CPUs and virtual GPUs.
+
+        Raises:
+          ValueError: an argument is not what is expected, or the devices cannot reduce with each other.
+        """
+        reduction = self._prepare(bucket_bytes)
+        refuse_nccl_without_gpu(communication_options)
+        extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
+        super(tf.distribute.MirroredStrategy, self).__init__(extended)
+
+    def _shared_results(self, results: Any) -> Any:
+        return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)
+
+
+def refuse_nccl_without_gpu(communication_options: Any) -> None:
+    """Raises an error if `communication_options` ask for NCCL where there is no GPU.
+
+    Raises:
+      ValueError: as said.
+    """
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    asked = getattr(communication_options, "implementation", None)
+    if asked == nccl and not tf.config.list_physical_devices("GPU"):
+        raise ValueError(
+            "NCCL reduces between GPUs only. Received: implementation=NCCL and no GPU. Expected: a visible GPU, or "
+            "`CommunicationImplementation.RING` (or AUTO). Leave `communication_options` out to let tfdist choose."
+        )

@@ -1,0 +1,147 @@
+"""MultiWorkerMirroredStrategy: the devices of many processes."""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.collectives import DEFAULT_BUCKET_BYTES
+from tfdist.strategies.keras_strategy import KerasStrategy
+from tfdist.strategies.mirrored import refuse_nccl_without_gpu
+from tfdist.tensorflow_internals.extended import (
+    ReplicaMultiWorkerExtended,
+    equal_on_all_replicas,
+    is_equal_on_all_replicas,
+)
+from tfdist.tensorflow_internals.server import cluster_is_running, start_limit, tensorflow_has_started
+
+_UNKNOWN = -1
+_DEFAULT_START_TIMEOUT_SECONDS = 300.0
+
+
+class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Synchronous training on all logical devices of many workers.
+
+    A `tf.distribute.MultiWorkerMirroredStrategy` under which Keras 3 works: `fit`, `evaluate` and `predict` compute
+    what one process computes on the concatenated batch. Started by `tfdist run --workers N script.py`, or by any
+    launcher that sets `TF_CONFIG`, Slurm's or Kubernetes' variables (see `tfdist.cluster`); without any of them it
+    trains on the local devices alone.
+
+    >>> from tfdist.strategies import MultiWorkerMirroredStrategy
+    >>> strategy = MultiWorkerMirroredStrategy()
+    >>> strategy.num_workers, strategy.rank
+    (1, 0)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        start_timeout: float | None = None,
+    ) -> None:
+        """Makes the strategy; to be called before anything else makes TensorFlow's devices.
+
+        Args:
+          cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; if `None`, the environment is asked.
+          communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring by
+            default on CPUs, NCCL where asked for) and the timeout.
+          bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
+            0 sends all at the end.
+          start_timeout: how many seconds the other workers may take to come up before this process ends with an
+            error; `tfdist run --start-timeout` by default, else 300.
+
+        Raises:
+          ValueError: an argument or the environment's description of the cluster is wrong.
+          RuntimeError: TensorFlow had made its devices before.
+        """
+        reduction = self._prepare(bucket_bytes)
+        refuse_nccl_without_gpu(communication_options)
+        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        resolver = cluster_resolver or _resolver_of_environment()
+        spec = resolver.cluster_spec().as_dict()
+        if spec and not cluster_is_running() and tensorflow_has_started():
+            raise RuntimeError(
+                "MultiWorkerMirroredStrategy must be made before TensorFlow makes its devices. Received: a cluster "
+                f"of {sum(map(len, spec.values()))} tasks (TF_CONFIG or its like), set or read after TensorFlow had "
+                "started. Expected: the strategy to be the first thing that the program makes of TensorFlow, and "
+                "TF_CONFIG to be set before it. Move it above the first tensor, variable, dataset or "
+                "`tf.config.list_logical_devices()`; `tf.config.set_logical_device_configuration` may come before."
+            )
+        peers = _addresses_of_others(spec, resolver)
+        with start_limit(peers, _start_timeout_seconds(start_timeout)):
+            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
+        super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self.extended.num_workers
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0; the chief is 0."""
+        return self.extended.rank
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over all replicas; see `KerasStrategy.reduce`. What is equal on all replicas already is returned."""
+        if is_equal_on_all_replicas(value):
+            return self.experimental_local_results(value)[0]
+        return super().reduce(reduce_op, value, axis)
+
+    def _shared_results(self, results: Any) -> Any:
+        # Keras reduces every log over all workers again; the wrapping tells `reduce` that this has been done.
+        return tf.nest.map_structure(
+            lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
+        )
+
+    def _agreed_batches(self, own_batches: int | None) -> int | None:
+        """The largest number of batches of all workers; unknown if one is unknown.
+
+        A worker that runs out goes on with empty batches, which weigh nothing, until all have run out.
+        """
+        if self.num_workers == 1:
+            return own_batches
+        own = tf.constant([_UNKNOWN if own_batches is None else own_batches], tf.int64)
+        batches = self.gather(own, axis=0).numpy().tolist()
+        return None if _UNKNOWN in batches else max(batches)
+
+
+def _resolver_of_environment() -> Any:
+    config = cluster.detect()
+    if config is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
+        task_type=config.task.type,
+        task_id=config.task.index,
+        num_accelerators={"GPU": _num_logical_gpus()},
+        rpc_layer="grpc",
+    )
+
+
+def _num_logical_gpus() -> int:
+    gpus = tf.config.list_physical_devices("GPU")
+    return sum(len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in gpus)
+
+
+def _addresses_of_others(spec: dict[str, list[str]], resolver: Any) -> dict[str, str]:
+    own = (resolver.task_type, resolver.task_id)
+    return {
+        f"{job} {index}": address
+        for job, addresses in spec.items()
+        for index, address in enumerate(addresses)
+        if (job, index) != own and job in ("chief", "worker")
+    }
+
+
+def _start_timeout_seconds(start_timeout: float | None) -> float:
+    if start_timeout is None:
+        start_timeout = float(os.environ.get("TFDIST_START_TIMEOUT", _DEFAULT_START_TIMEOUT_SECONDS))
+    if start_timeout <= 0:
+        raise ValueError(
+            f"`start_timeout` is not a time. Received: {start_timeout}. Expected: a positive number of seconds."
+        )
+    return start_timeout

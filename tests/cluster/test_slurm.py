@@ -1,0 +1,100 @@
+import pytest
+
+from tfdist.cluster import from_slurm, is_slurm_step
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "node[01-03]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+    "TFDIST_PORT": "5000",
+}
+
+
+def step(**changes):
+    return {name: value for name, value in {**STEP, **changes}.items() if value is not None}
+
+
+def test_every_task_is_a_worker():
+    configs = [from_slurm(step(SLURM_PROCID=str(rank))) for rank in range(4)]
+    assert [config.rank for config in configs] == [0, 1, 2, 3]
+    assert len({config.cluster for config in configs}) == 1
+    assert configs[0].cluster.jobs["worker"] == ("node01:5000", "node01:5001", "node02:5000", "node03:5000")
+    assert configs[0].source == "Slurm"
+
+
+def test_cyclic_distribution():
+    config = from_slurm(step(SLURM_DISTRIBUTION="cyclic:block", SLURM_PROCID="3", SLURM_NODEID="0", SLURM_LOCALID="1"))
+    assert config.cluster.jobs["worker"] == ("node01:5000", "node02:5000", "node03:5000", "node01:5001")
+
+
+def test_tasks_per_node_of_the_job_where_the_step_has_none():
+    environ = step(SLURM_STEP_TASKS_PER_NODE=None, SLURM_TASKS_PER_NODE="2,1(x2)", SLURM_STEP_NUM_TASKS=None)
+    assert from_slurm(environ).num_workers == 4
+
+
+def test_port_base_differs_between_jobs_and_steps():
+    def port(**changes):
+        return int(from_slurm(step(TFDIST_PORT=None, **changes)).address.split(":")[1])
+
+    ports = [port(), port(SLURM_JOB_ID="4712"), port(SLURM_STEP_ID="5")]
+    assert len(set(ports)) == 3
+    assert port() == ports[0]
+    assert all(1024 < number < 32_768 for number in ports)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (step(), True),
+        ({}, False),
+        (step(SLURM_STEP_ID=None), False),  # a batch script
+        (step(SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="1"), False),
+        (step(SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="1"), False),  # an interactive shell in an allocation
+        (step(SLURM_STEP_NUM_TASKS=None), True),
+    ],
+)
+def test_is_slurm_step(environ, expected):
+    assert is_slurm_step(environ) is expected
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_missing_variable(name):
+    environ = step(**{name: None}, SLURM_NTASKS=None)
+    missing = {"SLURM_STEP_TASKS_PER_NODE": "SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS": "SLURM_NTASKS"}.get(
+        name, name
+    )
+    with pytest.raises(ValueError, match=f"variable {missing} is missing. Received: {missing}=None. .*srun, one task"):
+        from_slurm(environ)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_STEP_ID"])
+def test_no_port_without_job(name):
+    with pytest.raises(ValueError, match=f"{name} is missing.*Set TFDIST_PORT"):
+        from_slurm(step(**{name: None}, TFDIST_PORT=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is not a number. Received: SLURM_PROCID='x'. Expected: an integer"),
+        ({"SLURM_PROCID": "4"}, "not in the Slurm step. Received: SLURM_PROCID=4 with 4 tasks. Expected: 0 to 3"),
+        ({"SLURM_STEP_NODELIST": "node01"}, "contradict each other. Received: 1 nodes"),
+        ({"SLURM_STEP_NUM_TASKS": "5"}, "contradict each other. Received: .* 5 tasks. Expected"),
+        (
+            {"SLURM_DISTRIBUTION": "plane=2"},
+            "not supported. Received: SLURM_DISTRIBUTION='plane=2'. Expected: block or",
+        ),
+        ({"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, "elsewhere.*Received: SLURM_NODEID=1.*Expected: SLURM_NODEID=0"),
+        ({"TFDIST_PORT": "http"}, "TFDIST_PORT is not a number.*or unset it"),
+        ({"TFDIST_PORT": "65535"}, "between 1 and 65535. Received: 'node01:65536'"),
+    ],
+)
+def test_contradictions(changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_slurm(step(**changes))

@@ -1,0 +1,167 @@
+"""Runs `tfdist run` on small worker scripts, and looks that nothing is left behind."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 60
+_FOREIGN = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "TFDIST_", "SLURM_", "JOB_COMPLETION_INDEX")
+
+# What every worker script may import: its rank, notes to the test, and waiting with a limit. Every process that imports
+# it leaves its process id.
+_WORKER_HELPER = """
+import json, os, pathlib, signal, subprocess, sys, time
+
+HERE = pathlib.Path(__file__).parent
+RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+def note(name, text=""):
+    (HERE / f".{name}").write_text(str(text))
+    (HERE / f".{name}").rename(HERE / name)
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+
+def wait_for(name):
+    wait_until((HERE / name).exists)
+
+def wait_gone(rank):
+    wait_for(f"pid-{rank}")
+    stat = pathlib.Path("/proc", (HERE / f"pid-{rank}").read_text(), "stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+def hang():
+    wait_for("never")
+
+def grandchild(name, code="hang()", **options):
+    "Starts a process that imports this module, and waits until it runs."
+    code = f"import worker; from worker import *; note('pid-{name}', os.getpid()); {code}"
+    subprocess.Popen([sys.executable, "-c", code], cwd=HERE, **options)
+    wait_for(f"pid-{name}")
+
+if __name__ != "__main__" and not (HERE / f"pid-{RANK}").exists():
+    note(f"pid-{RANK}", os.getpid())
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A run that is over."""
+
+    code: int
+    out: list[str]
+    err: list[str]
+
+    def of(self, rank: int) -> list[str]:
+        """What a worker printed on its standard output."""
+        return [line.removeprefix(f"[{rank}] ") for line in self.out if line.startswith(f"[{rank}] ")]
+
+    @property
+    def said(self) -> list[str]:
+        """What the launcher said."""
+        return [line.removeprefix("tfdist: ") for line in self.err if line.startswith("tfdist: ")]
+
+
+class Run:
+    """A launcher that runs."""
+
+    def __init__(self, here: pathlib.Path, arguments: list[str], environ: dict[str, str], **options: object) -> None:
+        self._here = here
+        command = [sys.executable, "-m", "tfdist.launch", "run", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, cwd=here, env=environ, **{**pipes, **options})
+
+    def wait_for(self, *names: str) -> list[str]:
+        """Waits for notes of the workers and returns their texts."""
+        for name in names:
+            path = self._here / name
+            self.until(path.exists, name)
+        return [(self._here / name).read_text() for name in names]
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not condition():
+            if time.monotonic() > end or (self.process.poll() is not None and not condition()):
+                code = self.process.poll()
+                self.process.kill()
+                _, err = self.process.communicate()
+                pytest.fail(f"waited in vain for {what}; launcher's exit code {code}, its output:\n{err.decode()}")
+            time.sleep(0.005)
+
+    def pids(self) -> dict[str, int]:
+        return {path.name: int(path.read_text()) for path in self._here.glob("pid-*")}
+
+    def end(self) -> Ended:
+        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        lines = [(text or b"").decode(errors="surrogateescape").split("\n")[:-1] for text in (out, err)]
+        return Ended(self.process.returncode, *lines)
+
+
+def state_of(pid: int) -> str:
+    """The letter of the process's state, Z for one that has ended, or an empty string for none."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def state() -> Callable[[int], str]:
+    return state_of
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path, environ: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    """`start(script, *options, arguments=[], env={}, **popen)`; afterwards no process may be left."""
+    runs: list[Run] = []
+    (tmp_path / "worker.py").write_text(_WORKER_HELPER)
+
+    def begin(script, *options, workers=2, arguments=(), env=None, **popen) -> Run:
+        (tmp_path / "script.py").write_text("from worker import *\n" + textwrap.dedent(script))
+        command = ["--workers", str(workers), *options, "script.py", *arguments]
+        runs.append(Run(tmp_path, command, {**environ, **(env or {})}, **popen))
+        return runs[-1]
+
+    yield begin
+    left = {}
+    for run in runs:
+        if run.process.poll() is None:
+            left["launcher"] = run.process.pid
+            run.process.kill()
+            run.process.communicate()
+        end = time.monotonic() + 10
+        # Killed by the kernel after the launcher's own end, or waiting for init to collect them.
+        while any(state_of(pid) not in ("", "Z") for pid in run.pids().values()) and time.monotonic() < end:
+            time.sleep(0.01)
+        left |= {name: pid for name, pid in run.pids().items() if state_of(pid) not in ("", "Z")}
+        for pid in left.values():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture
+def run(start: Callable[..., Run]) -> Callable[..., Ended]:
+    """`start`, to the end."""
+    return lambda *arguments, **options: start(*arguments, **options).end()

@@ -1,0 +1,131 @@
+import os
+import threading
+
+import pytest
+
+from tfdist.launch.errors import UsageError
+from tfdist.launch.output import Console, OutputClosed, open_logs
+
+TIME_LIMIT = 30
+
+
+def test_each_line_carries_its_rank(run):
+    ended = run("print('one\\ntwo'); print('three', file=sys.stderr)", workers=3)
+    assert ended.code == 0
+    assert sorted(ended.out) == [f"[{rank}] {word}" for rank in range(3) for word in ("one", "two")]
+    assert sorted(line for line in ended.err if line.startswith("[")) == [f"[{rank}] three" for rank in range(3)]
+    assert [ended.of(rank) for rank in range(3)] == [["one", "two"]] * 3
+
+
+def test_lines_of_several_workers_do_not_mix(run):
+    ended = run("for _ in range(500):\n  sys.stdout.write('ab'); sys.stdout.write('cd\\n')", workers=3)
+    assert [ended.of(rank) for rank in range(3)] == [["abcd"] * 500] * 3
+
+
+def test_unfinished_last_line_is_not_lost(run):
+    assert run("sys.stdout.write('no newline')", workers=1).out == ["[0] no newline"]
+
+
+def test_unfinished_line_is_shown_while_the_worker_waits(start):
+    run = start("sys.stdout.write('waiting'); wait_for('go'); print(' done')", workers=1)
+    assert run.process.stdout.readline() == b"[0] waiting\n"
+    (run._here / "go").touch()
+    assert run.end().out == ["[0]  done"]
+
+
+def test_progress_bar_is_shown_while_it_moves_and_at_its_end(start):
+    script = """
+        step = 0
+        while not (HERE / "go").exists():
+            step += 1
+            sys.stdout.write("\\b" * 20 + f"\\r{step} steps")
+            time.sleep(0.01)
+        print("\\rlast step")
+    """
+    run = start(script, workers=1)
+    assert run.process.stdout.readline().endswith(b" steps\n")
+    (run._here / "go").touch()
+    out = run.end().out
+    assert out[-1] == "[0] last step"
+    assert not any("\r" in line or "\b" in line for line in out)
+
+
+def test_undecodable_bytes(run):
+    ended = run(r"sys.stdout.buffer.write(b'caf\xe9 \xc3\xa9\n'); sys.stdout.buffer.write('é'.encode()[:1])", workers=1)
+    assert ended.of(0) == ["caf� é", "�"]
+
+
+def test_character_in_two_pieces(run):
+    script = "os.write(1, b'\\xc3'); time.sleep(0.05); os.write(1, b'\\xa9\\n')"
+    assert run(script, workers=1).of(0) == ["é"]
+
+
+def test_much_output_arrives_whole(run):
+    ended = run("for i in range(50_000): print(i)\nprint('x' * 500_000)")
+    for rank in range(2):
+        assert ended.of(rank)[:50_000] == [str(i) for i in range(50_000)]
+        assert "".join(ended.of(rank)[50_000:]) == "x" * 500_000
+
+
+def test_no_log_files_by_default(run, tmp_path):
+    run("print('x')")
+    assert not list(tmp_path.rglob("*.log"))
+
+
+def test_log_files(run, tmp_path):
+    logs = tmp_path / "deep" / "logs"
+    script = "print('out', RANK); wait_for('never') if False else print('err', RANK, file=sys.stderr)"
+    for _ in range(2):  # the second run starts with empty files
+        assert run(script, "--log-dir", str(logs)).code == 0
+        assert sorted(path.name for path in logs.iterdir()) == ["rank-0.log", "rank-1.log"]
+        for rank in range(2):
+            assert sorted((logs / f"rank-{rank}.log").read_text().splitlines()) == [f"err {rank}", f"out {rank}"]
+
+
+def test_log_file_grows_while_the_worker_runs(start, tmp_path):
+    run = start("print('early'); wait_for('go')", "--log-dir", "logs", workers=1)
+    log = tmp_path / "logs" / "rank-0.log"
+    run.until(lambda: log.exists() and log.read_text() == "early\n", "the log")
+    (tmp_path / "go").touch()
+    assert run.end().code == 0
+
+
+def test_log_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="log files cannot be made. Received: --log-dir .*file .*Expected: .* Choose"):
+        open_logs(tmp_path / "file", 1)
+
+
+def test_reader_that_goes_away_ends_the_run(start):
+    run = start("note(f'up-{RANK}')\nwait_for('go')\nwhile True: print('x' * 1000)")
+    run.wait_for("up-0", "up-1", "pid-0", "pid-1")
+    run.process.stdout.close()
+    (run._here / "go").touch()
+    assert run.process.wait(TIME_LIMIT) == 128 + 13
+    run.process.stderr.close()
+
+
+def test_console_writes_all_to_a_pipe_that_does_not_block():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    received = []
+
+    def read():
+        while data := os.read(reader, 4096):
+            received.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    Console(writer, writer).write("[0] ", ["x" * 300_000, "y"], is_error=False)
+    os.close(writer)
+    thread.join(TIME_LIMIT)
+    os.close(reader)
+    assert b"".join(received) == b"[0] " + b"x" * 300_000 + b"\n[0] y\n"
+
+
+def test_console_says_that_nobody_reads():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(OutputClosed):
+        Console(writer, writer).say("x")
+    os.close(writer)

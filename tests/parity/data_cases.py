@@ -1,0 +1,219 @@
+"""Cases about data and losses: partial batches, weights, masks, structures, uneven workers."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from cases import CLASSES, FEATURES, INPUTS, LABELS, SAMPLES, TARGETS, Outcome, case, classifier, cross_entropy, dataset, fitted
+
+Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
+WEIGHTS = np.linspace(0.1, 2.0, SAMPLES).astype("float32")
+
+
+@case()
+def last_partial_batch(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: Adam(0.01), data=dataset(23))
+
+
+@case()
+def last_batch_of_one_sample(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: Adam(0.01), data=dataset(21))
+
+
+@case()
+def everything_on_arrays(strategy: tf.distribute.Strategy) -> Outcome:
+    """`fit` with validation, `evaluate` and `predict` on shuffled NumPy arrays that do not divide evenly."""
+    with strategy.scope():
+        model = classifier()
+        model.compile(Adam(0.01), loss=cross_entropy(), metrics=["accuracy"])
+    history = model.fit(INPUTS, LABELS, batch_size=23, epochs=2, validation_split=0.3, verbose=0)
+    evaluation = model.evaluate(INPUTS, LABELS, batch_size=23, verbose=0, return_dict=True)
+    prediction = model.predict(INPUTS, batch_size=23, verbose=0)
+    single = model.predict_on_batch(INPUTS[:5]) if strategy.num_replicas_in_sync == 1 else model(INPUTS[:5]).numpy()
+    return {
+        "weights": model.get_weights(),
+        "logs": history.history,
+        "evaluation": evaluation,
+        "prediction": prediction,
+        "call": single,
+    }
+
+
+@case()
+def sample_weights(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(
+        strategy, lambda: Adam(0.01), data=dataset(23, INPUTS, LABELS, WEIGHTS), weighted_metrics=["accuracy"]
+    )
+
+
+@case()
+def class_weights(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: Adam(0.01), fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0, 3: 3.0}})
+
+
+@case()
+def mean_with_sample_weight(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(
+        strategy,
+        lambda: Adam(0.01),
+        data=dataset(23, INPUTS, LABELS, WEIGHTS),
+        loss=lambda: cross_entropy(reduction="mean_with_sample_weight"),
+    )
+
+
+@case()
+def sum_reduction(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: SGD(0.01), data=dataset(23), loss=lambda: cross_entropy(reduction="sum"))
+
+
+@case()
+def loss_function_that_averages(strategy: tf.distribute.Strategy) -> Outcome:
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+    return fitted(strategy, lambda: SGD(0.1), data=dataset(21), loss=lambda: loss)
+
+
+@case()
+def regularizers(strategy: tf.distribute.Strategy) -> Outcome:
+    def model() -> keras.Model:
+        penalty = keras.regularizers.L1L2(0.01, 0.02)
+        return classifier(lambda: [keras.layers.Dense(16, activation="relu", kernel_regularizer=penalty)])
+
+    return fitted(strategy, lambda: SGD(0.1, momentum=0.9), model=model, data=dataset(23))
+
+
+@case()
+def constraints(strategy: tf.distribute.Strategy) -> Outcome:
+    def model() -> keras.Model:
+        return classifier(lambda: [keras.layers.Dense(16, kernel_constraint=keras.constraints.MaxNorm(0.5))])
+
+    return fitted(strategy, lambda: SGD(0.1), model=model)
+
+
+def _two_headed() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
+    hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Concatenate()([left, right]))
+    return keras.Model(
+        {"left": left, "right": right},
+        {
+            "kind": keras.layers.Dense(CLASSES, name="kind")(hidden),
+            "size": keras.layers.Dense(1, name="size")(hidden),
+        },
+    )
+
+
+@case()
+def many_inputs_and_outputs(strategy: tf.distribute.Strategy) -> Outcome:
+    data = tf.data.Dataset.from_tensor_slices(
+        ({"left": INPUTS, "right": -INPUTS}, {"kind": LABELS, "size": TARGETS}, {"kind": WEIGHTS, "size": WEIGHTS})
+    ).batch(23)
+    return fitted(
+        strategy,
+        lambda: Adam(0.01),
+        model=_two_headed,
+        data=data,
+        loss=lambda: {"kind": cross_entropy(), "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.5},
+        metrics=lambda: {"kind": ["accuracy"], "size": ["mae"]},
+    )
+
+
+def _masked_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(12, 5, mask_zero=True)(tokens)
+    return keras.Model(tokens, keras.layers.Dense(CLASSES)(embedded))
+
+
+@case()
+def masked_sequences(strategy: tf.distribute.Strategy) -> Outcome:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 7, size=SAMPLES)
+    tokens = random.integers(1, 12, size=(SAMPLES, 6)) * (np.arange(6) < lengths[:, np.newaxis])
+    labels = random.integers(0, CLASSES, size=(SAMPLES, 6))
+    outcome = fitted(
+        strategy, lambda: SGD(0.1), model=_masked_model, data=dataset(21, tokens.astype("int32"), labels), epochs=1
+    )
+    return outcome
+
+
+class _DenseEmbedding(keras.layers.Layer):
+    """An embedding whose gradient is dense: what the sparse one must add up to."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self._rows, self._columns = rows, columns
+
+    def build(self, input_shape: Any) -> None:
+        self.table = self.add_weight(shape=(self._rows, self._columns), initializer="uniform")
+
+    def call(self, tokens: Any) -> Any:
+        return keras.ops.one_hot(tokens, self._rows) @ self.table
+
+
+def _tokens_model(embedding: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    tokens = keras.Input((6,), dtype="int32")
+    pooled = keras.layers.GlobalAveragePooling1D()(embedding(12, 5)(tokens))
+    return keras.Model(tokens, keras.layers.Dense(CLASSES)(pooled))
+
+
+def _embedded(strategy: tf.distribute.Strategy, embedding: Any, **optimizer: Any) -> Outcome:
+    tokens = np.random.default_rng(2).integers(0, 12, size=(SAMPLES, 6)).astype("int32")
+    return fitted(
+        strategy,
+        lambda: Adam(0.01, **optimizer),
+        model=lambda: _tokens_model(embedding),
+        data=dataset(23, tokens, LABELS),
+    )
+
+
+@case(lambda strategy: _embedded(strategy, _DenseEmbedding, global_clipnorm=0.1))
+def embedding_with_global_clipnorm(strategy: tf.distribute.Strategy) -> Outcome:
+    return _embedded(strategy, keras.layers.Embedding, global_clipnorm=0.1)
+
+
+@case(lambda strategy: _embedded(strategy, _DenseEmbedding, clipvalue=0.001))
+def embedding_with_clipvalue(strategy: tf.distribute.Strategy) -> Outcome:
+    return _embedded(strategy, keras.layers.Embedding, clipvalue=0.001)
+
+
+@case(lambda strategy: _embedded(strategy, _DenseEmbedding, gradient_accumulation_steps=3))
+def embedding_with_accumulation(strategy: tf.distribute.Strategy) -> Outcome:
+    return _embedded(strategy, keras.layers.Embedding, gradient_accumulation_steps=3)
+
+
+def _uneven(strategy: tf.distribute.Strategy, known: bool) -> Outcome:
+    """Worker 0 has five batches of 8, worker 1 three; one process has the five, three of them with both parts."""
+    parts = [INPUTS[:40], INPUTS[40:]], [LABELS[:40], LABELS[40:]]
+    if strategy.num_replicas_in_sync == 1:
+        batches = [
+            (np.concatenate([part[8 * step : 8 * step + 8] for part in parts[0]]),
+             np.concatenate([part[8 * step : 8 * step + 8] for part in parts[1]]))
+            for step in range(5)
+        ]  # fmt: skip
+        data = tf.data.Dataset.from_generator(
+            lambda: iter(batches),
+            output_signature=(tf.TensorSpec((None, FEATURES)), tf.TensorSpec((None,), tf.int64)),
+        )
+        return fitted(strategy, lambda: Adam(0.01), data=data)
+    rank = strategy.rank
+    own = tf.data.Dataset.from_tensor_slices((parts[0][rank], parts[1][rank])).batch(
+        8 // (strategy.num_replicas_in_sync // strategy.num_workers)
+    )
+    if not known:
+        own = own.filter(lambda *_: True)
+    return fitted(strategy, lambda: Adam(0.01), data=strategy.distribute_datasets_from_function(lambda _: own))
+
+
+@case(workers_only=True)
+def uneven_workers_of_known_size(strategy: tf.distribute.Strategy) -> Outcome:
+    return _uneven(strategy, known=True)
+
+
+@case(workers_only=True)
+def uneven_workers_of_unknown_size(strategy: tf.distribute.Strategy) -> Outcome:
+    return _uneven(strategy, known=False)

@@ -1,0 +1,67 @@
+"""Runs parity cases under the strategy that the environment asks for and writes the differences as JSON.
+
+Started by the parity tests and by `make parity`, for several workers through `tfdist run`.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import data_cases  # noqa: E402, F401
+import model_cases  # noqa: E402, F401
+import numpy as np  # noqa: E402
+import optimizer_cases  # noqa: E402, F401
+import tensorflow as tf  # noqa: E402
+from absl import app, flags  # noqa: E402
+from cases import CASES  # noqa: E402
+from comparison import difference_of  # noqa: E402
+
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy  # noqa: E402
+
+_DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of this worker.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the differences.", required=True)
+_CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty.")
+
+
+def main(_: list[str]) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value)
+    workers = "TF_CONFIG" in os.environ
+    strategy = (
+        MultiWorkerMirroredStrategy() if workers else MirroredStrategy([f"CPU:{i}" for i in range(_DEVICES.value)])
+    )
+    one_process = tf.distribute.get_strategy()
+    warnings.simplefilter("ignore")
+    results = {}
+    for case in CASES.values():
+        if (_CASES.value and case.name not in _CASES.value) or (case.workers_only and not workers):
+            continue
+        try:
+            difference, outcome = difference_of(case, strategy, one_process)
+            results[case.name] = {"difference": difference, "rank_difference": _rank_difference(strategy, outcome)}
+        except Exception:
+            # A case that fails on one worker only would leave the others waiting for it: the launcher ends them.
+            if workers:
+                raise
+            results[case.name] = {"error": traceback.format_exc()}
+        print(case.name, results[case.name], flush=True)
+        if not workers or strategy.rank == 0:
+            Path(_OUTPUT.value).write_text(json.dumps(results, indent=1))
+
+
+def _rank_difference(strategy: tf.distribute.Strategy, outcome: dict) -> float:
+    """How much the workers' weights differ: they must not at all."""
+    if not isinstance(strategy, MultiWorkerMirroredStrategy) or "weights" not in outcome:
+        return 0.0
+    flat = np.concatenate([np.ravel(weight).astype("float32") for weight in outcome["weights"]])
+    gathered = strategy.gather(tf.constant(flat[np.newaxis]), axis=0).numpy()
+    return float(np.abs(gathered - gathered[0]).max())
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,28 @@
+"""tf.distribute made right and fast under Keras 3.
+
+Change `tf.distribute.X` to `tfdist.strategies.X` and keep the rest of the program: `model.fit` then works on many
+replicas and many workers, with the numbers of one process on the concatenated batch.
+
+Sub-modules are loaded on first use, so that `import tfdist` does not import TensorFlow:
+
+>>> import tfdist
+>>> tfdist.__version__
+'0.1.0'
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("callbacks", "cluster", "collectives", "launch", "strategies")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"tfdist.{name}")
+    raise AttributeError(f"module 'tfdist' has no attribute {name!r}. Its sub-modules are {', '.join(_SUBMODULES)}.")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SUBMODULES])

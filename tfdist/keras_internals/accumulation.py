@@ -1,0 +1,105 @@
+"""Gradient accumulation of a Keras optimizer: reads and changes how many micro-steps make an update."""
+
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
+from tfdist.keras_internals.symbols import LossScaleOptimizer
+
+
+class Accumulation:
+    """The accumulation of a model's optimizer, the inner one where that scales losses."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._outer = model.optimizer
+        scaled = isinstance(self._outer, LossScaleOptimizer)
+        self._optimizer = self._outer.inner_optimizer if scaled else self._outer
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the optimizer was made under."""
+        return self._optimizer._distribution_strategy
+
+    @property
+    def steps(self) -> int:
+        """How many micro-steps make an update."""
+        return int(self._optimizer.gradient_accumulation_steps or 1)
+
+    @property
+    def remainder(self) -> int:
+        """How many micro-steps have been accumulated since the last update."""
+        return int(self._micro_steps % self.steps)
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the optimizer replaces the weights by their moving average when training ends."""
+        return bool(self._optimizer.use_ema)
+
+    @property
+    def constrained_variables(self) -> list[Any]:
+        """The trainable variables that have a constraint."""
+        return [variable for variable in self._trainable if getattr(variable, "constraint", None) is not None]
+
+    def update(self) -> OptimizerUpdate:
+        """An update of all trainable variables, to be used in a replica context."""
+        loss_scale = LossScale(self._outer) if self._outer is not self._optimizer else None
+        return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
+
+    def change(self, steps: int) -> None:
+        """Makes `steps` micro-steps an update from the next one on; the accumulators must be empty.
+
+        The number of updates (which schedules and Adam count) goes on where it was, and the optimizer has the
+        variables, in the order, of one that was made with `steps`, so that it loads what such a one has saved.
+        """
+        if steps == self.steps:
+            return
+        updates = self._micro_steps // self.steps
+        had_accumulators = self.steps > 1
+        self._optimizer.gradient_accumulation_steps = steps if steps > 1 else None
+        if self._optimizer.built and had_accumulators != (steps > 1):
+            self._add_accumulators() if steps > 1 else self._remove_accumulators()
+        self._optimizer._iterations.assign(updates * steps)
+        self._model.make_train_function(force=True)
+
+    def complete(self) -> None:
+        """Counts a remainder that has been applied as a whole update."""
+        missing = -self._micro_steps % self.steps
+        self._optimizer._iterations.assign_add(missing)
+
+    @property
+    def _micro_steps(self) -> int:
+        return int(self._optimizer._iterations.numpy())
+
+    @property
+    def _trainable(self) -> list[Any]:
+        return list(self._optimizer._trainable_variables)
+
+    def _add_accumulators(self) -> None:
+        optimizer = self._optimizer
+        others = list(optimizer._variables)
+        with self.strategy.scope(), keras.name_scope(optimizer.name):
+            accumulators = [
+                optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
+                for variable in self._trainable
+            ]
+        optimizer._accumulated_gradients = accumulators
+        # Keras makes them after the iterations, the learning rate and the averages, before the slots.
+        learning_rate = isinstance(optimizer._learning_rate, keras.Variable)
+        averages = len(optimizer._model_variables_moving_average) if optimizer.use_ema else 0
+        first = 1 + learning_rate + averages
+        self._order_variables(others[:first] + accumulators + others[first:])
+
+    def _remove_accumulators(self) -> None:
+        optimizer = self._optimizer
+        removed = {id(variable) for variable in optimizer._accumulated_gradients}
+        self._order_variables([variable for variable in optimizer._variables if id(variable) not in removed])
+        optimizer._accumulated_gradients = []
+
+    def _order_variables(self, variables: list[Any]) -> None:
+        # The list that TensorFlow tracks must only grow, so that a new one takes its place, for Keras' tracker too.
+        optimizer = self._optimizer
+        optimizer._variables = variables
+        is_variable, _ = optimizer._tracker.config["variables"]
+        optimizer._tracker.config["variables"] = (is_variable, optimizer._variables)

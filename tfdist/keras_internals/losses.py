@@ -1,0 +1,102 @@
+"""Losses of a step: every replica's part weighs as much as its samples do in the global batch."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdist.keras_internals.symbols import compile_utils, losses
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+class LossStep(Protocol):
+    """What the losses need to know of the step that runs on this replica."""
+
+    @property
+    def fraction(self) -> Any:
+        """The replica's share of the divisor of a mean over the global batch."""
+
+    @property
+    def samples_are_static(self) -> bool:
+        """Whether the number of the replica's samples is known when the step is traced."""
+
+    def share_of(self, divisor: tf.Tensor) -> Any:
+        """A context in which `fraction` is this replica's `divisor` divided by the sum of all replicas'."""
+
+
+def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes Keras scale losses by `current_step().fraction` where a step is running, and as ever elsewhere.
+
+    Keras divides every mean by the number of replicas: right if all replicas have as many samples (or valid mask
+    entries, or the same sum of weights). With the fraction of the divisor in its place the sum over the replicas is
+    the mean over the global batch, for the last partial batch, for a worker that has run out of data, and for masks.
+    """
+    scale, unscale = losses.scale_loss_for_distribution, losses.unscale_loss_for_distribution
+    reduce_values, reduce_weighted_values = losses.reduce_values, losses.reduce_weighted_values
+
+    @functools.wraps(scale)
+    def scale_by_share(value: Any) -> Any:
+        step = current_step()
+        return scale(value) if step is None else _times(value, step.fraction)
+
+    @functools.wraps(unscale)
+    def unscale_by_share(value: Any) -> Any:
+        step = current_step()
+        return unscale(value) if step is None else tf.math.divide_no_nan(value, tf.cast(step.fraction, value.dtype))
+
+    @functools.wraps(reduce_values)
+    def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
+        step = current_step()
+        if step is not None and reduction in _MEANS and tuple(values.shape) == ():
+            # The user's loss function has taken the mean over this replica's samples; Keras leaves it as it is, so
+            # that the replicas' gradients would add up to N times the gradient of one process.
+            return _times(values, step.fraction)
+        return reduce_values(values, sample_weight, reduction)
+
+    @functools.wraps(reduce_weighted_values)
+    def reduce_weighted_values_by_share(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        step = current_step()
+        divisor = None if step is None else _own_divisor(sample_weight, mask, reduction)
+        if step is None or divisor is None:
+            return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+        with step.share_of(divisor):
+            return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+
+    def unscale_output_loss(value: Any) -> Any:
+        step = current_step()
+        if step is None or step.samples_are_static:
+            return losses.unscale_loss_for_distribution(value)
+        return value * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, value.dtype)
+
+    # The mean of an output's loss weighs all replicas alike where the batch dimension is not static, so that each
+    # must give its share.
+    compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
+    losses.scale_loss_for_distribution = scale_by_share
+    losses.unscale_loss_for_distribution = unscale_by_share
+    losses.reduce_values = reduce_values_by_share
+    losses.reduce_weighted_values = reduce_weighted_values_by_share
+
+
+def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
+    """The divisor of a mean that is not the number of samples: the valid entries of a mask, or the sum of weights."""
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        weights = losses.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
+        return tf.reduce_sum(tf.cast(weights, tf.float32))
+    if reduction in _MEANS and mask is not None:
+        return tf.reduce_sum(tf.cast(mask, tf.float32))
+    return None
+
+
+def _times(value: Any, fraction: Any) -> tf.Tensor:
+    # A replica without samples has the fraction 0, and whatever its loss is (a mean over nothing is NaN), counts 0.
+    value = tf.convert_to_tensor(value)
+    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))

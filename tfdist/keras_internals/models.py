@@ -1,0 +1,45 @@
+"""Keras models, as a step over replicas sees them."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.symbols import tree
+
+
+def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
+    """The model and the name, `train_step` or `test_step`, of which `function` is the bound method."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, keras.Model) and name in ("train_step", "test_step"):
+        return owner, name
+    return None, None
+
+
+def first_input(data: Any) -> Any:
+    """The input whose first dimension Keras takes for the number of samples, or `None`."""
+    inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
+    return next((leaf for leaf in tree.flatten(inputs) if leaf is not None), None)
+
+
+def metric_variables(model: Any) -> list[keras.Variable]:
+    """The variables of the model's metrics that are summed over the replicas when they are read."""
+    return [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
+
+
+def batch_statistics(model: Any) -> list[keras.Variable]:
+    """The moving means and variances that batch normalization layers keep of their own replica's batches."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    own = [layer for layer in layers if layer.trainable and layer.built and not layer.synchronized]
+    return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
+
+
+def first_variable_outside(model: Any) -> keras.Variable | None:
+    """The first variable of the model or its metrics that no strategy has distributed, if there is one."""
+    variables = [*model.variables, *model.metrics_variables]
+    return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
+
+
+def is_made_under(optimizer: Any, strategy: Any) -> bool:
+    """Whether `optimizer` keeps its variables by `strategy`."""
+    return getattr(optimizer, "_distribution_strategy", None) is strategy

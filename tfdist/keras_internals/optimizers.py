@@ -1,0 +1,149 @@
+"""Keras optimizers, as an update over replicas sees them, and the place where Keras asks for one."""
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.symbols import LossScaleOptimizer, TFOptimizer
+
+_loss_scaler: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_loss_scaler", default=None)
+_reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
+
+
+class LossScale:
+    """The dynamic loss scale of a `keras.optimizers.LossScaleOptimizer`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The scale, a float32 scalar."""
+        return tf.convert_to_tensor(self._optimizer.dynamic_scale)
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
+        optimizer = self._optimizer
+        counter = tf.convert_to_tensor(optimizer.step_counter)
+        grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        starts_anew = tf.logical_or(grown, tf.logical_not(finite))
+        optimizer.dynamic_scale.assign(self.value * factor)
+        optimizer.step_counter.assign(tf.where(starts_anew, tf.zeros_like(counter), counter + 1))
+
+
+class OptimizerUpdate:
+    """The parts of one optimizer's update, each to be called in a replica context."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], loss_scale: LossScale | None = None) -> None:
+        self._optimizer = optimizer
+        self._variables = list(variables)
+        self.loss_scale = loss_scale
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the optimizer was made under."""
+        return self._optimizer._distribution_strategy
+
+    @property
+    def accumulation_steps(self) -> int:
+        """How many micro-steps make an update."""
+        return int(self._optimizer.gradient_accumulation_steps or 1)
+
+    @property
+    def accumulators(self) -> list[tf.Variable]:
+        """The variables that hold the sums of this replica's gradients, one a trainable variable."""
+        optimizer = self._optimizer
+        indices = [optimizer._get_variable_index(variable) for variable in self._variables]
+        return [optimizer._accumulated_gradients[index].value for index in indices]
+
+    @property
+    def micro_steps(self) -> tf.Tensor:
+        """The micro-steps so far, without the present one."""
+        return tf.convert_to_tensor(self._optimizer._iterations)
+
+    def take_back(self, micro_steps: int) -> None:
+        """Takes `micro_steps` from the count, for an update that is not made."""
+        self.strategy.extended.update(
+            self._optimizer._iterations.value,
+            lambda count: count.assign_sub(tf.cast(micro_steps, count.dtype)),
+            group=False,
+        )
+
+    def clip(self, gradients: Sequence[Any]) -> list[Any]:
+        """Clips by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`."""
+        if self._optimizer.clipvalue:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return list(self._optimizer._clip_gradients(list(gradients)))
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        """Decays the weights, updates the variables, and keeps their moving averages."""
+        optimizer = self._optimizer
+        optimizer._apply_weight_decay(self._variables)
+        token = _reduced.set(True)
+        try:
+            optimizer._backend_update_step(list(gradients), self._variables, optimizer.learning_rate)
+        finally:
+            _reduced.reset(token)
+        if optimizer.use_ema:
+            optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+            if optimizer.ema_overwrite_frequency:
+                tf.cond(
+                    tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0),
+                    lambda: optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables),
+                    lambda: None,
+                )
+
+
+def install_update(is_ours: Callable[[Any], bool], update: Callable[[OptimizerUpdate, list[Any]], None]) -> None:
+    """Gives the update of optimizers whose strategy `is_ours` to `update`; others go on as ever.
+
+    Keras' own order (clip, reduce, average on every micro-step; decide on an overflow by a replica's own gradients)
+    lies in private methods of its optimizer classes, and custom loops reach them without passing the strategy.
+    """
+    apply_gradients = TFOptimizer._backend_apply_gradients
+    current_learning_rate = TFOptimizer._get_current_learning_rate
+    apply_scaled = LossScaleOptimizer.apply
+    reduce_gradients = TFOptimizer._all_reduce_sum_gradients
+
+    @functools.wraps(apply_gradients)
+    def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        if not is_ours(self._distribution_strategy):
+            return apply_gradients(self, grads, trainable_variables)
+        return update(OptimizerUpdate(self, trainable_variables, _loss_scaler.get()), list(grads))
+
+    @functools.wraps(current_learning_rate)
+    def learning_rate_by_updates(self: Any) -> Any:
+        schedule = self._learning_rate
+        if is_ours(self._distribution_strategy) and isinstance(
+            schedule, keras.optimizers.schedules.LearningRateSchedule
+        ):
+            return schedule(self.iterations)
+        return current_learning_rate(self)
+
+    @functools.wraps(apply_scaled)
+    def apply_scaled_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        if not is_ours(self._distribution_strategy):
+            return apply_scaled(self, grads, trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+            self.built = True
+        token = _loss_scaler.set(LossScale(self))
+        try:
+            return self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
+        finally:
+            _loss_scaler.reset(token)
+
+    @functools.wraps(reduce_gradients)
+    def reduce_gradients_once(self: Any, grads_and_vars: Any) -> Any:
+        return list(grads_and_vars) if _reduced.get() else reduce_gradients(self, grads_and_vars)
+
+    TFOptimizer._all_reduce_sum_gradients = reduce_gradients_once
+    TFOptimizer._backend_apply_gradients = update_over_replicas
+    TFOptimizer._get_current_learning_rate = learning_rate_by_updates
+    LossScaleOptimizer.apply = apply_scaled_over_replicas

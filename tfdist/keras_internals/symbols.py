@@ -1,0 +1,37 @@
+"""The private Keras symbols that tfdist uses, each with its reason. Tested with Keras 3.15.1."""
+
+from tfdist.private_symbols import private
+
+_TRAINER = "keras.src.backend.tensorflow.trainer"
+
+losses = private("keras.src.losses:loss", "scales losses by the number of replicas; has no hook for uneven batches")
+compile_utils = private("keras.src.trainers:compile_utils", "keeps the mean of every output's loss")
+trainer = private("keras.src.backend.tensorflow:trainer", "makes the epoch iterators of fit, evaluate and predict")
+TFOptimizer = private(
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer", "clips before it reduces and averages on every micro-step"
+)
+LossScaleOptimizer = private(
+    "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
+)
+tree = private("keras.src:tree", "flattens structures as the trainer does")
+
+# What is replaced or called by name: a Keras that renames one would silently ignore it.
+for _path, _why in {
+    "keras.src.losses.loss:scale_loss_for_distribution": "divides by the number of replicas, not by the samples",
+    "keras.src.losses.loss:unscale_loss_for_distribution": "its inverse, for the logged loss",
+    "keras.src.losses.loss:reduce_values": "leaves a loss unscaled that the user has averaged himself",
+    "keras.src.losses.loss:reduce_weighted_values": "normalises masked losses by the replica's own mask",
+    f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own data set",
+    f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": "averages a batch of data over all workers",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_apply_gradients": "the order of an update",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_current_learning_rate": "counts micro-steps",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_gradients": "clips",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay": "decays the weights",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step": "updates the variables",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": "reduces within that",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._update_model_variables_moving_average": "averages them",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_model_variables_with_average_value": "overwrites",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_variable_index": "finds a variable's accumulator",
+    "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
+}.items():
+    private(_path, _why)

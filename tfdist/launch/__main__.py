@@ -1,0 +1,8 @@
+"""`python -m tfdist.launch`: the command `tfdist` where no console script is installed."""
+
+import sys
+
+from tfdist.launch.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

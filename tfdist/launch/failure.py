@@ -1,0 +1,113 @@
+"""How a worker ended, and which of several failures is the cause."""
+
+import dataclasses
+import re
+import signal
+from collections.abc import Sequence
+
+_SHOWN_LINES = 20
+_TRACEBACK = "Traceback (most recent call last):"
+_ECHO = re.compile(
+    r"UnavailableError|Connection reset by peer|Error received from peer|Socket closed|failed to connect to all "
+    r"addresses|heartbeat timeout|CoordinationServiceError|Failed to send RPC to coordination service|coordination "
+    r"service encountered an error|Coordination agent is set to error"
+)
+_INFORMATION = re.compile(r"[-\d]+ [\d:.]+: I |I\d{4} ")  # how TensorFlow marks it in its own log
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker ended.
+
+    Args:
+        rank: The worker's rank.
+        returncode: Its exit code, or minus the number of the signal that killed it.
+        last_lines: Its last lines of output, both streams.
+        was_told: Whether the launcher had told it to end before it did.
+    """
+
+    rank: int
+    returncode: int
+    last_lines: tuple[str, ...] = ()
+    was_told: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and not with 0."""
+        return self.returncode != 0 and not self.was_told
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code a shell would show: 128 + number for a signal.
+
+        >>> WorkerEnd(0, -9).exit_code
+        137
+        """
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether its last words speak of a peer that is gone, so that the cause is likely elsewhere."""
+        was_killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
+        return not was_killed and bool(_ECHO.search("\n".join(self._last_words())))
+
+    @property
+    def raised(self) -> bool:
+        """Whether its last words are an error of its own, though it may not have ended by itself."""
+        return _TRACEBACK in self.last_lines and not _ECHO.search("\n".join(self._last_words()))
+
+    def describe(self) -> str:
+        """Returns how it ended.
+
+        >>> WorkerEnd(1, 3).describe(), WorkerEnd(1, -11).describe()
+        ('exit code 3', 'killed by SIGSEGV')
+        """
+        if self.returncode >= 0:
+            return f"exit code {self.returncode}"
+        is_mystery = self.returncode == -signal.SIGKILL and not self.was_told
+        hint = " (if nobody did so by hand: often the kernel, out of memory)" if is_mystery else ""
+        return f"killed by {signal_name(-self.returncode)}{hint}"
+
+    def report(self) -> list[str]:
+        """Returns the lines that name it as the cause of the failure."""
+        how = self.describe()
+        if self.was_told:
+            how = "an error, while it was still shutting down"
+        if not self.last_lines:
+            return [f"worker {self.rank} failed first: {how}. It printed nothing."]
+        shown = self.last_lines[-_SHOWN_LINES:]
+        return [f"worker {self.rank} failed first: {how}. Its last lines:", *(f"  | {line}" for line in shown)]
+
+    def _last_words(self) -> tuple[str, ...]:
+        starts = [i for i, line in enumerate(self.last_lines) if line.startswith(_TRACEBACK)]
+        words = self.last_lines[starts[-1] :] if starts else self.last_lines[-_SHOWN_LINES:]
+        return tuple(line for line in words if not _INFORMATION.match(line))
+
+
+def cause(ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
+    """Returns the failure that the others followed from, or None where nothing failed.
+
+    That is the first in time, unless it only tells of a peer's end: then the first that does not, then one that was
+    still shutting down after an error of its own.
+
+    Args:
+        ends: How the workers ended, in the order in which they did.
+    """
+    failures = [end for end in ends if end.failed]
+    if not failures:
+        return None
+    own = [end for end in failures if not end.is_echo]
+    shutting_down = [end for end in ends if end.was_told and end.raised]
+    return (own or shutting_down or failures)[0]
+
+
+def signal_name(number: int) -> str:
+    """Returns for example `"SIGTERM"`.
+
+    >>> signal_name(15), signal_name(200)
+    ('SIGTERM', 'signal 200')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,56 @@
+"""The command line of `tfdist`: one parser, a sub-command a module."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+import tfdist
+from tfdist.launch import run_command
+from tfdist.launch.errors import UsageError
+
+_COMMANDS = (run_command,)
+_USAGE_EXIT_CODE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments without the program's name. Defaults to those of this process.
+
+    Returns:
+        The exit code: the sub-command's own, 2 where the command is wrong.
+
+    >>> main(["--version"])
+    tfdist 0.1.0
+    0
+    """
+    parser = _parser()
+    try:
+        options = parser.parse_args(argv)
+        if "execute" not in options:
+            parser.error("A command is missing. Expected: one of run. See tfdist --help.")
+    except SystemExit as ending:  # argparse has printed its message
+        return ending.code if isinstance(ending.code, int) else _USAGE_EXIT_CODE
+    try:
+        return int(options.execute(options))
+    except UsageError as error:
+        print(f"tfdist {options.command}: error: {error}", file=sys.stderr)
+        return _USAGE_EXIT_CODE
+    except KeyboardInterrupt:  # before the workers were started; later ones are theirs
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfdist",
+        description="tf.distribute made right and fast under Keras 3.",
+        epilog="example: tfdist run --workers 2 train.py --epochs 10",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"tfdist {tfdist.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,133 @@
+"""What the workers print: on the launcher's own output behind their rank, in log files, and their last lines."""
+
+import codecs
+import collections
+import os
+import select
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tfdist.launch.errors import UsageError
+from tfdist.launch.screen_line import ScreenLines
+
+_UNFINISHED_SECONDS = 2.0
+# More than is shown: a long traceback must still show where it begins (see failure.py).
+_KEPT_LINES = 200
+
+
+class OutputClosed(Exception):
+    """Nobody reads the launcher's output any more."""
+
+
+class Console:
+    """The launcher's own output, written line by line and at once.
+
+    Args:
+        stdout: File descriptor for the workers' standard output.
+        stderr: File descriptor for the workers' standard error and for what the launcher says.
+    """
+
+    def __init__(self, stdout: int, stderr: int) -> None:
+        self._stdout, self._stderr = stdout, stderr
+
+    def say(self, *lines: str) -> None:
+        """Shows lines of the launcher itself."""
+        self.write("tfdist: ", lines, is_error=True)
+
+    def write(self, prefix: str, lines: Sequence[str], *, is_error: bool) -> None:
+        """Shows lines behind a prefix, all in one piece where the system allows.
+
+        Raises:
+            OutputClosed: If nobody reads any more.
+        """
+        if lines:
+            text = "".join(f"{prefix}{line}\n" for line in lines)
+            _write_all(self._stderr if is_error else self._stdout, text.encode(errors="replace"))
+
+
+def open_logs(directory: Path | None, workers: int) -> list[BinaryIO | None]:
+    """Opens `rank-<rank>.log` for each worker, emptying those of an earlier run.
+
+    Args:
+        directory: Made where it does not exist. None: no files.
+        workers: Number of workers.
+
+    Raises:
+        UsageError: If a file cannot be made.
+    """
+    if directory is None:
+        return [None] * workers
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return [open(directory / f"rank-{rank}.log", "wb", buffering=0) for rank in range(workers)]
+    except OSError as error:
+        raise UsageError(
+            f"The log files cannot be made. Received: --log-dir {directory} ({error.strerror}). Expected: a directory "
+            "that exists or can be made, and written to. Choose another one."
+        ) from error
+
+
+class WorkerOutput:
+    """The two streams of one worker.
+
+    Args:
+        rank: The worker's rank, the prefix of its lines.
+        console: Where the lines are shown.
+        log: Where both streams are written without the prefix.
+    """
+
+    def __init__(self, rank: int, console: Console, log: BinaryIO | None) -> None:
+        self._prefix = f"[{rank}] "
+        self._console, self._log = console, log
+        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {is_error: decoder(errors="replace") for is_error in (False, True)}
+        self._lines = {is_error: ScreenLines(interval_seconds=_UNFINISHED_SECONDS) for is_error in (False, True)}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an unfinished line waits to be shown."""
+        return any(lines.is_pending for lines in self._lines.values())
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of both streams, in the order in which they came."""
+        return tuple(self._last)
+
+    def feed(self, data: bytes, *, is_error: bool, now: float) -> None:
+        """Takes the next bytes of a stream."""
+        self._show(self._lines[is_error].feed(self._decoders[is_error].decode(data), now=now), is_error)
+
+    def show_unfinished(self, *, now: float) -> None:
+        """Shows unfinished lines whose time has come."""
+        for is_error, lines in self._lines.items():
+            self._show(lines.unfinished(now=now), is_error)
+
+    def flush(self, *, now: float) -> None:
+        """Shows what is left when the worker has ended."""
+        for is_error, lines in self._lines.items():
+            rest = self._decoders[is_error].decode(b"", final=True)
+            self._show(lines.feed(rest, now=now) + lines.flush(), is_error)
+
+    def close(self) -> None:
+        """Closes the log file."""
+        if self._log is not None:
+            self._log.close()
+
+    def _show(self, lines: Sequence[str], is_error: bool) -> None:
+        self._last.extend(lines)
+        if self._log is not None and lines:
+            self._log.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        self._console.write(self._prefix, lines, is_error=is_error)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # someone else made the shared terminal or pipe non-blocking
+            select.select([], [fd], [])
+        except OSError as error:
+            raise OutputClosed(error.strerror) from error

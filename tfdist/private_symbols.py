@@ -1,0 +1,54 @@
+"""Private symbols of TensorFlow and Keras: looked up in one way, recorded, and named when they are missing."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+class MissingPrivateSymbolError(ImportError):
+    """A private symbol that tfdist builds on is not in the installed TensorFlow or Keras."""
+
+
+@dataclass(frozen=True)
+class PrivateSymbol:
+    """One private symbol: its `path` (`module:attribute.attribute`) and `why` there is no public way."""
+
+    path: str
+    why: str
+
+
+_used: dict[str, PrivateSymbol] = {}
+
+
+def private(path: str, why: str) -> Any:
+    """Returns the object at `path` and records that it is used.
+
+    Args:
+      path: `module:attribute.attribute`.
+      why: what it is needed for; it ends up in the error and in `docs/architecture.md`.
+
+    Raises:
+      MissingPrivateSymbolError: the module or the attribute does not exist; the message names it.
+
+    >>> private("json:JSONDecoder.decode", why="an example").__name__
+    'decode'
+    """
+    module_name, _, attributes = path.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        library = module_name.partition(".")[0]
+        raise MissingPrivateSymbolError(
+            f"tfdist needs {path!r} ({why}), which the installed {library} does not have. Received: {error}. "
+            f"Expected: a {library} version within the range that tfdist was tested with "
+            "(`tfdist.versions.tested_ranges()`). Install one of these, or report the version to tfdist."
+        ) from error
+    _used[path] = PrivateSymbol(path, why)
+    return found
+
+
+def used_symbols() -> list[PrivateSymbol]:
+    """The private symbols that were looked up in this process, by path."""
+    return [_used[path] for path in sorted(_used)]

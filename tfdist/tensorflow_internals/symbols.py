@@ -1,0 +1,45 @@
+"""The private TensorFlow symbols that tfdist uses, each with its reason. Tested with TensorFlow 2.21.0."""
+
+from tfdist.private_symbols import private
+
+_DISTRIBUTE = "tensorflow.python.distribute"
+
+CollectiveAllReduce = private(
+    f"{_DISTRIBUTE}.cross_device_ops:CollectiveAllReduce",
+    "the cross-device operations that MirroredStrategy and MultiWorkerMirroredStrategy reduce with",
+)
+CollectiveReplicaLauncher = private(
+    f"{_DISTRIBUTE}.cross_device_utils:CollectiveReplicaLauncher",
+    "launches one collective operation on one replica, in a function or eagerly",
+)
+MirroredExtended = private(
+    f"{_DISTRIBUTE}.mirrored_strategy:MirroredExtended", "the implementation behind MirroredStrategy"
+)
+CollectiveAllReduceExtended = private(
+    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended",
+    "the implementation behind MultiWorkerMirroredStrategy",
+)
+Mirrored = private(f"{_DISTRIBUTE}.values:Mirrored", "marks a value as equal on all replicas")
+ResourceVariable = private(
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+    "a plain variable, whatever strategy scope is active",
+)
+context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
+get_default_graph = private(
+    "tensorflow.python.framework.ops:get_default_graph", "tells whether a function is being traced"
+)
+
+# Private methods that are overridden: a TensorFlow that renames one would silently ignore the override.
+for _method, _why in {
+    "mirrored_strategy:MirroredExtended._use_merge_call": "decides between replica-context and merge-call reduction",
+    "mirrored_strategy:MirroredExtended._make_collective_ops_with_fallbacks": "makes the cross-device operations",
+    "mirrored_strategy:MirroredExtended._get_cross_device_ops": "chooses the cross-device operations of a value",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._use_merge_call": "as for MirroredExtended",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._reduce_to": "does not map over structures",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices": "uses one CPU device only",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_multi_worker": "starts the server",
+    "cross_device_ops:CollectiveAllReduce._all_reduce": "reduces the tensors of one replica",
+    "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
+    "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
+}.items():
+    private(f"{_DISTRIBUTE}.{_method}", _why)

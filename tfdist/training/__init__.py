@@ -1,0 +1,1 @@
+"""How a Keras step and its optimizer run on many replicas: sample shares, the order of an update, shared state."""

@@ -1,0 +1,60 @@
+"""Runs a Keras step on every replica: shares the samples out, then shares the results."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.models import first_input
+from tfdist.training.step import ReplicaStep, count_samples, static_samples, sum_over_replicas
+from tfdist.training.synchronization import synchronise
+
+
+def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:
+    """Wraps `step_function`, a bound step of `model`, for `strategy.run(..., args=(data,))`.
+
+    Args:
+      model: a Keras model.
+      step_function: its `train_step` or `test_step`.
+      data: the batch, of which every replica gets its part.
+      strategy: the strategy that will run the result.
+
+    Returns:
+      A function of a replica's data.
+    """
+    training = step_function.__name__ == "train_step"
+    steps = iter(_static_steps(data, strategy))
+
+    @tf.autograph.experimental.do_not_convert
+    def replica_step(replica_data: Any) -> Any:
+        # Replicas are traced, and eagerly run, one after another in their order.
+        step = next(steps, None) or _dynamic_step(replica_data)
+        with step.running():
+            logs = step_function(replica_data)
+        return synchronise(model, step, logs, training=training)
+
+    return replica_step
+
+
+def _static_steps(data: Any, strategy: Any) -> Iterator[ReplicaStep]:
+    """The local replicas' parts, if all replicas are local and their samples are known while tracing."""
+    replicas = strategy.num_replicas_in_sync
+    value = first_input(data)
+    if value is None:
+        yield from (ReplicaStep(1, 1 / replicas) for _ in range(replicas))
+        return
+    values = strategy.experimental_local_results(value)
+    if len(values) == 1:  # not distributed: every replica gets the whole batch
+        values = values * len(strategy.extended.worker_devices)
+    samples = [static_samples(replica_value) for replica_value in values]
+    if len(samples) == replicas and all(samples):
+        yield from (ReplicaStep(count, count / sum(samples)) for count in samples)
+
+
+def _dynamic_step(replica_data: Any) -> ReplicaStep:
+    value = first_input(replica_data)
+    samples = count_samples(value)
+    total = sum_over_replicas(tf.cast(samples, tf.float32))
+    fraction = tf.math.divide_no_nan(tf.cast(samples, tf.float32), total)
+    static = static_samples(value)
+    return ReplicaStep(samples if static is None else static, fraction)

@@ -1,0 +1,122 @@
+"""One update of an optimizer over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import Exchange
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.training.step import current_step
+
+
+def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], exchange: Exchange) -> None:
+    """Runs one micro-step, and the update where it is the last one of its update.
+
+    `k` micro-steps on `n` replicas make the update of one step of one process on the `k * n` concatenated batches:
+    gradients are summed on the replica, reduced once, then checked, unscaled, clipped and applied. So a gradient
+    that overflows on one replica is seen by all of them in the sum, and all of them skip the update and lower the
+    loss scale alike, with no replica waiting for another in a branch.
+
+    Args:
+      optimizer: the optimizer, with the variables that have a gradient.
+      gradients: one a variable, dense or `tf.IndexedSlices`, of the replica's part of the loss.
+      exchange: marks the reduction as one of gradients.
+    """
+    steps = optimizer.accumulation_steps
+    if steps == 1:
+        reduce_and_apply(optimizer, gradients, exchange, contributes=_contributes(), micro_steps=1)
+        return
+    accumulators = optimizer.accumulators
+    contributes = _contributes()
+
+    def finish() -> None:
+        total = [_added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
+        if contributes is not None:
+            total = tf.cond(contributes, lambda: total, lambda: [tf.convert_to_tensor(v) for v in accumulators])
+        reduce_and_apply(optimizer, total, exchange, contributes=None, micro_steps=steps)
+        reset(optimizer)
+
+    def accumulate() -> None:
+        for accumulator, gradient in zip(accumulators, gradients, strict=True):
+            optimizer.strategy.extended.update(accumulator, _add, args=(gradient,), group=False)
+
+    def accumulate_own() -> None:
+        if contributes is None:
+            accumulate()
+        else:
+            tf.cond(contributes, accumulate, lambda: None)
+
+    tf.cond(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
+
+
+def reduce_and_apply(
+    optimizer: OptimizerUpdate,
+    gradients: Sequence[Any],
+    exchange: Exchange,
+    *,
+    contributes: tf.Tensor | None,
+    micro_steps: int,
+) -> None:
+    """Sums `gradients`, which `micro_steps` micro-steps have added up, over the replicas and updates the variables."""
+    context = tf.distribute.get_replica_context()
+    with exchange.of_gradients(contributes):
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
+    loss_scale = optimizer.loss_scale
+    if loss_scale is None:
+        divisor = None if micro_steps == 1 else float(micro_steps)
+        optimizer.apply(optimizer.clip([_divided(gradient, divisor) for gradient in summed]))
+        return
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in summed])
+    divisor = loss_scale.value * micro_steps
+    tf.cond(
+        finite,
+        lambda: optimizer.apply(optimizer.clip([_divided(gradient, divisor) for gradient in summed])),
+        # Keras counts the micro-step after the update; the ones of a skipped update must not count.
+        lambda: optimizer.take_back(micro_steps),
+    )
+    loss_scale.update(finite)
+
+
+def reset(optimizer: OptimizerUpdate) -> None:
+    """Sets the accumulators to zero."""
+    for accumulator in optimizer.accumulators:
+        optimizer.strategy.extended.update(
+            accumulator, lambda variable: variable.assign(tf.zeros_like(variable)), group=False
+        )
+
+
+def _contributes() -> Any:
+    """Whether this replica has samples: `None` if it certainly has."""
+    step = current_step()
+    if step is None or step.contributes is True:
+        return None
+    return tf.convert_to_tensor(step.contributes)
+
+
+def _add(accumulator: tf.Variable, gradient: Any) -> None:
+    if isinstance(gradient, tf.IndexedSlices):
+        accumulator.scatter_add(gradient)
+    else:
+        accumulator.assign_add(tf.cast(gradient, accumulator.dtype))
+
+
+def _added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
+    total = tf.convert_to_tensor(accumulator)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], gradient.values)
+    return total + tf.cast(gradient, total.dtype)
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _divided(gradient: Any, divisor: Any) -> Any:
+    if divisor is None:
+        return gradient
+    values = _values(gradient)
+    quotient = values / tf.cast(divisor, values.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(quotient, gradient.indices, gradient.dense_shape)
+    return quotient
