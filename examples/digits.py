@@ -20,27 +20,30 @@ _DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "digits n
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Where prepared data is kept. Default: TensorFlow Datasets' own place."
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "How often the training images are seen.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "How often the training images are seen.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step, of all workers together.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "For the initial weights and the order of the images.")
 
 
 def build_model(image_shape: tuple[int, ...]) -> keras.Model:
-    """Builds and compiles the network."""
+    """Builds and compiles the network.
+
+    It is smooth, without ReLU or maximum pooling, at whose kinks a last-bit difference grows with every step.
+    """
     model = keras.Sequential(
         [
             keras.Input(image_shape),
             keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
-            keras.layers.MaxPooling2D(),
+            keras.layers.Conv2D(32, 3, padding="same", activation="gelu"),
+            keras.layers.Conv2D(64, 3, padding="same", activation="gelu"),
+            keras.layers.AveragePooling2D(2),
             keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(64, activation="gelu"),
             keras.layers.Dense(10),
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+        optimizer=keras.optimizers.Adam(3e-3),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -51,10 +54,9 @@ def batches(images: tf.data.Dataset, *, shuffle: bool = False) -> tf.data.Datase
     """Batches of all workers together. Each worker takes its part of every batch, so that the steps stay the same."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    images = images.cache()
     if shuffle:
         # One order for all epochs: under a strategy Keras draws one order more, to build the model, than without.
-        images = images.shuffle(len(images), seed=_SEED.value, reshuffle_each_iteration=False)
+        images = images.cache().shuffle(len(images), seed=_SEED.value, reshuffle_each_iteration=False)
     return images.batch(_BATCH_SIZE.value).prefetch(tf.data.AUTOTUNE).with_options(options)
 
 

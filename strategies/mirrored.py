@@ -52,7 +52,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         reduction = self._prepare(bucket_bytes)
         refuse_nccl_without_gpu(communication_options)
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
-        super(tf.distribute.MirroredStrategy, self).__init__(extended)
+        tf.distribute.Strategy.__init__(self, extended)
 
     def _shared_results(self, results: Any) -> Any:
         return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)

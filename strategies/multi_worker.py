@@ -73,7 +73,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         peers = _addresses_of_others(spec, resolver)
         with start_limit(peers, _start_timeout_seconds(start_timeout)):
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
-        super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
+        tf.distribute.Strategy.__init__(self, extended)
 
     @property
     def num_workers(self) -> int:

@@ -2,4 +2,16 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session")
+def cpus() -> list[str]:
+    """Four logical CPU devices. Every test that uses TensorFlow in this process asks for them, before it starts."""
+    import tensorflow as tf
+
+    physical = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * 4)
+    return [f"CPU:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]

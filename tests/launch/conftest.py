@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60
-_FOREIGN = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "TFDIST_", "SLURM_", "JOB_COMPLETION_INDEX")
+_FOREIGN = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "TFDIST_", "SLURM_", "JOB_COMPLETION_INDEX")
 
 # What every worker script may import: its rank, notes to the test, and waiting with a limit. Every process that imports
 # it leaves its process id.

@@ -5,7 +5,20 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from cases import CLASSES, FEATURES, INPUTS, LABELS, SAMPLES, TARGETS, Outcome, case, classifier, cross_entropy, dataset, fitted
+from cases import (
+    CLASSES,
+    FEATURES,
+    INPUTS,
+    LABELS,
+    SAMPLES,
+    TARGETS,
+    Outcome,
+    case,
+    classifier,
+    cross_entropy,
+    dataset,
+    fitted,
+)
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 WEIGHTS = np.linspace(0.1, 2.0, SAMPLES).astype("float32")
@@ -186,22 +199,21 @@ def embedding_with_accumulation(strategy: tf.distribute.Strategy) -> Outcome:
     return _embedded(strategy, keras.layers.Embedding, gradient_accumulation_steps=3)
 
 
+def _interleaved(first: np.ndarray, second: np.ndarray, size: int) -> np.ndarray:
+    """The two arrays' batches of `size` in turn."""
+    batches = [part.reshape(-1, size, *part.shape[1:]) for part in (first, second)]
+    return np.stack(batches, axis=1).reshape(-1, *first.shape[1:])
+
+
 def _uneven(strategy: tf.distribute.Strategy, known: bool) -> Outcome:
     """Worker 0 has five batches of 8, worker 1 three; one process has the five, three of them with both parts."""
-    parts = [INPUTS[:40], INPUTS[40:]], [LABELS[:40], LABELS[40:]]
+    parts = [(INPUTS[:40], INPUTS[40:]), (LABELS[:40], LABELS[40:])]
     if strategy.num_replicas_in_sync == 1:
-        batches = [
-            (np.concatenate([part[8 * step : 8 * step + 8] for part in parts[0]]),
-             np.concatenate([part[8 * step : 8 * step + 8] for part in parts[1]]))
-            for step in range(5)
-        ]  # fmt: skip
-        data = tf.data.Dataset.from_generator(
-            lambda: iter(batches),
-            output_signature=(tf.TensorSpec((None, FEATURES)), tf.TensorSpec((None,), tf.int64)),
-        )
-        return fitted(strategy, lambda: Adam(0.01), data=data)
+        of_both = dataset(16, *(_interleaved(first[:24], second, size=8) for first, second in parts))
+        of_first = dataset(8, *(first[24:] for first, _ in parts))
+        return fitted(strategy, lambda: Adam(0.01), data=of_both.concatenate(of_first))
     rank = strategy.rank
-    own = tf.data.Dataset.from_tensor_slices((parts[0][rank], parts[1][rank])).batch(
+    own = tf.data.Dataset.from_tensor_slices(tuple(part[rank] for part in parts)).batch(
         8 // (strategy.num_replicas_in_sync // strategy.num_workers)
     )
     if not known:

@@ -186,7 +186,8 @@ class CustomStep(keras.Model):
         self.optimizer.apply(gradients, self.trainable_variables)
         self.seen.update_state(keras.ops.ones_like(labels))
         self.norm.update_state(keras.ops.sum(predicted**2, axis=-1))
-        return {"seen": self.seen.result(), "norm": self.norm.result()}
+        mean = keras.ops.mean(predicted)  # of this replica's samples; no metric
+        return {"seen": self.seen.result(), "norm": self.norm.result(), "mean": mean}
 
 
 @case()
@@ -202,6 +203,9 @@ class TwoOptimizers(keras.Model):
         self.first, self.second = classifier(), classifier()
         self.loss_function = cross_entropy()
 
+    def call(self, inputs: Any) -> Any:
+        return self.first(inputs) + self.second(inputs)
+
     def compile(self, optimizers: Any) -> None:
         super().compile()
         self.first_optimizer, self.second_optimizer = optimizers
@@ -213,7 +217,7 @@ class TwoOptimizers(keras.Model):
                 loss = self.loss_function(labels, network(inputs, training=True))
             variables = network.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return {}
+        return {"outputs": keras.ops.mean(self(inputs))}
 
 
 @case()

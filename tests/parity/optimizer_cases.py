@@ -127,7 +127,7 @@ def _overflowing(strategy: tf.distribute.Strategy, batch_size: int, steps: int |
     return {
         "weights": model.get_weights(),
         "scale": float(optimizer.dynamic_scale.numpy()),
-        "updates": int(optimizer.iterations),
+        "updates": int(keras.ops.convert_to_numpy(optimizer.iterations)),
     }
 
 

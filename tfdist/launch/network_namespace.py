@@ -105,8 +105,8 @@ def _refusal() -> str:
             enter_private_network()
             _use_loopback()
             status = 0
-        except Exception as error:
-            os.write(writer, str(error).encode()[:400])
+        except OSError as error:
+            os.write(writer, (error.strerror or str(error)).encode()[:400])
         finally:
             os._exit(status)
     os.close(writer)

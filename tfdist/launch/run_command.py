@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,6 +89,9 @@ def execute(options: argparse.Namespace) -> int:
     Raises:
         UsageError: If the command or the environment is wrong. Nothing was started then.
     """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        # Ignored by whoever started this process, the kernel would throw the workers' exit codes away.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     command = _worker_command(options)
     _check_no_cluster(os.environ)
     threads = ThreadShare(options.workers, usable_cores(), options.threads_per_worker, os.environ)

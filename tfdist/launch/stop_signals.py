@@ -32,8 +32,6 @@ class StopSignals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._handle)
-        # Ignored by whoever started the launcher, the kernel would throw the workers' exit codes away.
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(

@@ -183,6 +183,10 @@ class Supervisor:
                 "it comes again)"
             )
             self._tell_to_end()
+        else:
+            self._console.say(
+                f"{signal_name(received[-1])}: the workers are being ended already (SIGKILL if it comes again)"
+            )
 
     def _tell_to_end(self) -> None:
         self._kill_at = time.monotonic() + self._grace

@@ -29,11 +29,17 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     def replica_step(replica_data: Any) -> Any:
         # Replicas are traced, and eagerly run, one after another in their order.
         step = next(steps, None) or _dynamic_step(replica_data)
-        with step.running():
+        # TensorFlow runs what does not depend on the data, the count of iterations among it, also in the step in which
+        # the data turn out to be at their end.
+        with step.running(), tf.control_dependencies(_tensors(replica_data)):
             logs = step_function(replica_data)
         return synchronise(model, step, logs, training=training)
 
     return replica_step
+
+
+def _tensors(data: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
 
 
 def _static_steps(data: Any, strategy: Any) -> Iterator[ReplicaStep]:

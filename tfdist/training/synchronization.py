@@ -1,4 +1,4 @@
-"""What the replicas must know of each other after a step: metrics for the logs, and batch statistics."""
+"""What the replicas must know of each other after a step: metrics, logs and batch statistics."""
 
 from collections import defaultdict
 from typing import Any
@@ -10,14 +10,19 @@ from tfdist.collectives.buckets import flatten, unflatten
 from tfdist.keras_internals.models import batch_statistics, metric_variables
 from tfdist.training.step import ReplicaStep, sum_over_replicas
 
+# Up to here the state of the metrics is sent after every step. A larger one (a confusion matrix of a thousand
+# classes) is left to the end of the epoch, when Keras reads it, and batch logs are the replicas' mean till then.
+_LARGEST_METRIC_STATE_BYTES = 2**18
+
 
 def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> Any:
-    """Shares the metrics and the batch statistics of `model` after a step, in one collective a dtype.
+    """Shares the metrics, the logs and the batch statistics of `model` after a step, in one collective a dtype.
 
-    Logs become those of the metrics over all replicas' samples (Keras takes the mean of the replicas' results, wrong
-    for everything that is not linear, and one collective a metric). Moving statistics of batch normalization become
-    the replicas' mean, weighted by their samples: as they are linear in the batches, that is the same as if they had
-    been kept over all of them, and every replica and every checkpoint of the chief has the same.
+    A log that is the result of a metric becomes the result over all replicas' samples; Keras takes the mean of the
+    replicas' results, wrong for everything that is not linear, by one collective a metric. Any other log becomes the
+    replicas' mean, weighted by their samples. Moving statistics of batch normalization become such a mean too: as
+    they are linear in the batches, that is the same as if they had been kept over all of them, and every replica and
+    every checkpoint of the chief has the same.
 
     Args:
       model: a Keras model that has run a step in this replica context.
@@ -26,23 +31,55 @@ def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> 
       training: whether it was a training step, which updates batch statistics.
 
     Returns:
-      The logs over all replicas, or `logs` itself if they are not those of the model's metrics.
+      The logs over all replicas, in the structure of `logs`.
     """
-    metrics = metric_variables(model)
     statistics = batch_statistics(model) if training else []
-    weighted = [_weighted(variable, step.fraction) for variable in statistics]
-    summed = _sum_all([tf.convert_to_tensor(variable.value) for variable in metrics] + weighted)
-    for variable, value in zip(statistics, summed[len(metrics) :], strict=True):
+    metrics = metric_variables(model)
+    if sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES:
+        metrics = []
+    leaves = tf.nest.flatten(logs)
+    averaged = [position for position, leaf in enumerate(leaves) if _is_floating(leaf)]
+    local_results = model.get_metrics_result() if metrics and isinstance(logs, dict) else {}
+    differs = _differences(logs, local_results)
+    names = list(differs)
+
+    shared = _sum_all(
+        [tf.convert_to_tensor(variable.value) for variable in metrics]
+        + [_share(variable.value, step.fraction) for variable in statistics]
+        + [_share(leaves[position], step.fraction) for position in averaged]
+        + [differs[name] for name in names]
+    )
+    totals, shared = shared[: len(metrics)], shared[len(metrics) :]
+    for variable, value in zip(statistics, shared, strict=False):
         variable.assign(value)
-    if not isinstance(logs, dict):
-        return logs
-    with keras.StatelessScope(state_mapping=list(zip(metrics, summed, strict=False))):
-        results = model.get_metrics_result()
-    return results if set(results) == set(logs) else logs
+    shared = shared[len(statistics) :]
+    for position, value in zip(averaged, shared, strict=False):
+        leaves[position] = value
+    results = tf.nest.pack_sequence_as(logs, leaves)
+    if names:
+        with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
+            over_all_replicas = model.get_metrics_result()
+        for name, differing in zip(names, shared[len(averaged) :], strict=True):
+            results[name] = tf.where(tf.equal(differing, 0), over_all_replicas[name], results[name])
+    return results
 
 
-def _weighted(variable: keras.Variable, fraction: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(variable.value)
+def _differences(logs: Any, local_results: dict[str, Any]) -> dict[str, tf.Tensor]:
+    """By name, 0.0 if a log is the metric's result on this replica, else 1.0; for logs that may be one."""
+    differs = {}
+    for name, result in local_results.items():
+        if name in logs and _is_floating(logs[name]) and _is_floating(result) and logs[name].shape == result.shape:
+            differs[name] = tf.cast(tf.reduce_any(tf.not_equal(logs[name], result)), tf.float32)
+    return differs
+
+
+def _is_floating(value: Any) -> bool:
+    return tf.is_tensor(value) and value.dtype.is_floating and value.shape.is_fully_defined()
+
+
+def _share(value: Any, fraction: Any) -> tf.Tensor:
+    # A replica without samples has the fraction 0, and whatever it has computed of them counts 0, also NaN.
+    value = tf.convert_to_tensor(value)
     return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
 
 

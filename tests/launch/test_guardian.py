@@ -1,0 +1,61 @@
+import os
+import signal
+import time
+
+TIME_LIMIT = 30
+
+
+def test_killed_launcher_takes_the_workers_with_it(start, state):
+    run = start("grandchild(f'child-{RANK}'); note(f'up-{RANK}'); hang()")
+    run.wait_for("up-0", "up-1")
+    run.process.kill()
+    run.process.communicate()
+    pids = run.pids()
+    assert len(pids) == 4
+    _wait_until_gone(pids.values(), state)
+
+
+def test_killed_launcher_takes_the_workers_with_it_even_without_guardian(start, state):
+    run = start("note(f'up-{RANK}'); hang()")
+    run.wait_for("up-0", "up-1")
+    guardian = _guardian_of(run)
+    os.kill(guardian, signal.SIGKILL)
+    run.until(lambda: state(guardian) in ("", "Z"), "the end of the guardian")
+    run.process.kill()
+    run.process.communicate()
+    _wait_until_gone(run.pids().values(), state)
+
+
+def test_guardian_ends_with_the_run(start, tmp_path, state):
+    run = start("note(f'up-{RANK}'); wait_for('go')")
+    run.wait_for("up-0", "up-1")
+    guardian = _guardian_of(run)
+    (tmp_path / "go").touch()
+    assert run.end().code == 0
+    assert state(guardian) == ""
+
+
+def test_output_of_the_launcher_ends_with_the_launcher(start):
+    """The guardian must not hold the pipe, or `tfdist run | cat` would wait for it."""
+    run = start("note(f'up-{RANK}'); wait_for('go')")
+    run.wait_for("up-0", "up-1")
+    guardian = _guardian_of(run)
+    ours = os.fstat(run.process.stdout.fileno()).st_ino
+    held = [os.stat(f"/proc/{guardian}/fd/{fd}").st_ino for fd in os.listdir(f"/proc/{guardian}/fd")]
+    assert len(held) == 4  # three times /dev/null, and the pipe from the launcher
+    assert ours not in held
+    (run._here / "go").touch()
+    assert run.end().code == 0
+
+
+def _wait_until_gone(pids, state):
+    end = time.monotonic() + TIME_LIMIT
+    while any(state(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < end, "processes left behind"
+        time.sleep(0.01)
+
+
+def _guardian_of(run):
+    with open(f"/proc/{run.process.pid}/task/{run.process.pid}/children") as children:
+        (guardian,) = set(map(int, children.read().split())) - set(run.pids().values())
+    return guardian
