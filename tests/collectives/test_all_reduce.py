@@ -1,22 +1,15 @@
 """Sums over replicas against NumPy: dense, sparse, mixed, and of replicas that have nothing to give."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_threads import on_replicas
 
 from tfdist.collectives.all_reduce import Exchange, sum_tensors
 from tfdist.collectives.sparse import sum_duplicate_rows
 from tfdist.collectives.traffic import GRADIENTS, OTHER
 
 pytestmark = pytest.mark.usefixtures("cpus")
-
-_spec = importlib.util.spec_from_file_location("replica_threads", Path(__file__).parent / "replica_threads.py")
-replica_threads = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(replica_threads)
-on_replicas = replica_threads.on_replicas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -1,10 +1,12 @@
 """Compares the outcome of a program on N replicas with the outcome of one process."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cases import Case, Outcome
+
+if TYPE_CHECKING:
+    from cases import Case, Outcome
 
 # Sums over replicas associate differently from sums over a batch, so every element may differ by a few units in the
 # last place of the largest term: float32 has 1.2e-7. Ten to thirty updates add up; adaptive optimizers divide by the
@@ -29,12 +31,12 @@ def largest_difference(ours: Any, reference: Any) -> float:
     return float("inf") if np.isnan(difference).any() else float(difference.max())
 
 
-def _without_numbers(logs: Outcome) -> Outcome:
+def _without_numbers(logs: dict[str, Any]) -> dict[str, Any]:
     """Keras numbers metrics by how many it has made before: `auc_1`."""
     return {re.sub(r"_\d+$", "", name): value for name, value in logs.items()}
 
 
-def difference_of(case: Case, strategy: Any, one_process: Any) -> tuple[float, Outcome]:
+def difference_of(case: "Case", strategy: Any, one_process: Any) -> tuple[float, "Outcome"]:
     """Runs `case` under `strategy` and its reference under `one_process`; returns the difference and our outcome."""
     ours = case.run(strategy)
     return largest_difference(ours, case.reference(one_process)), ours

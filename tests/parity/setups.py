@@ -1,0 +1,43 @@
+"""The three shapes of a cluster that every case runs on, and how one is started."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SCRIPT = Path(__file__).with_name("run_cases.py")
+_LIMIT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How many workers, and how many logical devices each."""
+
+    workers: int
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.devices} local replicas" if self.workers == 1 else f"{self.workers} workers x {self.devices}"
+
+
+SETUPS = (Setup(1, 2), Setup(2, 1), Setup(2, 2))
+
+
+def run_cases(setup: Setup, output: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Runs the cases (all, or those of `names`) on `setup` and returns each one's result by its name."""
+    launcher = [sys.executable]
+    if setup.workers > 1:
+        launcher += ["-m", "tfdist.launch", "run", "--workers", str(setup.workers)]
+    command = [*launcher, str(_SCRIPT), f"--devices={setup.devices}", f"--output={output}", f"--cases={','.join(names)}"]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+    )
+    if finished.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {finished.returncode}:\n{finished.stderr[-6000:]}")
+    return json.loads(output.read_text())
