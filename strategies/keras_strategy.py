@@ -10,9 +10,10 @@ import tensorflow as tf
 from tfdist.collectives import DEFAULT_BUCKET_BYTES, Exchange, ReplicaReduction, TrafficCount
 from tfdist.keras_internals.epoch_iterator import install_epoch_iterator, install_local_build
 from tfdist.keras_internals.losses import install_loss_scaling
-from tfdist.keras_internals.models import bound_step
+from tfdist.keras_internals.models import bound_step, first_input, is_predict_step
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
+from tfdist.training.empty_batches import predict_on_replica
 from tfdist.training.refusals import refuse_impossible
 from tfdist.training.replica_steps import step_on_replicas
 from tfdist.training.step import current_step
@@ -28,13 +29,16 @@ _installed = False
 class KerasStrategy:
     """Mixed into a subclass of `tf.distribute.Strategy`, before it."""
 
-    def _prepare(self, bucket_bytes: int) -> Callable[[ReplicaLauncher], ReplicaReduction]:
+    def _prepare(self, bucket_bytes: int | None, options: Any) -> Callable[[ReplicaLauncher], ReplicaReduction]:
         """To be called before the base class makes its collectives; returns what reduces a replica's tensors."""
+        if bucket_bytes is None:
+            bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
             raise ValueError(
                 f"`bucket_bytes` is not a size. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, "
-                f"0 for one bucket, or nothing for the default of {DEFAULT_BUCKET_BYTES}."
+                f"0 for one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
+        _refuse_nccl_without_gpu(options)
         check_versions()
         _install_once()
         # Strategies with the same group keys meet in each other's collectives.
@@ -59,7 +63,7 @@ class KerasStrategy:
         """
         model, name = bound_step(fn)
         if model is None:
-            return super().run(fn, args, kwargs, options)
+            return super().run(predict_on_replica(fn, first_input) if is_predict_step(fn) else fn, args, kwargs, options)
         refuse_impossible(model, self, self.extended.worker_devices, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._shared_results(super().run(replica_step, args, kwargs, options))
@@ -93,6 +97,15 @@ class KerasStrategy:
         return own_batches
 
 
+def _refuse_nccl_without_gpu(options: Any) -> None:
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    if getattr(options, "implementation", None) == nccl and not tf.config.list_physical_devices("GPU"):
+        raise ValueError(
+            "NCCL reduces between GPUs only. Received: implementation=NCCL and no GPU. Expected: a visible GPU, or "
+            "`CommunicationImplementation.RING` (or AUTO). Leave `communication_options` out to let tfdist choose."
+        )
+
+
 def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, KerasStrategy)
 
@@ -121,5 +134,5 @@ def _install_once() -> None:
         install_loss_scaling(current_step)
         install_update(_is_ours, _update)
         install_epoch_iterator(_agree)
-        install_local_build(_local_values)
+        install_local_build(_is_ours, _local_values)
         _installed = True

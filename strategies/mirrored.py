@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import DEFAULT_BUCKET_BYTES
 from tfdist.strategies.keras_strategy import KerasStrategy
 from tfdist.tensorflow_internals.extended import ReplicaMirroredExtended
 
@@ -32,7 +31,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: Any = None,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         communication_options: Any = None,
     ) -> None:
         """Makes the strategy.
@@ -42,32 +41,17 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
           cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions between replicas that are not made from
             within a replica (`strategy.reduce`). Gradients and metrics go through collectives whatever it is.
           bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
-            0 sends all at the end.
+            0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
           communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
             NCCL) and the timeout. By default NCCL between GPUs, a ring between CPUs and virtual GPUs.
 
         Raises:
           ValueError: an argument is not what is expected, or the devices cannot reduce with each other.
         """
-        reduction = self._prepare(bucket_bytes)
-        refuse_nccl_without_gpu(communication_options)
+        reduction = self._prepare(bucket_bytes, communication_options)
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
 
     def _shared_results(self, results: Any) -> Any:
         return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)
 
-
-def refuse_nccl_without_gpu(communication_options: Any) -> None:
-    """Raises an error if `communication_options` ask for NCCL where there is no GPU.
-
-    Raises:
-      ValueError: as said.
-    """
-    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
-    asked = getattr(communication_options, "implementation", None)
-    if asked == nccl and not tf.config.list_physical_devices("GPU"):
-        raise ValueError(
-            "NCCL reduces between GPUs only. Received: implementation=NCCL and no GPU. Expected: a visible GPU, or "
-            "`CommunicationImplementation.RING` (or AUTO). Leave `communication_options` out to let tfdist choose."
-        )

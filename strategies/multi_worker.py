@@ -1,20 +1,26 @@
 """MultiWorkerMirroredStrategy: the devices of many processes."""
 
 import os
+import secrets
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import cluster
-from tfdist.collectives import DEFAULT_BUCKET_BYTES
 from tfdist.strategies.keras_strategy import KerasStrategy
-from tfdist.strategies.mirrored import refuse_nccl_without_gpu
 from tfdist.tensorflow_internals.extended import (
     ReplicaMultiWorkerExtended,
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
-from tfdist.tensorflow_internals.server import cluster_is_running, start_limit, tensorflow_has_started
+from tfdist.tensorflow_internals.server import (
+    cluster_is_running,
+    global_seed,
+    share,
+    shared,
+    start_limit,
+    tensorflow_has_started,
+)
 
 _UNKNOWN = -1
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
@@ -39,7 +45,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         cluster_resolver: Any = None,
         communication_options: Any = None,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         start_timeout: float | None = None,
     ) -> None:
         """Makes the strategy; to be called before anything else makes TensorFlow's devices.
@@ -49,7 +55,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
           communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring by
             default on CPUs, NCCL where asked for) and the timeout.
           bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
-            0 sends all at the end.
+            0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
           start_timeout: how many seconds the other workers may take to come up before this process ends with an
             error; `tfdist run --start-timeout` by default, else 300.
 
@@ -57,8 +63,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
           ValueError: an argument or the environment's description of the cluster is wrong.
           RuntimeError: TensorFlow had made its devices before.
         """
-        reduction = self._prepare(bucket_bytes)
-        refuse_nccl_without_gpu(communication_options)
+        reduction = self._prepare(bucket_bytes, communication_options)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or _resolver_of_environment()
         spec = resolver.cluster_spec().as_dict()
@@ -74,6 +79,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         with start_limit(peers, _start_timeout_seconds(start_timeout)):
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
+        self._agree_on_random_seed()
 
     @property
     def num_workers(self) -> int:
@@ -96,6 +102,18 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         return tf.nest.map_structure(
             lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
         )
+
+    def _agree_on_random_seed(self) -> None:
+        """Gives all workers one global seed of TensorFlow unless the user has set one.
+
+        Every worker shuffles the whole data set and takes its part: with seeds of their own some samples of an epoch
+        would be seen twice and others not at all.
+        """
+        if self.num_workers > 1 and global_seed() is None:
+            name = f"tfdist/seed/{self._collective_key_base}"
+            if self.rank == 0:
+                share(name, str(secrets.randbits(31)))
+            tf.random.set_seed(int(shared(name)))
 
     def _agreed_batches(self, own_batches: int | None) -> int | None:
         """The largest number of batches of all workers; unknown if one is unknown.

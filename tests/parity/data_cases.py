@@ -53,6 +53,66 @@ def everything_on_arrays(strategy: tf.distribute.Strategy) -> Outcome:
     }
 
 
+def _convolutional() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Reshape((5, 2, 1)),
+            layers.Conv2D(4, 3, padding="same", activation="gelu"),
+            layers.BatchNormalization(trainable=False),
+            layers.AveragePooling2D((5, 2)),
+            layers.Flatten(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+@case()
+def convolutions_without_samples(strategy: tf.distribute.Strategy) -> Outcome:
+    """A last batch of one sample leaves replicas without any, in training, evaluation and prediction."""
+    with strategy.scope():
+        model = _convolutional()
+        model.compile(Adam(0.01), loss=cross_entropy(), metrics=["accuracy"])
+    data = dataset(21)
+    history = model.fit(data, epochs=2, validation_data=data, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "logs": history.history,
+        "evaluation": model.evaluate(data, verbose=0, return_dict=True),
+        "prediction": model.predict(data, verbose=0),
+    }
+
+
+@case()
+def seeded_shuffle_and_cache(strategy: tf.distribute.Strategy) -> Outcome:
+    """The samples come in the order of one process, anew every epoch, and a cache holds them all."""
+    with strategy.scope():
+        model = classifier()
+        model.compile(Adam(0.01), loss=cross_entropy(), metrics=["accuracy"])
+    shuffled = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).shuffle(SAMPLES, seed=3).batch(16)
+    cached = dataset(16).cache()
+    history = model.fit(shuffled, epochs=3, validation_data=cached, verbose=0)
+    evaluations = [model.evaluate(cached, verbose=0, return_dict=True) for _ in range(3)]
+    return {"weights": model.get_weights(), "logs": history.history, "evaluations": evaluations}
+
+
+@case()
+def texts(strategy: tf.distribute.Strategy) -> Outcome:
+    """Strings, which have no mean, in a first batch that is not even."""
+    words = np.array(["red", "green", "blue"])[np.arange(7) % 3]
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        vectorize = keras.layers.StringLookup(vocabulary=["red", "green", "blue"], output_mode="one_hot")
+        inputs = keras.Input((1,), dtype="string")
+        model = keras.Model(inputs, keras.layers.Dense(1)(vectorize(inputs)))
+        model.compile(SGD(0.1), loss="mse")
+    data = dataset(64, words[:, np.newaxis], np.arange(7, dtype="float32"))
+    history = model.fit(data, epochs=2, verbose=0)
+    return {"weights": model.get_weights(), "logs": history.history}
+
+
 @case()
 def sample_weights(strategy: tf.distribute.Strategy) -> Outcome:
     return fitted(

@@ -4,6 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from tfdist.keras_internals.symbols import trainer
 
 
@@ -29,24 +32,56 @@ def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> No
             super().reset()
             self._num_batches = self._agreed_batches
 
+        @property
+        def distributed_dataset(self) -> Any:
+            """The data set that the replicas draw from."""
+            return self._distributed_dataset
+
     AgreedEpochIterator.__name__ = stock.__name__
     trainer.TFEpochIterator = AgreedEpochIterator
 
 
-def install_local_build(local_values: Callable[[Any], Any]) -> None:
-    """Makes Keras build models from the shapes of a worker's own data.
+def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[Any], Any]) -> None:
+    """Makes Keras build models from the shapes that a data set declares.
 
-    Keras takes the mean of a whole batch of data over all replicas only to learn its shapes: it fails for strings and
-    for a first batch that is not even, and sends the batch over the network.
+    Keras draws a batch of data and takes its mean over all replicas only to learn its shapes. That fails for strings
+    and for a first batch that is not even, sends a batch over the network, moves a seeded shuffle on, so that the
+    samples come in another order than in one process, and leaves a second iterator behind that writes the same cache
+    as the one that is used (`Dataset.cache`: `evaluate` was wrong at random).
 
     Args:
-      local_values: called with a strategy; a context in which its `reduce` returns a local value as it is.
+      is_ours: whether a strategy is one of tfdist's.
+      local_values: called with a strategy; a context in which its `reduce` returns a local value as it is. Where the
+        declared shapes are too vague to build from, a batch is drawn after all.
     """
     build = trainer.TensorFlowTrainer._maybe_symbolic_build
 
     @functools.wraps(build)
-    def build_from_local_values(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        with local_values(self.distribute_strategy):
+    def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = self.distribute_strategy
+        declared = _declared_batch(iterator) if iterator is not None and is_ours(strategy) else None
+        if declared is not None:
+            try:
+                with strategy.scope():
+                    return self._symbolic_build(data_batch=declared)
+            except (ValueError, TypeError, RuntimeError):
+                pass  # by a batch, Keras either builds or raises the error that the user should see
+        with local_values(strategy):
             return build(self, iterator=iterator, data_batch=data_batch)
 
-    trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_local_values
+    trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
+
+
+def _declared_batch(iterator: Any) -> Any:
+    """A replica's batch as symbolic tensors, or `None` if a rank is not known."""
+
+    def symbolic(spec: Any) -> Any:
+        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
+        if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
+            return None  # how a data set says that there are no targets or weights
+        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
+
+    try:
+        return tf.nest.map_structure(symbolic, iterator.distributed_dataset.element_spec)
+    except (AttributeError, TypeError, ValueError):
+        return None

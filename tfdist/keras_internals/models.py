@@ -16,6 +16,11 @@ def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
     return None, None
 
 
+def is_predict_step(function: Any) -> bool:
+    """Whether `function` is what Keras runs on the replicas to predict a batch."""
+    return "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", "")
+
+
 def first_input(data: Any) -> Any:
     """The input whose first dimension Keras takes for the number of samples, or `None`."""
     inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
@@ -32,6 +37,11 @@ def batch_statistics(model: Any) -> list[keras.Variable]:
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
     own = [layer for layer in layers if layer.trainable and layer.built and not layer.synchronized]
     return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
+
+
+def computes_over_all_replicas(model: Any) -> bool:
+    """Whether a layer of the model uses the samples of all replicas: synchronized batch normalization."""
+    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
 
 
 def first_variable_outside(model: Any) -> keras.Variable | None:

@@ -22,6 +22,12 @@ def tensorflow_has_started() -> bool:
     return bool(context()._initialized)
 
 
+def global_seed() -> int | None:
+    """TensorFlow's global seed in this process, if one was set."""
+    seed = context()._seed
+    return None if seed is None else int(seed)
+
+
 def share(key: str, value: str) -> None:
     """Makes `value` known to all workers under `key`, which must be new."""
     context().set_config_key_value(key, value)

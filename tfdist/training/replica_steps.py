@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.models import first_input
+from tfdist.keras_internals.models import computes_over_all_replicas, first_input
+from tfdist.training.empty_batches import filled, kept_if
 from tfdist.training.step import ReplicaStep, count_samples, static_samples, sum_over_replicas
 from tfdist.training.synchronization import synchronise
 
@@ -32,7 +33,11 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         # TensorFlow runs what does not depend on the data, the count of iterations among it, also in the step in which
         # the data turn out to be at their end.
         with step.running(), tf.control_dependencies(_tensors(replica_data)):
-            logs = step_function(replica_data)
+            if step.contributes is True or computes_over_all_replicas(model):
+                logs = step_function(replica_data)
+            else:
+                with kept_if(step.contributes, model.metrics_variables):
+                    logs = step_function(filled(replica_data, step.samples))
         return synchronise(model, step, logs, training=training)
 
     return replica_step
