@@ -1,5 +1,6 @@
 """MultiWorkerMirroredStrategy: the devices of many processes."""
 
+import contextlib
 import os
 import secrets
 from typing import Any
@@ -15,10 +16,10 @@ from tfdist.tensorflow_internals.extended import (
 )
 from tfdist.tensorflow_internals.server import (
     cluster_is_running,
+    exit_after,
     global_seed,
     share,
     shared,
-    start_limit,
     tensorflow_has_started,
 )
 
@@ -56,12 +57,14 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
             default on CPUs, NCCL where asked for) and the timeout.
           bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
             0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
-          start_timeout: how many seconds the other workers may take to come up before this process ends with an
-            error; `tfdist run --start-timeout` by default, else 300.
+          start_timeout: how many seconds the other workers may take to come up; `tfdist run --start-timeout` by
+            default, else 300.
 
         Raises:
           ValueError: an argument or the environment's description of the cluster is wrong.
           RuntimeError: TensorFlow had made its devices before.
+          TimeoutError: a worker did not come up in time; the message names it.
+          OSError: this worker's own port is taken.
         """
         reduction = self._prepare(bucket_bytes, communication_options)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
@@ -75,8 +78,11 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
                 "TF_CONFIG to be set before it. Move it above the first tensor, variable, dataset or "
                 "`tf.config.list_logical_devices()`; `tf.config.set_logical_device_configuration` may come before."
             )
-        peers = _addresses_of_others(spec, resolver)
-        with start_limit(peers, _start_timeout_seconds(start_timeout)):
+        limit_seconds = _start_timeout_seconds(start_timeout)
+        peers = {} if cluster_is_running() else _addresses_of_others(spec, resolver)
+        if peers:
+            cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
+        with exit_after(limit_seconds) if peers else contextlib.nullcontext():
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
         self._agree_on_random_seed()

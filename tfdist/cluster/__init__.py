@@ -8,6 +8,7 @@ True
 from tfdist.cluster.detect import detect
 from tfdist.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
+from tfdist.cluster.rendezvous import wait_for_peers
 from tfdist.cluster.slurm import from_slurm, is_slurm_step
 from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
@@ -25,4 +26,5 @@ __all__ = [
     "has_tf_config",
     "is_kubernetes_cluster",
     "is_slurm_step",
+    "wait_for_peers",
 ]

@@ -42,9 +42,13 @@ class Accumulation:
         """The trainable variables that have a constraint."""
         return [variable for variable in self._trainable if getattr(variable, "constraint", None) is not None]
 
-    def update(self) -> OptimizerUpdate:
-        """An update of all trainable variables, to be used in a replica context."""
-        loss_scale = LossScale(self._outer) if self._outer is not self._optimizer else None
+    def update(self, *, scaled: bool) -> OptimizerUpdate:
+        """An update of all trainable variables, to be used in a replica context.
+
+        Args:
+          scaled: whether the accumulators hold gradients of the scaled loss: tfdist's do, Keras' own do not.
+        """
+        loss_scale = LossScale(self._outer) if scaled and self._outer is not self._optimizer else None
         return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
 
     def change(self, steps: int) -> None:

@@ -19,10 +19,11 @@ def flush(accumulation: Accumulation) -> int:
     if not micro_steps:
         return 0
     strategy = accumulation.strategy
-    exchange = getattr(strategy, "gradient_exchange", None) or Exchange()
+    ours = hasattr(strategy, "gradient_exchange")
+    exchange = strategy.gradient_exchange if ours else Exchange()
 
     def replica_flush() -> None:
-        update = accumulation.update()
+        update = accumulation.update(scaled=ours)
         accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
         reduce_and_apply(update, accumulated, exchange, contributes=None, micro_steps=micro_steps)
         reset(update)

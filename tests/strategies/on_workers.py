@@ -1,0 +1,74 @@
+"""What a worker of `test_multi_worker.py` does; every rank writes what it has seen."""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.callbacks import GradientAccumulation
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+INPUTS = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
+TARGETS = INPUTS.sum(axis=1, keepdims=True)
+
+
+def compiled(strategy, **arguments):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, **arguments), loss="mse")
+    return model
+
+
+def digest(model):
+    return float(np.sum([np.sum(weight.astype("float64")) for weight in model.get_weights()]))
+
+
+def main(folder: Path) -> None:
+    devices = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(devices[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = MultiWorkerMirroredStrategy()
+    seen = {"rank": strategy.rank, "workers": strategy.num_workers, "replicas": strategy.num_replicas_in_sync}
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(12)
+
+    # No seed was set: the workers' initial weights and shuffles agree all the same.
+    shuffled = strategy.experimental_distribute_dataset(tf.data.Dataset.range(48).shuffle(48).batch(12))
+    own = [local.numpy() for batch in shuffled for local in strategy.experimental_local_results(batch)]
+    seen["samples"] = np.concatenate(own).tolist()
+
+    model = compiled(strategy)
+    model.fit(data, verbose=0)
+    seen["digest"] = digest(model)
+    prediction = model.predict(data, verbose=0)
+    seen["prediction_error"] = float(np.abs(prediction - model.predict_on_batch(INPUTS)[: len(INPUTS)]).max())
+
+    before = strategy.communication
+    model.fit(data, verbose=0, callbacks=[GradientAccumulation(4)])  # four micro-steps, one update
+    seen["exchanges_of_an_update"] = (strategy.communication - before).gradient_collectives
+
+    second = MultiWorkerMirroredStrategy()  # in the same process, over the same server
+    other = compiled(second)
+    for _ in range(2):
+        other.fit(data, verbose=0)
+        model.fit(data, verbose=0)
+    seen["second_digest"] = digest(other)
+
+    if strategy.rank == 0:  # saving takes no other worker
+        model.save(folder / "chief.keras")
+    values = strategy.run(lambda: {"one": tf.constant(1.0), "pair": tf.constant([1.0, 2.0])})
+    reduced = strategy.reduce("SUM", values, axis=None)
+    seen["reduced"] = [float(reduced["one"]), reduced["pair"].numpy().tolist()]
+    epochs = []
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(other, "stop_training", batch == 1),
+        on_epoch_end=lambda epoch, logs: epochs.append(epoch),
+    )
+    other.fit(data, verbose=0, callbacks=[stop], epochs=3)
+    seen["epochs_until_the_stop"] = len(epochs)
+    Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
