@@ -15,13 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "parity"))
 
-from comparison import TOLERANCE  # noqa: E402
-from setups import SETUPS, run_cases  # noqa: E402
+from comparison import TOLERANCE
+from setups import SETUPS, run_cases
 
 _RESULTS = Path(__file__).parent / "results" / "parity.json"
 
 
 def main() -> int:
+    """Runs the cases, prints the table, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names of cases; all if none is given")
     names = parser.parse_args().cases

@@ -103,7 +103,9 @@ def _checked(steps: int | Mapping[int, int]) -> dict[int, int]:
                 "they begin to hold, such as {0: 1, 5: 4}."
             )
     if not schedule:
-        raise ValueError("`steps` is an empty schedule. Received: steps={}. Expected: at least one epoch, such as {0: 4}.")
+        raise ValueError(
+            "`steps` is an empty schedule. Received: steps={}. Expected: at least one epoch, such as {0: 4}."
+        )
     return schedule
 
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -20,13 +20,18 @@ from tfdist.training.step import current_step
 from tfdist.training.update import update_over_replicas
 from tfdist.versions import check_versions
 
+if TYPE_CHECKING:
+    from tensorflow.distribute import Strategy as _Strategy
+else:
+    _Strategy = object
+
 _FIRST_GROUP_KEY = 1 << 16
 _GROUP_KEYS_PER_STRATEGY = 1 << 12
 _strategies_made = itertools.count()
 _installed = False
 
 
-class KerasStrategy:
+class KerasStrategy(_Strategy):
     """Mixed into a subclass of `tf.distribute.Strategy`, before it."""
 
     def _prepare(self, bucket_bytes: int | None, options: Any) -> Callable[[ReplicaLauncher], ReplicaReduction]:
@@ -63,7 +68,9 @@ class KerasStrategy:
         """
         model, name = bound_step(fn)
         if model is None:
-            return super().run(predict_on_replica(fn, first_input) if is_predict_step(fn) else fn, args, kwargs, options)
+            return super().run(
+                predict_on_replica(fn, first_input) if is_predict_step(fn) else fn, args, kwargs, options
+            )
         refuse_impossible(model, self, self.extended.worker_devices, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._shared_results(super().run(replica_step, args, kwargs, options))

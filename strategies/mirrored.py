@@ -54,4 +54,3 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
 
     def _shared_results(self, results: Any) -> Any:
         return tf.nest.map_structure(lambda value: self.experimental_local_results(value)[0], results)
-

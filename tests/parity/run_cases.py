@@ -12,16 +12,16 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import data_cases  # noqa: E402, F401
-import model_cases  # noqa: E402, F401
-import numpy as np  # noqa: E402
-import optimizer_cases  # noqa: E402, F401
-import tensorflow as tf  # noqa: E402
-from absl import app, flags  # noqa: E402
-from cases import CASES  # noqa: E402
-from comparison import difference_of  # noqa: E402
+import data_cases  # noqa: F401
+import model_cases  # noqa: F401
+import numpy as np
+import optimizer_cases  # noqa: F401
+import tensorflow as tf
+from absl import app, flags
+from cases import CASES
+from comparison import difference_of
 
-from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy  # noqa: E402
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 _DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of this worker.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the differences.", required=True)

@@ -33,7 +33,13 @@ def run_cases(setup: Setup, output: Path, names: Sequence[str] = ()) -> dict[str
     launcher = [sys.executable]
     if setup.workers > 1:
         launcher += ["-m", "tfdist.launch", "run", "--workers", str(setup.workers)]
-    command = [*launcher, str(_SCRIPT), f"--devices={setup.devices}", f"--output={output}", f"--cases={','.join(names)}"]
+    command = [
+        *launcher,
+        str(_SCRIPT),
+        f"--devices={setup.devices}",
+        f"--output={output}",
+        f"--cases={','.join(names)}",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False

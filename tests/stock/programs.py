@@ -151,9 +151,7 @@ def masked_sequences(strategies: Any) -> Outcome:
     def model() -> keras.Model:
         keras.utils.set_random_seed(0)
         words = keras.Input((6,), dtype="int32")
-        return keras.Model(
-            words, keras.layers.Dense(CLASSES)(keras.layers.Embedding(12, 5, mask_zero=True)(words))
-        )
+        return keras.Model(words, keras.layers.Dense(CLASSES)(keras.layers.Embedding(12, 5, mask_zero=True)(words)))
 
     strategy = strategies.MirroredStrategy(DEVICES)
     return fitted(strategy, lambda: SGD(0.1), model=model, data=dataset(16, tokens, labels))

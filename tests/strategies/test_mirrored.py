@@ -15,7 +15,12 @@ def compiled(strategy, optimizer="sgd", **arguments):
     with strategy.scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(32), keras.layers.Dense(1)]
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(64, activation="relu"),
+                keras.layers.Dense(32),
+                keras.layers.Dense(1),
+            ]
         )
         model.compile(optimizer() if callable(optimizer) else keras.optimizers.get(optimizer), loss="mse", **arguments)
     return model
@@ -66,7 +71,7 @@ def test_bucket_bytes_decides_how_many_collectives_carry_an_update(cpus, bucket_
 
 
 def test_the_first_bucket_does_not_wait_for_the_last_gradient(cpus):
-    """The last layer's gradient can travel before the first layer's is computed: no path leads from one to the other."""
+    """No path leads from the first layer's gradient, computed last, to the exchange of the last layer's."""
     strategy = MirroredStrategy(cpus[:2], bucket_bytes=1)
     model = compiled(strategy)
 

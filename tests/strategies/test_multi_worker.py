@@ -94,9 +94,7 @@ def test_a_missing_peer_ends_the_worker_and_is_named():
 
 
 def test_the_launcher_sets_the_start_timeout():
-    finished = run(
-        MAKE.format(""), TF_CONFIG=tf_config([free_address(), free_address()]), TFDIST_START_TIMEOUT="2"
-    )
+    finished = run(MAKE.format(""), TF_CONFIG=tf_config([free_address(), free_address()]), TFDIST_START_TIMEOUT="2")
     assert "not complete after 2 s" in finished.stderr
 
 
@@ -124,12 +122,16 @@ def test_mistakes_in_tf_config_are_errors_before_tensorflow_starts(workers, inde
 def test_a_strategy_made_after_tensorflow_has_started_is_refused():
     script = "import tensorflow as tf\ntf.constant(1)\n" + MAKE.format("")
     finished = run(script, TF_CONFIG=tf_config([free_address()]))
-    assert "RuntimeError: MultiWorkerMirroredStrategy must be made before TensorFlow makes its devices" in finished.stderr
+    assert (
+        "RuntimeError: MultiWorkerMirroredStrategy must be made before TensorFlow makes its devices" in finished.stderr
+    )
     assert "Move it above the first tensor" in finished.stderr
 
 
 def test_without_a_cluster_it_trains_alone():
-    script = MAKE.format("").replace("\nMulti", "\ns = Multi") + "\nprint(s.num_workers, s.rank, s.num_replicas_in_sync)"
+    script = (
+        MAKE.format("").replace("\nMulti", "\ns = Multi") + "\nprint(s.num_workers, s.rank, s.num_replicas_in_sync)"
+    )
     finished = run(script)
     assert finished.stdout.split() == ["1", "0", "1"], finished.stderr[-2000:]
 

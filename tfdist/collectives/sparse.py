@@ -41,7 +41,5 @@ def sum_indexed_slices(slices: tf.IndexedSlices, group: Group) -> tf.IndexedSlic
     indices = group.gather(tf.pad(slices.indices, [[0, padding]]))
     values = group.gather(tf.pad(slices.values, [[0, padding]] + [[0, 0]] * (slices.values.shape.rank - 1)))
     present = tf.reshape(tf.sequence_mask(rows, longest), [-1])
-    kept = tf.IndexedSlices(
-        tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape
-    )
+    kept = tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape)
     return sum_duplicate_rows(kept)

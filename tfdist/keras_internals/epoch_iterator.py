@@ -24,6 +24,8 @@ def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> No
     class AgreedEpochIterator(stock):  # type: ignore[misc, valid-type]
         """Keras' epoch iterator with the number of batches that all workers have agreed on."""
 
+        _num_batches: int | None
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._agreed_batches = self._num_batches = agree(self._distribute_strategy, self._num_batches)

@@ -28,7 +28,7 @@ def _merge_call_is_needed() -> bool:
     return tf.executing_eagerly() or not in_function or tf.distribute.in_cross_replica_context()
 
 
-class ReplicaMirroredExtended(MirroredExtended):  # type: ignore[misc]
+class ReplicaMirroredExtended(MirroredExtended):
     """`MirroredExtended` that reduces in the replica context."""
 
     def __init__(
@@ -59,8 +59,11 @@ class ReplicaMirroredExtended(MirroredExtended):  # type: ignore[misc]
         return self._collective_ops
 
 
-class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):  # type: ignore[misc]
+class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker."""
+
+    _cross_device_ops: Any
+    _host_cross_device_ops: Any
 
     def __init__(self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory) -> None:
         self._reduction = reduction

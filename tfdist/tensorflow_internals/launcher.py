@@ -10,7 +10,7 @@ _FIRST_KEY_IN_GRAPH = 1 << 24  # TensorFlow numbers eager collectives from 100 u
 _KEYS_IN_GRAPH = 1 << 30  # after that many the numbers start anew
 
 
-class ReplicaLauncher(CollectiveReplicaLauncher):  # type: ignore[misc]
+class ReplicaLauncher(CollectiveReplicaLauncher):
     """TensorFlow's launcher, with instance keys that are drawn when a collective runs.
 
     Stock TensorFlow feeds the keys of a function's collectives when the function is called. A `tf.while_loop` around
@@ -53,7 +53,7 @@ class ReplicaLauncher(CollectiveReplicaLauncher):  # type: ignore[misc]
         return self._all_gather(tensor, options)
 
 
-class AllReduce(CollectiveAllReduce):  # type: ignore[misc]
+class AllReduce(CollectiveAllReduce):
     """TensorFlow's cross-device operations with a reduction of tfdist's own in the replica context."""
 
     def __init__(self, stock: CollectiveAllReduce, reduction: Any) -> None:

@@ -42,7 +42,7 @@ def exit_after(seconds: float) -> Iterator[None]:
     handler, can run meanwhile. The timer of `faulthandler` needs neither.
     """
     try:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
     except (AttributeError, ValueError, OSError):  # no file behind the standard error: a notebook
         yield
         return

@@ -58,8 +58,9 @@ def _static_steps(data: Any, strategy: Any) -> Iterator[ReplicaStep]:
     if len(values) == 1:  # not distributed: every replica gets the whole batch
         values = values * len(strategy.extended.worker_devices)
     samples = [static_samples(replica_value) for replica_value in values]
-    if len(samples) == replicas and all(samples):
-        yield from (ReplicaStep(count, count / sum(samples)) for count in samples)
+    counts = [count for count in samples if count]
+    if len(counts) == len(samples) == replicas:
+        yield from (ReplicaStep(count, count / sum(counts)) for count in counts)
 
 
 def _dynamic_step(replica_data: Any) -> ReplicaStep:
