@@ -28,8 +28,8 @@ def test_what_is_used_is_recorded_once():
     ("missing", "named"),
     [
         (
-            "import tensorflow.python.distribute.mirrored_strategy as m; del m.MirroredExtended._use_merge_call",
-            "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
+            "import tensorflow.python.distribute.mirrored_strategy as m; del m.MirroredExtended._make_collective_ops_with_fallbacks",
+            "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._make_collective_ops_with_fallbacks",
         ),
         (
             "import keras.src.losses.loss as m; del m.reduce_weighted_values",

@@ -113,9 +113,9 @@ def metrics_of_binary_classifiers(strategy: tf.distribute.Strategy) -> Outcome:
         lambda: [
             m.BinaryAccuracy(), m.BinaryCrossentropy(), m.AUC(), m.AUC(curve="PR", name="pr"), m.Precision(),
             m.Recall(), m.TruePositives(), m.TrueNegatives(), m.FalsePositives(), m.FalseNegatives(),
-            m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5), m.SensitivityAtSpecificity(0.5), m.SpecificityAtSensitivity(0.5), m.Hinge(),
-            m.SquaredHinge(), m.BinaryIoU(target_class_ids=[0, 1]), m.F1Score(threshold=0.5),
-            m.FBetaScore(threshold=0.5),
+            m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5), m.SensitivityAtSpecificity(0.5),
+            m.SpecificityAtSensitivity(0.5), m.Hinge(), m.SquaredHinge(), m.BinaryIoU(target_class_ids=[0, 1]),
+            m.F1Score(threshold=0.5), m.FBetaScore(threshold=0.5),
         ],
     )  # fmt: skip
 
