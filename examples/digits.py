@@ -1,12 +1,10 @@
 """Trains a small convolutional network on images of digits, with as many workers as there are.
 
     tfdist run --workers 2 examples/digits.py      two workers on this host
-    python examples/digits.py                      one process, all of its GPUs
+    python examples/digits.py                      one worker, all of its devices
 
 The last line compares it with the same training in one process, without a strategy.
 """
-
-import os
 
 import keras
 import numpy as np
@@ -14,7 +12,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 from digits_dataset import load
 
-from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "digits needs no download, mnist does.")
 _DATA_DIR = flags.DEFINE_string(
@@ -51,12 +49,13 @@ def build_model(image_shape: tuple[int, ...]) -> keras.Model:
 
 
 def batches(images: tf.data.Dataset, *, shuffle: bool = False) -> tf.data.Dataset:
-    """Batches of all workers together. Each worker takes its part of every batch, so that the steps stay the same."""
+    """Batches of all workers together."""
+    # Each worker takes its part of every batch. By default workers share out a dataset's files, if it is made of some.
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    images = images.cache()
     if shuffle:
-        # One order for all epochs: under a strategy Keras draws one order more, to build the model, than without.
-        images = images.cache().shuffle(len(images), seed=_SEED.value, reshuffle_each_iteration=False)
+        images = images.shuffle(len(images), seed=_SEED.value)
     return images.batch(_BATCH_SIZE.value).prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
@@ -74,16 +73,14 @@ def train(strategy: tf.distribute.Strategy, *, verbose: int = 0) -> tuple[float,
 def main(_: list[str]) -> None:
     """Trains with all workers, then in one process, and prints the comparison."""
     logging.set_verbosity(logging.WARNING)
-    cluster = "TF_CONFIG" in os.environ
-    strategy = MultiWorkerMirroredStrategy() if cluster else MirroredStrategy()
-    chief = not cluster or strategy.cluster_resolver.task_id == 0
-    accuracy, weights = train(strategy, verbose=2 if chief else 0)
+    strategy = MultiWorkerMirroredStrategy()
+    accuracy, weights = train(strategy, verbose=2 if strategy.rank == 0 else 0)
 
     # Every worker does it, so that none leaves while another one is still at work; the chief tells.
     one_accuracy, one_weights = train(tf.distribute.get_strategy())
-    if chief:
+    if strategy.rank == 0:
         difference = max(np.max(np.abs(a - b)) for a, b in zip(weights, one_weights, strict=True))
-        workers = len(strategy.cluster_resolver.cluster_spec().as_dict()["worker"]) if cluster else 1
+        workers = strategy.num_workers
         print(
             f"{_DATASET.value}: {workers} worker{'s'[: workers > 1]} {accuracy:.1%}, one process {one_accuracy:.1%} "
             f"held-out accuracy; largest weight difference {difference:.0e}".replace("%", " %")
