@@ -10,12 +10,14 @@ import tensorflow as tf
 from tfdist.collectives import DEFAULT_BUCKET_BYTES, Exchange, ReplicaReduction, TrafficCount
 from tfdist.keras_internals.epoch_iterator import install_epoch_iterator, install_local_build
 from tfdist.keras_internals.losses import install_loss_scaling
-from tfdist.keras_internals.models import bound_step, first_input, is_predict_step
+from tfdist.keras_internals.models import bound_step, first_input, install_predict_on_batch, is_predict_step
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
+from tfdist.keras_internals.seeds import install_replica_seeds
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 from tfdist.training.empty_batches import predict_on_replica
 from tfdist.training.refusals import refuse_impossible
 from tfdist.training.replica_steps import step_on_replicas
+from tfdist.training.rows import is_distributed, rows_of_part
 from tfdist.training.step import current_step
 from tfdist.training.update import update_over_replicas
 from tfdist.versions import check_versions
@@ -100,6 +102,22 @@ class KerasStrategy(_Strategy):
         ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}
         return None if ranks == {0} else axis
 
+    def _rows_shared_out(self, inputs: Any) -> Any:
+        """`inputs`, the same on all workers, with their rows in the order in which Keras puts results together."""
+        local = len(self.extended.worker_devices)
+        workers = self.num_replicas_in_sync // local
+        first = first_input((inputs,))
+
+        def rows(context: Any) -> Any:
+            worker, replica = divmod(int(context.replica_id_in_sync_group), local)
+            return rows_of_part(inputs, first, replica * workers + worker, self.num_replicas_in_sync)
+
+        if self.num_replicas_in_sync == 1 or first is None or is_distributed(inputs):
+            return inputs
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+        first = first_input((inputs,))
+        return self.experimental_distribute_values_from_function(rows)
+
     def _agreed_batches(self, own_batches: int | None) -> int | None:
         return own_batches
 
@@ -140,6 +158,8 @@ def _install_once() -> None:
     if not _installed:
         install_loss_scaling(current_step)
         install_update(_is_ours, _update)
+        install_replica_seeds(_is_ours)
+        install_predict_on_batch(_is_ours, KerasStrategy._rows_shared_out)
         install_epoch_iterator(_agree)
         install_local_build(_is_ours, _local_values)
         _installed = True

@@ -98,9 +98,11 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         return self.extended.rank
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces over all replicas; see `KerasStrategy.reduce`. What is equal on all replicas already is returned."""
+        """Reduces over all replicas; see `KerasStrategy.reduce`. What is equal on all of them is not sent again."""
         if is_equal_on_all_replicas(value):
-            return self.experimental_local_results(value)[0]
+            result = self.experimental_local_results(value)[0]
+            is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+            return result * self.num_replicas_in_sync if is_sum else result
         return super().reduce(reduce_op, value, axis)
 
     def _shared_results(self, results: Any) -> Any:

@@ -43,13 +43,13 @@ def everything_on_arrays(strategy: tf.distribute.Strategy) -> Outcome:
     history = model.fit(INPUTS, LABELS, batch_size=23, epochs=2, validation_split=0.3, verbose=0)
     evaluation = model.evaluate(INPUTS, LABELS, batch_size=23, verbose=0, return_dict=True)
     prediction = model.predict(INPUTS, batch_size=23, verbose=0)
-    single = model.predict_on_batch(INPUTS[:5]) if strategy.num_replicas_in_sync == 1 else model(INPUTS[:5]).numpy()
+    single = [model.predict_on_batch(INPUTS[:count]) for count in (1, 5)]
     return {
         "weights": model.get_weights(),
         "logs": history.history,
         "evaluation": evaluation,
         "prediction": prediction,
-        "call": single,
+        "single": single,
     }
 
 
@@ -111,6 +111,18 @@ def texts(strategy: tf.distribute.Strategy) -> Outcome:
     data = dataset(64, words[:, np.newaxis], np.arange(7, dtype="float32"))
     history = model.fit(data, epochs=2, verbose=0)
     return {"weights": model.get_weights(), "logs": history.history}
+
+
+@case()
+def on_batch_methods(strategy: tf.distribute.Strategy) -> Outcome:
+    """`train_on_batch` and `test_on_batch`, also of fewer samples than replicas."""
+    with strategy.scope():
+        model = classifier()
+        model.compile(Adam(0.01), loss=cross_entropy(), metrics=["accuracy"])
+    sizes = (16, 5, 1)
+    trained = [model.train_on_batch(INPUTS[:size], LABELS[:size]) for size in sizes]
+    tested = [model.test_on_batch(INPUTS[:size], LABELS[:size], WEIGHTS[:size]) for size in sizes]
+    return {"weights": model.get_weights(), "trained": trained, "tested": tested}
 
 
 @case()

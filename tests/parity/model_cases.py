@@ -30,6 +30,49 @@ def run_eagerly_with_accumulation(strategy: tf.distribute.Strategy) -> Outcome:
 
 
 @case()
+def run_eagerly_without_samples(strategy: tf.distribute.Strategy) -> Outcome:
+    """Eagerly, with a last batch that leaves a replica without samples."""
+    optimizer = lambda: SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    plain = fitted(strategy, lambda: SGD(0.1), data=dataset(21), run_eagerly=True, epochs=1)
+    return {"plain": plain, "accumulated": fitted(strategy, optimizer, data=dataset(21), run_eagerly=True, epochs=1)}
+
+
+class OwnLoss(keras.Model):
+    """A model that takes the mean of its loss by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = classifier()
+
+    def call(self, inputs: Any) -> Any:
+        return self.network(inputs)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+        return keras.ops.mean((y_pred - keras.ops.expand_dims(keras.ops.cast(y, "float32"), -1)) ** 2)
+
+
+@case()
+def compute_loss_of_the_users_own(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: SGD(0.1), model=OwnLoss, data=dataset(21), metrics=lambda: None)
+
+
+@case()
+def float8(strategy: tf.distribute.Strategy) -> Outcome:
+    """Scales are the largest of all replicas', as they are of the whole batch in one process."""
+    with strategy.scope():
+        model = classifier()
+        model.layers[0].quantize("float8")
+        model.compile(SGD(0.1), loss=cross_entropy())
+    # The largest values come in the second half of each batch: another replica's.
+    scaled = INPUTS * np.where(np.arange(len(INPUTS)) % 16 < 8, 1.0, 5.0)[:, np.newaxis].astype("float32")
+    model.fit(dataset(16, scaled, LABELS), epochs=1, verbose=0)
+    return {
+        "weights": [variable.numpy() for variable in model.variables if "amax" in variable.path]
+        + [variable.numpy() for variable in model.variables if "inputs_scale" in variable.path]
+    }
+
+
+@case()
 def batch_logs(strategy: tf.distribute.Strategy) -> Outcome:
     """What callbacks see after every batch, also for a metric that is not linear in the samples."""
     seen: list[dict[str, float]] = []
@@ -37,7 +80,7 @@ def batch_logs(strategy: tf.distribute.Strategy) -> Outcome:
     fitted(
         strategy,
         lambda: Adam(0.01),
-        data=dataset(23),
+        data=dataset(21),
         metrics=lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
         fit={"callbacks": [watch]},
     )

@@ -3,7 +3,7 @@
 `strategies` is `tf.distribute`, `tfdist.strategies`, or `OneProcess`, which gives what the other two should equal.
 """
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,8 +13,7 @@ from cases import CLASSES, INPUTS, LABELS, Outcome, classifier, cross_entropy, d
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 DEVICES = ("CPU:0", "CPU:1")
-EVALUATIONS = 6
-last_progress = time.monotonic()
+on_progress: list[Callable[[], None]] = []
 
 
 class OneProcess:
@@ -24,9 +23,9 @@ class OneProcess:
 
 
 def progress() -> None:
-    """Tells the one that waits for this program that it has not stopped."""
-    global last_progress
-    last_progress = time.monotonic()
+    """Tells the one who waits for this program that it has not stopped."""
+    for tell in on_progress:
+        tell()
 
 
 def fit_on_workers(strategies: Any) -> Outcome:
@@ -41,24 +40,17 @@ def accumulation(strategies: Any) -> Outcome:
     return {"weights": outcome["weights"]}
 
 
-def _averaged(strategies: Any, **arguments: Any) -> Outcome:
+def accumulation_with_averages(strategies: Any) -> Outcome:
+    """Eager, where stock Keras can accumulate under a strategy."""
     micro_steps, batch_size = (None, 16) if strategies is OneProcess else (4, 4)
 
     def optimizer() -> keras.optimizers.Optimizer:
-        return SGD(gradient_accumulation_steps=micro_steps, **arguments)
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.02])
+        return SGD(schedule, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=micro_steps)
 
-    outcome = fitted(strategies.MirroredStrategy(DEVICES), optimizer, data=dataset(batch_size), run_eagerly=True)
+    strategy = strategies.MirroredStrategy(DEVICES)
+    outcome = fitted(strategy, optimizer, data=dataset(batch_size), epochs=1, run_eagerly=True)
     return {"weights": outcome["weights"]}
-
-
-def accumulation_with_ema(strategies: Any) -> Outcome:
-    """Eager, where stock Keras can accumulate under a strategy."""
-    return _averaged(strategies, learning_rate=0.1, use_ema=True, ema_momentum=0.9)
-
-
-def accumulation_with_schedule(strategies: Any) -> Outcome:
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.02])
-    return _averaged(strategies, learning_rate=schedule)
 
 
 def global_clipnorm(strategies: Any) -> Outcome:
@@ -110,7 +102,9 @@ def steps_per_execution(strategies: Any) -> Outcome:
 def two_strategies(strategies: Any) -> Outcome:
     """Two models of different sizes, each under a strategy of its own, trained in turn."""
     networks = classifier, lambda: classifier(lambda: [keras.layers.Dense(8)])
-    outcomes = [fitted(strategies.MirroredStrategy(DEVICES), lambda: Adam(0.01), model=model) for model in networks]
+    outcomes = [
+        fitted(strategies.MirroredStrategy(DEVICES), lambda: Adam(0.01), model=model, epochs=1) for model in networks
+    ]
     return {"models": outcomes}
 
 
@@ -124,19 +118,19 @@ def uneven_batches(strategies: Any) -> Outcome:
 
 
 def last_partial_batch(strategies: Any) -> Outcome:
-    """Two batches of 24, and 16 samples left, of which the first replica gets 12."""
-    return fitted(strategies.MirroredStrategy(DEVICES), lambda: Adam(0.01), data=dataset(24))
+    """Three batches of 16, and 3 samples left: one replica has two of them, the other one."""
+    data = dataset(16, INPUTS[:51], LABELS[:51])
+    return fitted(strategies.MirroredStrategy(DEVICES), lambda: Adam(0.01), data=data)
 
 
 def area_under_curve(strategies: Any) -> Outcome:
     """What the logs of every batch say of a metric that is no mean over the samples."""
     seen: list[float] = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["auc"]))
-    with (strategy := strategies.MirroredStrategy(DEVICES)).scope():
+    with strategies.MirroredStrategy(DEVICES).scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((INPUTS.shape[1],)), keras.layers.Dense(1, activation="sigmoid")])
         model.compile(SGD(0.01), loss="binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")])
-    assert strategy
     model.fit(dataset(16, INPUTS, (LABELS > 1).astype("float32")[:, np.newaxis]), verbose=0, callbacks=[watch])
     return {"auc": seen}
 
@@ -162,18 +156,6 @@ def loss_that_averages(strategies: Any) -> Outcome:
         return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
 
     return fitted(strategies.MirroredStrategy(DEVICES), lambda: SGD(0.1), loss=lambda: loss)
-
-
-def cached_evaluation(strategies: Any) -> Outcome:
-    """What a freshly compiled model says of a data set that nobody has read yet, time and again."""
-    strategy = strategies.MirroredStrategy(DEVICES)
-    evaluations = []
-    for _ in range(EVALUATIONS):
-        with strategy.scope():
-            model = classifier()
-            model.compile(SGD(0.1), loss=cross_entropy(), metrics=["accuracy"])
-        evaluations.append(model.evaluate(dataset(4).cache(), verbose=0, return_dict=True))
-    return {"evaluations": evaluations}
 
 
 def seeded_shuffle(strategies: Any) -> Outcome:

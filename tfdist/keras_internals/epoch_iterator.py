@@ -28,11 +28,11 @@ def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> No
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._agreed_batches = self._num_batches = agree(self._distribute_strategy, self._num_batches)
+            self._num_batches = agree(self._distribute_strategy, self._num_batches)
 
         def reset(self) -> None:
             super().reset()
-            self._num_batches = self._agreed_batches
+            self._num_batches = agree(self._distribute_strategy, self._num_batches)
 
         @property
         def distributed_dataset(self) -> Any:

@@ -7,13 +7,15 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import compile_utils, losses
+from tfdist.keras_internals.symbols import compile_utils, losses, trainer
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class LossStep(Protocol):
     """What the losses need to know of the step that runs on this replica."""
+
+    has_scaled: bool
 
     @property
     def fraction(self) -> Any:
@@ -40,7 +42,10 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
     @functools.wraps(scale)
     def scale_by_share(value: Any) -> Any:
         step = current_step()
-        return scale(value) if step is None else _times(value, step.fraction)
+        if step is None:
+            return scale(value)
+        step.has_scaled = True
+        return _times(value, step.fraction)
 
     @functools.wraps(unscale)
     def unscale_by_share(value: Any) -> Any:
@@ -53,7 +58,10 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
         if step is not None and reduction in _MEANS and tuple(values.shape) == ():
             # The user's loss function has taken the mean over this replica's samples; Keras leaves it as it is, so
             # that the replicas' gradients would add up to N times the gradient of one process.
+            step.has_scaled = True
             return _times(values, step.fraction)
+        if step is not None and reduction == "sum":
+            step.has_scaled = True
         return reduce_values(values, sample_weight, reduction)
 
     @functools.wraps(reduce_weighted_values)
@@ -82,6 +90,19 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
     compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
     losses.scale_loss_for_distribution = scale_by_share
     losses.unscale_loss_for_distribution = unscale_by_share
+    compute_loss = trainer.TensorFlowTrainer._compute_loss
+
+    @functools.wraps(compute_loss)
+    def compute_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        if step is None:
+            return compute_loss(self, *args, **kwargs)
+        step.has_scaled = False
+        loss = compute_loss(self, *args, **kwargs)
+        # A `compute_loss` of the user's own that takes the mean by itself: no part of it was scaled.
+        return loss if step.has_scaled else _times(loss, step.fraction)
+
+    trainer.TensorFlowTrainer._compute_loss = compute_loss_by_share
     losses.reduce_values = reduce_values_by_share
     losses.reduce_weighted_values = reduce_weighted_values_by_share
 

@@ -1,11 +1,13 @@
 """Keras models, as a step over replicas sees them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import tree
+from tfdist.keras_internals.symbols import trainer, tree
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -19,6 +21,23 @@ def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
 def is_predict_step(function: Any) -> bool:
     """Whether `function` is what Keras runs on the replicas to predict a batch."""
     return "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", "")
+
+
+def install_predict_on_batch(is_ours: Callable[[Any], bool], shared_out: Callable[[Any, Any], Any]) -> None:
+    """Makes `predict_on_batch` predict every row once; Keras has every replica predict all of them.
+
+    Args:
+      is_ours: whether a strategy is one of tfdist's.
+      shared_out: called with a strategy and the input; returns the input with its rows shared out over the replicas.
+    """
+    predict = trainer.TensorFlowTrainer.predict_on_batch
+
+    @functools.wraps(predict)
+    def predict_rows_once(self: Any, x: Any) -> Any:
+        strategy = self.distribute_strategy
+        return predict(self, shared_out(strategy, x) if is_ours(strategy) else x)
+
+    trainer.TensorFlowTrainer.predict_on_batch = predict_rows_once
 
 
 def first_input(data: Any) -> Any:

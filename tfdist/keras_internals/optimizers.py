@@ -109,6 +109,7 @@ def install_update(is_ours: Callable[[Any], bool], update: Callable[[OptimizerUp
     current_learning_rate = TFOptimizer._get_current_learning_rate
     apply_scaled = LossScaleOptimizer.apply
     reduce_gradients = TFOptimizer._all_reduce_sum_gradients
+    overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
 
     @functools.wraps(apply_gradients)
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -139,11 +140,27 @@ def install_update(is_ours: Callable[[Any], bool], update: Callable[[OptimizerUp
         finally:
             _loss_scaler.reset(token)
 
+    @functools.wraps(overwrite)
+    def overwrite_with_largest(self: Any, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
+        if is_ours(self._distribution_strategy):
+            grads = [
+                _largest_of_replicas(gradient) if self._overwrite_variable_with_gradient(variable) else gradient
+                for gradient, variable in zip(grads, vars, strict=True)
+            ]
+        return overwrite(self, grads, vars)
+
     @functools.wraps(reduce_gradients)
     def reduce_gradients_once(self: Any, grads_and_vars: Any) -> Any:
         return list(grads_and_vars) if _reduced.get() else reduce_gradients(self, grads_and_vars)
 
+    TFOptimizer._overwrite_variables_directly_with_gradients = overwrite_with_largest
     TFOptimizer._all_reduce_sum_gradients = reduce_gradients_once
     TFOptimizer._backend_apply_gradients = update_over_replicas
     TFOptimizer._get_current_learning_rate = learning_rate_by_updates
     LossScaleOptimizer.apply = apply_scaled_over_replicas
+
+
+def _largest_of_replicas(value: Any) -> tf.Tensor:
+    """The element-wise maximum over the replicas: of float8's scales and largest magnitudes."""
+    gathered = tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value)[tf.newaxis], axis=0)
+    return tf.reduce_max(gathered, axis=0)

@@ -22,6 +22,12 @@ for _path, _why in {
     "keras.src.losses.loss:reduce_values": "leaves a loss unscaled that the user has averaged himself",
     "keras.src.losses.loss:reduce_weighted_values": "normalises masked losses by the replica's own mask",
     f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own data set",
+    f"{_TRAINER}:TensorFlowTrainer.predict_on_batch": "has every replica predict all rows",
+    f"{_TRAINER}:TensorFlowTrainer._compute_loss": "gives no hint of a loss that was not scaled",
+    "keras.src.random.seed_generator:SeedGenerator.next": "draws the same for all replicas",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variables_directly_with_gradients": (
+        "takes a replica's own value for all"
+    ),
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": "averages a batch of data over all workers",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_apply_gradients": "the order of an update",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_current_learning_rate": "counts micro-steps",

@@ -1,5 +1,6 @@
 """The implementations behind the strategies, changed where Keras 3 and accumulation need it."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,12 @@ def _merge_call_is_needed() -> bool:
     (gradient accumulation) and start as soon as their inputs are there (overlap with backpropagation).
     """
     in_function = get_default_graph().building_function
-    return tf.executing_eagerly() or not in_function or tf.distribute.in_cross_replica_context()
+    # A function called by a replica that runs eagerly: the other replicas run after it, so that its collectives would
+    # wait for ever; a merge call says that it cannot be made there.
+    replica_is_eager = getattr(threading.current_thread(), "in_eager", False)
+    return (
+        tf.executing_eagerly() or not in_function or replica_is_eager or tf.distribute.in_cross_replica_context()
+    )
 
 
 class ReplicaMirroredExtended(MirroredExtended):
@@ -108,11 +114,15 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         return int(self._id_in_cluster)
 
 
+class _SharedResult(Mirrored):
+    """Values that are equal on all replicas because they were shared after a step; a variable is `Mirrored` too."""
+
+
 def equal_on_all_replicas(values: list[Any]) -> Any:
     """Wraps the local replicas' `values`, which are known to be equal on all replicas."""
-    return Mirrored(values)
+    return _SharedResult(values)
 
 
 def is_equal_on_all_replicas(value: Any) -> bool:
     """Whether `value` was wrapped by `equal_on_all_replicas`."""
-    return isinstance(value, Mirrored)
+    return isinstance(value, _SharedResult)

@@ -46,10 +46,14 @@ def kept_if(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 
 def without_filling(outputs: Any, samples: Any) -> Any:
-    """The first `samples` of each of `outputs`, which were computed of `filled` data."""
-    return tf.nest.map_structure(
-        lambda output: output[:samples] if tf.is_tensor(output) and _has_samples(output) else output, outputs
-    )
+    """`outputs`, or none of their rows if they were computed of `filled` data though there were no `samples`."""
+
+    def kept(output: Any) -> Any:
+        if not (tf.is_tensor(output) and _has_samples(output)):
+            return output
+        return output[: tf.where(tf.greater(samples, 0), tf.shape(output)[0], 0)]
+
+    return tf.nest.map_structure(kept, outputs)
 
 
 def predict_on_replica(step_function: Any, input_of: Any) -> Any:

@@ -31,6 +31,7 @@ class ReplicaStep:
         """
         self.samples = samples
         self.fraction = fraction
+        self.has_scaled = False
 
     @property
     def samples_are_static(self) -> bool:
@@ -71,7 +72,7 @@ def sum_over_replicas(tensor: tf.Tensor) -> tf.Tensor:
 def static_samples(value: Any) -> int | None:
     """The number of samples of an input if it is known while tracing."""
     shape = getattr(value, "shape", None)
-    return None if shape is None or shape.rank is None or shape.rank == 0 else shape[0]
+    return None if shape is None or getattr(shape, "rank", 1) is None or len(shape) == 0 else shape[0]
 
 
 def count_samples(value: Any) -> tf.Tensor:

@@ -40,7 +40,9 @@ def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> 
     leaves = tf.nest.flatten(logs)
     averaged = [position for position, leaf in enumerate(leaves) if _is_floating(leaf)]
     local_results = model.get_metrics_result() if metrics and isinstance(logs, dict) else {}
-    differs = _differences(logs, local_results)
+    # What a replica without samples has returned was computed of zeros: it has no say.
+    says = tf.cast(step.contributes, tf.float32)
+    differs = {name: differing * says for name, differing in _differences(logs, local_results).items()}
     names = list(differs)
 
     shared = _sum_all(
@@ -68,8 +70,12 @@ def _differences(logs: Any, local_results: dict[str, Any]) -> dict[str, tf.Tenso
     """By name, 0.0 if a log is the metric's result on this replica, else 1.0; for logs that may be one."""
     differs = {}
     for name, result in local_results.items():
-        if name in logs and _is_floating(logs[name]) and _is_floating(result) and logs[name].shape == result.shape:
-            differs[name] = tf.cast(tf.reduce_any(tf.not_equal(logs[name], result)), tf.float32)
+        log = logs.get(name)
+        if not (_is_floating(log) and _is_floating(result)):
+            continue
+        if log.shape == result.shape and log.dtype == result.dtype:
+            same = tf.equal(log, result) | (tf.math.is_nan(log) & tf.math.is_nan(result))
+            differs[name] = tf.cast(tf.reduce_any(~same), tf.float32)
     return differs
 
 

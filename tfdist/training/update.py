@@ -60,6 +60,10 @@ def reduce_and_apply(
 ) -> None:
     """Sums `gradients`, which `micro_steps` micro-steps have added up, over the replicas and updates the variables."""
     context = tf.distribute.get_replica_context()
+    if contributes is not None and tf.executing_eagerly():
+        # Eagerly the replicas meet to reduce, where no one's own condition is known.
+        gradients = [gradient if contributes else _zeros_like(gradient) for gradient in gradients]
+        contributes = None
     with exchange.of_gradients(contributes):
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
     loss_scale = optimizer.loss_scale
@@ -110,6 +114,13 @@ def _added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _zeros_like(gradient: Any) -> Any:
+    zeros = tf.zeros_like(_values(gradient))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(zeros, gradient.indices, gradient.dense_shape)
+    return zeros
 
 
 def _divided(gradient: Any, divisor: Any) -> Any:

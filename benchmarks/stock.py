@@ -1,0 +1,39 @@
+"""Prints what stock Keras 3 does under `tf.distribute`, and what it does under tfdist, program by program.
+
+    python benchmarks/stock.py
+
+Every program of `tests/stock` runs twice, with one import changed, on two CPU replicas or two workers, and is compared
+with one process that sees the whole batch. A number is the largest difference of any weight or log, relative where a
+value is larger than 1. The table also goes to `benchmarks/results/stock.json`.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "stock"))
+
+from rows import ROWS, describe, run_rows
+
+_RESULTS = Path(__file__).parent / "results" / "stock.json"
+
+
+def main() -> int:
+    """Runs all programs, prints the table and writes it."""
+    results = run_rows()
+    table = []
+    for row in ROWS:
+        said = {library: describe(row, library, result) for library, result in results[row.name].items()}
+        table.append({"name": row.name, "program": row.program, **said})
+    print("| program | stock Keras 3 | tfdist |\n|---|---|---|")
+    for line in table:
+        print(f"| {line['program']} | {line['stock']} | {line['tfdist']} |")
+    versions = {name: version(name) for name in ("tensorflow", "keras")}
+    _RESULTS.parent.mkdir(exist_ok=True)
+    _RESULTS.write_text(json.dumps({"versions": versions, "rows": table}, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
