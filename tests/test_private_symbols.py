@@ -28,7 +28,8 @@ def test_what_is_used_is_recorded_once():
     ("missing", "named"),
     [
         (
-            "import tensorflow.python.distribute.mirrored_strategy as m; del m.MirroredExtended._make_collective_ops_with_fallbacks",
+            "from tensorflow.python.distribute.mirrored_strategy import MirroredExtended\n"
+            "del MirroredExtended._make_collective_ops_with_fallbacks",
             "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._make_collective_ops_with_fallbacks",
         ),
         (

@@ -60,6 +60,16 @@ def main(folder: Path) -> None:
     values = strategy.run(lambda: {"one": tf.constant(1.0), "pair": tf.constant([1.0, 2.0])})
     reduced = strategy.reduce("SUM", values, axis=None)
     seen["reduced"] = [float(reduced["one"]), reduced["pair"].numpy().tolist()]
+    with strategy.scope():
+        mirrored = tf.Variable(2.0)
+    try:
+        strategy.reduce("SUM", mirrored, axis=None)
+        seen["reduced_variable"] = "returned"
+    except (AssertionError, ValueError):
+        seen["reduced_variable"] = "refused"
+    shared = strategy.run(model.test_step, args=((tf.constant(INPUTS), tf.constant(TARGETS)),))["loss"]
+    mean, total = (float(strategy.reduce(op, shared, axis=None)) for op in ("MEAN", "SUM"))
+    seen["sum_over_mean"] = total / mean
     epochs = []
     stop = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: setattr(other, "stop_training", batch == 1),

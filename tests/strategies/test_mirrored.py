@@ -210,3 +210,62 @@ def test_what_is_saved_loads_in_a_plain_process(cpus, tmp_path):
     for ours, theirs in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     fit(loaded)
+
+
+def test_replicas_drop_different_units_and_the_first_those_of_one_process(cpus):
+    inputs = tf.ones([1, 64])
+    strategies = [tf.distribute.get_strategy(), MirroredStrategy(cpus[:2])]
+    kept = []
+    for strategy in strategies:
+        with strategy.scope():
+            dropout = keras.layers.Dropout(0.5, seed=1)
+            dropout.build((None, 64))
+        outputs = strategy.run(lambda layer=dropout: layer(inputs, training=True))
+        kept.append([output.numpy() for output in strategy.experimental_local_results(outputs)])
+    np.testing.assert_array_equal(kept[1][0], kept[0][0])
+    assert not np.array_equal(kept[1][1], kept[1][0])
+
+
+def test_a_function_within_an_eager_replica_is_an_error_and_not_a_hang(cpus):
+    strategy = MirroredStrategy(cpus[:2])
+
+    @tf.function
+    def reduced(value):
+        return tf.distribute.get_replica_context().all_reduce("SUM", value)
+
+    with pytest.raises(RuntimeError, match="merge_call"):
+        strategy.run(lambda: reduced(tf.constant(1.0)))
+
+
+def test_a_log_of_another_dtype_than_its_metric_is_the_mean(cpus):
+    class HalfLog(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            super().train_step(data)
+            return {"loss": tf.cast(tf.reduce_mean(data[0][:, 0]), tf.bfloat16)}
+
+    strategy = MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        model = HalfLog()
+        model.compile("sgd", loss="mse")
+    logs = model.train_on_batch(INPUTS[:8], TARGETS[:8], return_dict=True)
+    # bfloat16 has 8 bits: 2 ** -8 of a value below 1
+    assert abs(float(logs["loss"]) - INPUTS[:8, 0].mean()) < 2**-7
+
+
+def test_a_large_metric_is_left_to_the_end_of_the_epoch(cpus):
+    strategy = MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
+        model.compile("sgd", loss="mse", metrics=[keras.metrics.MeanIoU(300, sparse_y_true=False, sparse_y_pred=False)])
+    targets = np.eye(300, dtype="float32")[np.arange(16)]
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, targets)).batch(8)
+    history = model.fit(data, verbose=0)
+    assert strategy.communication.other_bytes < 300 * 300 * 4
+    assert np.isfinite(history.history["mean_io_u"]).all()

@@ -56,6 +56,10 @@ class TestOnWorkers:
     def test_reduce_takes_structures(self, seen):
         assert [rank["reduced"] for rank in seen] == [[4.0, [4.0, 8.0]]] * 2
 
+    def test_reduce_does_not_take_a_variable_for_a_shared_result(self, seen):
+        assert [rank["reduced_variable"] for rank in seen] == ["refused", "refused"]  # as under MirroredStrategy
+        assert [rank["sum_over_mean"] for rank in seen] == [4.0, 4.0]
+
     def test_all_stop_where_a_callback_stops(self, seen):
         assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
 

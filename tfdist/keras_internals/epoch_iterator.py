@@ -48,8 +48,8 @@ def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[
 
     Keras draws a batch of data and takes its mean over all replicas only to learn its shapes. That fails for strings
     and for a first batch that is not even, sends a batch over the network, moves a seeded shuffle on, so that the
-    samples come in another order than in one process, and leaves a second iterator behind that writes the same cache
-    as the one that is used (`Dataset.cache`: `evaluate` was wrong at random).
+    samples come in another order than in one process, and leaves a second iterator behind that writes the same
+    `Dataset.cache` as the one that is used.
 
     Args:
       is_ours: whether a strategy is one of tfdist's.

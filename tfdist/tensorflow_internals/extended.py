@@ -29,9 +29,7 @@ def _merge_call_is_needed() -> bool:
     # A function called by a replica that runs eagerly: the other replicas run after it, so that its collectives would
     # wait for ever; a merge call says that it cannot be made there.
     replica_is_eager = getattr(threading.current_thread(), "in_eager", False)
-    return (
-        tf.executing_eagerly() or not in_function or replica_is_eager or tf.distribute.in_cross_replica_context()
-    )
+    return tf.executing_eagerly() or not in_function or replica_is_eager or tf.distribute.in_cross_replica_context()
 
 
 class ReplicaMirroredExtended(MirroredExtended):

@@ -17,16 +17,16 @@ def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
 
     Args:
       data: a structure of dense tensors or arrays; every leaf with as many rows as `counted` is cut.
-      counted: the leaf whose rows are the samples.
+      counted: the leaf, of rank 1 or more, whose rows are the samples.
       part: which part, from 0.
       parts: how many there are.
     """
-    static = getattr(counted, "shape", [None])[0]
+    static = counted.shape[0]
     samples = count_samples(tf.convert_to_tensor(counted)) if static is None else int(static)
     first, end = part * samples // parts, (part + 1) * samples // parts
 
     def cut(leaf: Any) -> Any:
-        shape = getattr(leaf, "shape", ())
+        shape: Any = getattr(leaf, "shape", ())
         return leaf[first:end] if len(shape) and shape[0] == static else leaf
 
     return tf.nest.map_structure(cut, data)
