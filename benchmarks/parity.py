@@ -28,10 +28,12 @@ def main() -> int:
     names = parser.parse_args().cases
     table: dict[str, dict[str, str]] = {}
     largest = 0.0
-    for setup in SETUPS:
-        print(f"running {setup} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            results = run_cases(setup, Path(folder) / "results.json", names)
+    with tempfile.TemporaryDirectory() as folder:
+        by_setup = {}
+        for setup in SETUPS:
+            print(f"running {setup} ...", file=sys.stderr, flush=True)
+            by_setup[setup] = run_cases(setup, Path(folder) / "results.json", Path(folder) / "references", names)
+    for setup, results in by_setup.items():
         for name, result in results.items():
             difference = result.get("difference", float("inf"))
             largest = max(largest, difference, result.get("rank_difference", 0.0))

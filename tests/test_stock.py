@@ -1,6 +1,8 @@
 """The README's table is true: stock Keras 3 still has every fault in it, and tfdist has none."""
 
+import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from comparison import TOLERANCE
@@ -45,3 +47,12 @@ def test_stock_has_the_fault(results, row):
         assert result.get("difference", 0.0) > 100 * TOLERANCE, found
     else:
         assert result.get("ended", 0) < 0 or row.stock in result.get("error", ""), found
+
+
+def test_the_readme_shows_the_measured_table():
+    root = Path(__file__).resolve().parents[1]
+    measured = json.loads((root / "benchmarks" / "results" / "stock.json").read_text())["rows"]
+    readme = (root / "README.md").read_text()
+    lines = [f"| {row['program']} | {row['stock']} | {row['tfdist']} |" for row in measured]
+    assert lines
+    assert [line for line in lines if line not in readme] == []

@@ -29,18 +29,28 @@ class Case:
     run: Callable[[tf.distribute.Strategy], Outcome]
     reference: Callable[[tf.distribute.Strategy], Outcome]
     workers_only: bool = False
+    reference_is_shared: bool = True
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    reference: Callable[[tf.distribute.Strategy], Outcome] | None = None, *, workers_only: bool = False
+    reference: Callable[[tf.distribute.Strategy], Outcome] | None = None,
+    *,
+    workers_only: bool = False,
+    reference_is_shared: bool = True,
 ) -> Callable[[Callable[[tf.distribute.Strategy], Outcome]], Callable[[tf.distribute.Strategy], Outcome]]:
-    """Registers a program as a case under its function's name."""
+    """Registers a program as a case under its function's name.
+
+    Args:
+      reference: the program that one process runs; the case's own by default.
+      workers_only: whether the case is about workers.
+      reference_is_shared: whether one outcome of the reference serves all shapes of a cluster.
+    """
 
     def register(run: Callable[[tf.distribute.Strategy], Outcome]) -> Callable[[tf.distribute.Strategy], Outcome]:
-        CASES[run.__name__] = Case(run.__name__, run, reference or run, workers_only)
+        CASES[run.__name__] = Case(run.__name__, run, reference or run, workers_only, reference_is_shared)
         return run
 
     return register

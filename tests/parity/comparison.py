@@ -1,12 +1,9 @@
 """Compares the outcome of a program on N replicas with the outcome of one process."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from cases import Case, Outcome
 
 # Sums over replicas associate differently from sums over a batch, so every element may differ by a few units in the
 # last place of the largest term: float32 has 1.2e-7. Ten to thirty updates add up; adaptive optimizers divide by the
@@ -36,7 +33,10 @@ def _without_numbers(logs: dict[str, Any]) -> dict[str, Any]:
     return {re.sub(r"_\d+$", "", name): value for name, value in logs.items()}
 
 
-def difference_of(case: "Case", strategy: Any, one_process: Any) -> tuple[float, "Outcome"]:
-    """Runs `case` under `strategy` and its reference under `one_process`; returns the difference and our outcome."""
-    ours = case.run(strategy)
-    return largest_difference(ours, case.reference(one_process)), ours
+def plain(outcome: Any) -> Any:
+    """`outcome` as JSON can hold it, exactly: a float32 is a float64."""
+    if isinstance(outcome, dict):
+        return {name: plain(value) for name, value in outcome.items()}
+    if isinstance(outcome, (list, tuple)):
+        return [plain(value) for value in outcome]
+    return np.asarray(outcome).tolist()

@@ -13,18 +13,21 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import data_cases  # noqa: F401
+import loss_cases  # noqa: F401
+import metric_cases  # noqa: F401
 import model_cases  # noqa: F401
 import numpy as np
 import optimizer_cases  # noqa: F401
 import tensorflow as tf
 from absl import app, flags
-from cases import CASES
-from comparison import difference_of
+from cases import CASES, Case
+from comparison import largest_difference, plain
 
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 _DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of this worker.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the differences.", required=True)
+_REFERENCES = flags.DEFINE_string("references", None, "Folder of the outcomes of one process, for later runs.")
 _CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty.")
 
 
@@ -42,7 +45,8 @@ def main(_: list[str]) -> None:
         if (_CASES.value and case.name not in _CASES.value) or (case.workers_only and not workers):
             continue
         try:
-            difference, outcome = difference_of(case, strategy, one_process)
+            outcome = case.run(strategy)
+            difference = largest_difference(outcome, _reference(case, one_process, keep=not workers))
             results[case.name] = {"difference": difference, "rank_difference": _rank_difference(strategy, outcome)}
         except Exception:
             # A case that fails on one worker only would leave the others waiting for it: the launcher ends them.
@@ -52,6 +56,18 @@ def main(_: list[str]) -> None:
         print(case.name, results[case.name], flush=True)
         if not workers or strategy.rank == 0:
             Path(_OUTPUT.value).write_text(json.dumps(results, indent=1))
+
+
+def _reference(case: Case, one_process: tf.distribute.Strategy, *, keep: bool) -> dict:
+    """The outcome in one process, of this run or of an earlier one."""
+    kept = Path(_REFERENCES.value, f"{case.name}.json") if _REFERENCES.value and case.reference_is_shared else None
+    if kept is not None and kept.exists():
+        return json.loads(kept.read_text())
+    outcome = case.reference(one_process)
+    if kept is not None and keep:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(plain(outcome)))
+    return outcome
 
 
 def _rank_difference(strategy: tf.distribute.Strategy, outcome: dict) -> float:

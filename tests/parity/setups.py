@@ -28,8 +28,11 @@ class Setup:
 SETUPS = (Setup(1, 2), Setup(2, 1), Setup(2, 2))
 
 
-def run_cases(setup: Setup, output: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Runs the cases (all, or those of `names`) on `setup` and returns each one's result by its name."""
+def run_cases(setup: Setup, output: Path, references: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Runs the cases (all, or those of `names`) on `setup` and returns each one's result by its name.
+
+    The outcomes of one process are kept in the folder `references` by the first run on local replicas.
+    """
     launcher = [sys.executable]
     if setup.workers > 1:
         launcher += ["-m", "tfdist.launch", "run", "--workers", str(setup.workers)]
@@ -38,6 +41,7 @@ def run_cases(setup: Setup, output: Path, names: Sequence[str] = ()) -> dict[str
         str(_SCRIPT),
         f"--devices={setup.devices}",
         f"--output={output}",
+        f"--references={references}",
         f"--cases={','.join(names)}",
     ]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -19,7 +19,8 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
 @pytest.fixture(scope="module", params=SETUPS, ids=str)
 def results(request, tmp_path_factory):
     """The results of all cases on one shape of a cluster, which is started once."""
-    return request.param, run_cases(request.param, tmp_path_factory.mktemp("parity") / "results.json")
+    output = tmp_path_factory.mktemp("parity") / "results.json"
+    return request.param, run_cases(request.param, output, tmp_path_factory.getbasetemp() / "references")
 
 
 @pytest.mark.multi_process
