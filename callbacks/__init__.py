@@ -1,5 +1,6 @@
 """Keras callbacks for training on many replicas."""
 
+from tfdist.callbacks.communication_report import CommunicationReport
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 
-__all__ = ["GradientAccumulation"]
+__all__ = ["CommunicationReport", "GradientAccumulation"]

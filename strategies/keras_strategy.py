@@ -1,13 +1,22 @@
 """What every synchronous strategy of tfdist adds to TensorFlow's: right steps, right reductions, counted bytes."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.collectives import DEFAULT_BUCKET_BYTES, Exchange, ReplicaReduction, TrafficCount
+from tfdist.collectives import (
+    DEFAULT_BUCKET_BYTES,
+    CompressionState,
+    Durations,
+    Exchange,
+    Levels,
+    ReplicaReduction,
+    TrafficCount,
+)
+from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.epoch_iterator import install_epoch_iterator, install_local_build
 from tfdist.keras_internals.losses import install_loss_scaling
 from tfdist.keras_internals.models import bound_step, first_input, install_predict_on_batch, is_predict_step
@@ -27,6 +36,8 @@ if TYPE_CHECKING:
 else:
     _Strategy = object
 
+Compression = Policy | Compressor | str | Mapping[str, Compressor | str | None] | None
+
 _FIRST_GROUP_KEY = 1 << 16
 _GROUP_KEYS_PER_STRATEGY = 1 << 12
 _strategies_made = itertools.count()
@@ -36,8 +47,11 @@ _installed = False
 class KerasStrategy(_Strategy):
     """Mixed into a subclass of `tf.distribute.Strategy`, before it."""
 
-    def _prepare(self, bucket_bytes: int | None, options: Any) -> Callable[[ReplicaLauncher], ReplicaReduction]:
+    def _prepare(
+        self, bucket_bytes: int | None, options: Any, compression: Compression
+    ) -> Callable[..., ReplicaReduction]:
         """To be called before the base class makes its collectives; returns what reduces a replica's tensors."""
+        policy = compression if isinstance(compression, Policy) else Policy(compression)
         if bucket_bytes is None:
             bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
@@ -52,12 +66,41 @@ class KerasStrategy(_Strategy):
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_made)
         self.gradient_exchange = Exchange()
         self._builds_locally = False
-        return lambda launcher: ReplicaReduction(launcher, self.gradient_exchange, bucket_bytes)
+        self.compression_state = CompressionState()
+        exchange, state = self.gradient_exchange, self.compression_state
+
+        def reduction(
+            everyone: ReplicaLauncher, between: ReplicaLauncher | None, local: ReplicaLauncher | None, number: int
+        ) -> ReplicaReduction:
+            state.num_replicas = everyone.size if local is None else everyone.size // local.size
+            return ReplicaReduction(Levels(everyone, between, local, number), exchange, bucket_bytes, policy, state)
+
+        return reduction
 
     @property
     def communication(self) -> TrafficCount:
         """What this worker's first replica has handed to collectives so far."""
         return self.extended.replica_operations.reductions[0].traffic.count()
+
+    @property
+    def communication_by_method(self) -> dict[str, TrafficCount]:
+        """What of `communication` were gradients, by the method that they were compressed with."""
+        return self.extended.replica_operations.reductions[0].traffic.by_label()
+
+    @property
+    def values_by_method(self) -> dict[str, dict[str, int]]:
+        """How many values each variable has whose gradients are counted, by method and by the variable's path."""
+        return self.extended.replica_operations.reductions[0].traffic.values()
+
+    @property
+    def durations_by_method(self) -> dict[str, Durations]:
+        """What encoding, exchange and decoding of gradients have taken on this worker's first replica, by method."""
+        stopwatch = self.extended.replica_operations.reductions[0].stopwatch
+        return {} if stopwatch is None else stopwatch.by_label()
+
+    def time_communication(self, enabled: bool) -> None:
+        """Whether functions that are traced from now on take the times of `durations_by_method`, from zero."""
+        self.extended.replica_operations.reductions[0].time(enabled)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies.keras_strategy import KerasStrategy
+from tfdist.strategies.keras_strategy import Compression, KerasStrategy
 from tfdist.tensorflow_internals.extended import ReplicaMirroredExtended
 
 
@@ -31,6 +31,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: Any = None,
         *,
+        compression: Compression = None,
         bucket_bytes: int | None = None,
         communication_options: Any = None,
     ) -> None:
@@ -40,6 +41,9 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
           devices: device names such as `["GPU:0", "GPU:1"]`; all GPUs, or else the CPU, if `None`.
           cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions between replicas that are not made from
             within a replica (`strategy.reduce`). Gradients and metrics go through collectives whatever it is.
+          compression: how gradients are compressed before they travel: a `tfdist.compression.Compressor`, its
+            name ("bf16", "powersgd:4"), a mapping from regular expressions over variable paths to these, or a
+            `tfdist.compression.Policy`. Not at all by default. See `docs/compression.md`.
           bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
             0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
           communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
@@ -48,7 +52,7 @@ class MirroredStrategy(KerasStrategy, tf.distribute.MirroredStrategy):
         Raises:
           ValueError: an argument is not what is expected, or the devices cannot reduce with each other.
         """
-        reduction = self._prepare(bucket_bytes, communication_options)
+        reduction = self._prepare(bucket_bytes, communication_options, compression)
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
 

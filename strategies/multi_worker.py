@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
-from tfdist.strategies.keras_strategy import KerasStrategy
+from tfdist.strategies.keras_strategy import Compression, KerasStrategy
 from tfdist.tensorflow_internals.extended import (
     ReplicaMultiWorkerExtended,
     equal_on_all_replicas,
@@ -46,6 +46,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         cluster_resolver: Any = None,
         communication_options: Any = None,
         *,
+        compression: Compression = None,
         bucket_bytes: int | None = None,
         start_timeout: float | None = None,
     ) -> None:
@@ -55,6 +56,10 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
           cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; if `None`, the environment is asked.
           communication_options: a `tf.distribute.experimental.CommunicationOptions` with the implementation (ring by
             default on CPUs, NCCL where asked for) and the timeout.
+          compression: how gradients are compressed before they travel between workers: a
+            `tfdist.compression.Compressor`, its name ("bf16", "powersgd:4"), a mapping from regular expressions over
+            variable paths to these, or a `tfdist.compression.Policy`. Not at all by default. See
+            `docs/compression.md`.
           bucket_bytes: a bucket of gradients is sent when it holds that many bytes, while backpropagation goes on;
             0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
           start_timeout: how many seconds the other workers may take to come up; `tfdist run --start-timeout` by
@@ -66,7 +71,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
           TimeoutError: a worker did not come up in time; the message names it.
           OSError: this worker's own port is taken.
         """
-        reduction = self._prepare(bucket_bytes, communication_options)
+        reduction = self._prepare(bucket_bytes, communication_options, compression)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or _resolver_of_environment()
         spec = resolver.cluster_spec().as_dict()

@@ -101,7 +101,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert "Apache-2.0" in (metadata["License-Expression"] or metadata["License"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert str(metadata.get_payload()).startswith("# tfdist")
-    assert set(metadata.get_all("Provides-Extra", [])) == {"examples", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"examples", "test", "benchmark", "dev"}
 
 
 def test_requirements(metadata: email.message.Message) -> None:

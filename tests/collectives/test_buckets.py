@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.collectives.buckets import fill_buckets, flatten, unflatten
+from tfdist.collectives import fill_buckets, flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -1,4 +1,4 @@
-"""The reduction of one replica: dense tensors in buckets, sparse ones by their rows."""
+"""The reduction of one replica: gradients as the policy says, everything else exactly."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,10 +6,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.buckets import fill_buckets, flatten, unflatten
+from tfdist.collectives.buckets import fill_buckets
+from tfdist.collectives.compressed import CompressedReduction
 from tfdist.collectives.group import CollectiveGroup, Group
+from tfdist.collectives.levels import Levels
 from tfdist.collectives.sparse import sum_indexed_slices
+from tfdist.collectives.state import CompressionState
+from tfdist.collectives.stopwatch import Stopwatch, finished, started
 from tfdist.collectives.traffic import GRADIENTS, OTHER, Traffic
+from tfdist.compression import Policy
+from tfdist.compression.packing import flatten, unflatten
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 
 
@@ -22,37 +28,99 @@ class Exchange:
     def __init__(self) -> None:
         self.kind = OTHER
         self.contributes: tf.Tensor | None = None
+        self.paths: Sequence[str] | None = None
 
     @contextmanager
-    def of_gradients(self, contributes: tf.Tensor | None = None) -> Iterator[None]:
+    def of_gradients(self, contributes: tf.Tensor | None = None, paths: Sequence[str] | None = None) -> Iterator[None]:
         """Marks the reductions within as exchanges of gradients.
 
         Args:
           contributes: bool scalar, false where this replica has no samples: then zeros are sent for whatever its
             backpropagation made of nothing (the mean over no samples is NaN). `None` means that it has some.
+          paths: of the variables that the gradients belong to, each of them unique; without them gradients are not
+            compressed.
         """
-        self.kind, self.contributes = GRADIENTS, contributes
+        self.kind, self.contributes, self.paths = GRADIENTS, contributes, paths
         try:
             yield
         finally:
-            self.kind, self.contributes = OTHER, None
+            self.kind, self.contributes, self.paths = OTHER, None, None
 
 
 class ReplicaReduction:
     """Reduces lists of tensors of one replica over all replicas."""
 
-    def __init__(self, launcher: ReplicaLauncher, exchange: Exchange, bucket_bytes: int) -> None:
-        """Reduces with `launcher`; see `fill_buckets` for `bucket_bytes`."""
-        self._launcher = launcher
+    def __init__(
+        self,
+        levels: Levels,
+        exchange: Exchange,
+        bucket_bytes: int,
+        policy: Policy | None = None,
+        state: CompressionState | None = None,
+    ) -> None:
+        """Reduces with the launchers of `levels`; see `fill_buckets` for `bucket_bytes`."""
+        self._levels = levels
         self._exchange = exchange
         self._bucket_bytes = bucket_bytes
-        self.traffic = Traffic(launcher.host)
+        self._policy = policy if policy is not None and policy.compresses else None
+        self._state = state or CompressionState()
+        self.traffic = Traffic(levels.all.host)
+        self.stopwatch: Stopwatch | None = None
+
+    def time(self, enabled: bool) -> None:
+        """Whether functions that are traced from now on take times, from zero."""
+        self.stopwatch = Stopwatch(self._levels.all.host) if enabled else None
 
     def __call__(self, tensors: Sequence[Any], *, mean: bool, options: Any) -> list[Any]:
         """Sums (or averages) each of `tensors`, dense or `tf.IndexedSlices`, over all replicas."""
-        group = CollectiveGroup(self._launcher, self.traffic, self._exchange.kind, options)
-        reduced = sum_tensors(tensors, group, self._bucket_bytes, self._exchange.contributes)
-        return [_divide(tensor, group.size) for tensor in reduced] if mean else reduced
+        exchange = self._exchange
+        if exchange.kind == GRADIENTS:
+            self.traffic.add_update()
+        if exchange.kind == GRADIENTS and exchange.paths is not None and self._policy is not None:
+            reduced = self._compressed(self._policy, tensors, exchange.paths, options)
+        else:
+            group = self._group(self._levels.all, exchange.kind, options)
+            if exchange.kind == GRADIENTS:
+                self._count_dense(tensors, group)
+            reduced = sum_tensors(tensors, group, self._bucket_bytes, exchange.contributes)
+        return [_divide(tensor, self._levels.all.size) for tensor in reduced] if mean else reduced
+
+    def _compressed(self, policy: Policy, tensors: Sequence[Any], paths: Sequence[str], options: Any) -> list[Any]:
+        contributes = self._exchange.contributes
+        tensors = [
+            tensor if isinstance(tensor, tf.IndexedSlices) else _or_zeros(tf.convert_to_tensor(tensor), contributes)
+            for tensor in tensors
+        ]
+        levels = self._levels
+        if levels.local is not None:
+            tensors = sum_tensors(tensors, CollectiveGroup(levels.local, options=options), self._bucket_bytes)
+        if levels.between is not None:
+            between = levels.between
+            state = self._state.of_replica(levels.number, between.device)
+            reduction = CompressedReduction(
+                policy,
+                state,
+                self.traffic,
+                self._bucket_bytes,
+                lambda label: self._group(between, label, options),
+            )
+            tensors = reduction(tensors, paths)
+        return levels.shared_locally(tensors, options)
+
+    def _group(self, launcher: ReplicaLauncher, label: str, options: Any) -> Group:
+        group = CollectiveGroup(launcher, self.traffic, label, options)
+        stopwatch = self.stopwatch if label != OTHER and group.size > 1 else None
+        return group if stopwatch is None else stopwatch.timed(group, label)
+
+    def _count_dense(self, tensors: Sequence[Any], group: Group) -> None:
+        for tensor, path in zip(tensors, self._exchange.paths or (), strict=False):
+            self.traffic.note(GRADIENTS, path, tensor.shape)
+        slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+        dense = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+        self.traffic.add_dense(GRADIENTS, dense, 2 * (group.size - 1) / group.size)
+        if slices:
+            parts = [part for rows in slices for part in (rows.values, rows.indices)]
+            self.traffic.add_dense(GRADIENTS, parts, group.size - 1)
 
 
 def sum_tensors(
@@ -75,20 +143,24 @@ def sum_tensors(
     dense_tensors = [tf.convert_to_tensor(tensors[position]) for position in dense]
     for bucket in fill_buckets(dense_tensors, bucket_bytes):
         members = [dense_tensors[position] for position in bucket.positions]
-        summed = group.sum(_packed(members, contributes))
-        for position, tensor in zip(bucket.positions, unflatten(summed, members), strict=True):
+        lap = started(group, members)
+        # A condition around the packing costs nothing; selecting value by value would be one more pass over the data.
+        sums = unflatten(lap.sum(_or_zeros(flatten(members), contributes)), members)
+        finished(lap, sums)
+        for position, tensor in zip(bucket.positions, sums, strict=True):
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[position] = sum_indexed_slices(tensor, group)
+            lap = started(group, [tensor.values])
+            results[position] = sum_indexed_slices(tensor, lap)
+            finished(lap, [results[position].values])
     return results
 
 
-def _packed(members: Sequence[tf.Tensor], contributes: tf.Tensor | None) -> tf.Tensor:
+def _or_zeros(tensor: tf.Tensor, contributes: tf.Tensor | None) -> tf.Tensor:
     if contributes is None:
-        return flatten(members)
-    # A condition around the packing costs nothing; selecting element by element would be one more pass over the data.
-    return tf.cond(contributes, lambda: flatten(members), lambda: tf.zeros_like(flatten(members)))
+        return tensor
+    return tf.cond(contributes, lambda: tf.identity(tensor), lambda: tf.zeros_like(tensor))
 
 
 def _divide(value: Any, size: int) -> Any:

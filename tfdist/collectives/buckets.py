@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
+_FIRST_BUCKET_BYTES = 2**20  # so that the link has work while most of backpropagation is still to come
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[Bucket
     Gradients come in the order of the variables, so the last layer's come last; backpropagation makes them first.
     Filled from the end, the first bucket is complete while the gradients of the first layers are still computed, and
     can be sent meanwhile (Li et al. 2020, "PyTorch Distributed", section 3.2). A tensor is never split: a bucket is
-    closed as soon as it holds `bucket_bytes` or more. Tensors of several dtypes fill separate buckets. A tensor
-    whose shape is not known when the function is traced has a bucket to itself.
+    closed as soon as it holds `bucket_bytes` or more, the first one at 1 MiB. Tensors of several dtypes fill separate
+    buckets. A tensor whose shape is not known when the function is traced has a bucket to itself.
 
     Args:
       tensors: dense tensors of any shape and dtype.
@@ -51,23 +52,9 @@ def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[Bucket
         positions, filled_bytes = open_buckets[tensor.dtype]
         positions.append(position)
         filled_bytes += elements * tensor.dtype.size
-        if bucket_bytes and filled_bytes >= bucket_bytes:
+        limit = bucket_bytes if closed[0] is not positions else min(bucket_bytes, _FIRST_BUCKET_BYTES)
+        if bucket_bytes and filled_bytes >= limit:
             del open_buckets[tensor.dtype]
         else:
             open_buckets[tensor.dtype] = (positions, filled_bytes)
     return [Bucket(tuple(positions)) for positions in closed]
-
-
-def flatten(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Concatenates `tensors`, of one dtype and any shapes, to one vector."""
-    if len(tensors) == 1:
-        return tf.reshape(tensors[0], [-1])
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-
-
-def unflatten(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Splits what `flatten` made of tensors shaped as `like`."""
-    if len(like) == 1:
-        return [tf.reshape(vector, tf.shape(like[0]) if like[0].shape.num_elements() is None else like[0].shape)]
-    parts = tf.split(vector, [tensor.shape.num_elements() for tensor in like])
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -1,38 +1,32 @@
-"""A group: the replicas that take part in a collective, as one of them sees it."""
+"""Groups over TensorFlow's collectives: they cut what is long, and count what they send."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives.traffic import OTHER, Traffic
+from tfdist.compression import Group
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 
+__all__ = ["CollectiveGroup", "Group"]
 
-class Group(ABC):
-    """What a reduction needs of the replicas it runs over."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """How many replicas take part."""
-
-    @abstractmethod
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum of the replicas' `tensor`, which has one shape and dtype everywhere."""
-
-    @abstractmethod
-    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The replicas' `tensor`, of one shape everywhere and rank 1 or more, concatenated along axis 0."""
+# A collective sends, receives and adds one after the other. Several at once keep the link busy: on 1 Gbit/s 42 MB took
+# 563 ms in one piece, 360 ms in pieces of 2 MiB, and the link needs 350 ms.
+_PIECE_BYTES = 2 * 2**20
+# Two replicas add a short tensor themselves, after one exchange where an all-reduce makes two.
+_SHORT_BYTES = 64 * 2**10
 
 
 class CollectiveGroup(Group):
     """A group over TensorFlow's collectives; it counts what it sends."""
 
-    def __init__(self, launcher: ReplicaLauncher, traffic: Traffic, kind: str = OTHER, options: Any = None) -> None:
+    def __init__(
+        self, launcher: ReplicaLauncher, traffic: Traffic | None = None, label: str = OTHER, options: Any = None
+    ) -> None:
+        """Groups the replicas of `launcher`; counts under `label` of `traffic`, if any."""
         self._launcher = launcher
         self._traffic = traffic
-        self._kind = kind
+        self._label = label
         self._options = options
 
     @property
@@ -42,11 +36,58 @@ class CollectiveGroup(Group):
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         if self.size == 1:
             return tf.identity(tensor)
-        self._traffic.add(self._kind, tensor)
-        return self._launcher.all_reduce(tensor, None, self._options)
+        self._count(tensor, 2 * (self.size - 1) / self.size)
+        nbytes = _static_bytes(tensor)
+        if self.size == 2 and nbytes is not None and 0 < nbytes <= _SHORT_BYTES and _can_be_gathered(tensor):
+            both = self._launcher.gather(tf.reshape(tensor, [1, -1]), self._options)
+            return tf.reshape(both[0] + both[1], tensor.shape)
+        if nbytes is None or nbytes <= _PIECE_BYTES:
+            return self._launcher.all_reduce(tensor, None, self._options)
+        pieces = _pieces(tf.reshape(tensor, [-1]), axis=0)
+        summed = [self._launcher.all_reduce(piece, None, self._options) for piece in pieces]
+        return tf.reshape(tf.concat(summed, axis=0), tensor.shape)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         if self.size == 1:
             return tf.identity(tensor)
-        self._traffic.add(self._kind, tensor)
-        return self._launcher.gather(tensor, self._options)
+        self._count(tensor, self.size - 1)
+        nbytes = _static_bytes(tensor)
+        if nbytes is None or nbytes <= _PIECE_BYTES:
+            return self._launcher.gather(tensor, self._options)
+        pieces = _pieces(tf.reshape(tensor, [1, -1]), axis=1)
+        gathered = tf.concat([self._launcher.gather(piece, self._options) for piece in pieces], axis=1)
+        return tf.reshape(gathered, [self.size * tensor.shape[0], *tensor.shape[1:]])
+
+    def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if self.size == 1:
+            return tf.identity(slices), tf.zeros([], tf.int32)
+        # Everyone says to whom it sends, so that the receiver learns its own position.
+        message = tf.concat([tf.range(self.size)[:, tf.newaxis], slices], axis=1)
+        self._count(message, (self.size - 1) / self.size)
+        received = [self._launcher.exchange(piece, self._options) for piece in _pieces(message, axis=1)]
+        message = tf.concat(received, axis=1) if len(received) > 1 else received[0]
+        return message[:, 1:], message[0, 0]
+
+    def _count(self, tensor: tf.Tensor, copies: float) -> None:
+        if self._traffic is not None:
+            self._traffic.add(self._label, tensor, copies)
+
+
+def _static_bytes(tensor: tf.Tensor) -> int | None:
+    elements = tensor.shape.num_elements()
+    return None if elements is None else elements * tensor.dtype.size
+
+
+def _can_be_gathered(tensor: tf.Tensor) -> bool:
+    return tensor.dtype in (tf.float32, tf.float16, tf.int32, tf.int64)
+
+
+def _pieces(matrix: tf.Tensor, axis: int) -> list[tf.Tensor]:
+    """Cuts `matrix` along `axis` into pieces of about `_PIECE_BYTES`."""
+    length = matrix.shape[axis]
+    nbytes = _static_bytes(matrix)
+    if length is None or nbytes is None:
+        return [matrix]
+    count = max(1, min(length, -(-nbytes // _PIECE_BYTES)))
+    sizes = [length // count + (index < length % count) for index in range(count)]
+    return tf.split(matrix, sizes, axis=axis) if count > 1 else [matrix]

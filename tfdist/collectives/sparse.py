@@ -1,8 +1,10 @@
 """Sums of sparse gradients (`tf.IndexedSlices`) over a group, without making them dense."""
 
+from collections.abc import Mapping
+
 import tensorflow as tf
 
-from tfdist.collectives.group import Group
+from tfdist.compression import Compressor, Group, WarmUp
 
 
 def sum_duplicate_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -32,14 +34,78 @@ def sum_indexed_slices(slices: tf.IndexedSlices, group: Group) -> tf.IndexedSlic
     Returns:
       The sum, every index once.
     """
-    if group.size == 1:
-        return sum_duplicate_rows(slices)
     slices = sum_duplicate_rows(slices)
+    if group.size == 1:
+        return slices
     rows = group.gather(tf.shape(slices.indices))
     longest = tf.reduce_max(rows)
-    padding = longest - tf.shape(slices.indices)[0]
-    indices = group.gather(tf.pad(slices.indices, [[0, padding]]))
-    values = group.gather(tf.pad(slices.values, [[0, padding]] + [[0, 0]] * (slices.values.shape.rank - 1)))
+    values = group.gather(_padded(slices.values, longest))
+    return _of_present_rows(values, slices, rows, longest, group)
+
+
+def sum_encoded_slices(
+    slices: tf.IndexedSlices, compressor: Compressor, group: Group, state: Mapping[str, tf.Tensor]
+) -> tuple[tf.IndexedSlices, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Sums `slices` over the group, their rows encoded by `compressor`.
+
+    What the compressor remembers of the rows that are not in `slices` waits until they are.
+
+    Args:
+      slices: float32 `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
+      compressor: one that encodes rows.
+      group: the replicas that take part.
+      state: of `compressor` for the whole variable.
+
+    Returns:
+      The sum, every index once; the new state, in entries of the variable's shape only for the replica's own rows;
+      the indices of those rows; and whether all values are finite.
+    """
+    slices = sum_duplicate_rows(slices)
+    own = slices.indices
+    rows = group.gather(tf.shape(own))
+    longest = tf.reduce_max(rows)
+    gradient = _padded(slices.values, longest)
+    row_state = {
+        name: _padded(tf.gather(value, own), longest) if value.shape.rank else value for name, value in state.items()
+    }
+
+    def exchanged(by: Compressor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        payload, new_state = by.encode(gradient, row_state)
+        shape = tf.shape(gradient)
+        received = {
+            name: tf.reshape(group.gather(part), tf.concat([[group.size], tf.shape(part)], axis=0))
+            for name, part in payload.items()
+        }
+        decoded = [
+            by.decode({name: part[replica] for name, part in received.items()}, shape) for replica in range(group.size)
+        ]
+        return tf.concat(decoded, axis=0), [tf.identity(new_state.get(name, row_state[name])) for name in row_state]
+
+    if isinstance(compressor, WarmUp):
+        values, entries = tf.cond(
+            row_state["warm_up_steps"] < compressor.steps,
+            lambda: exchanged(compressor.uncompressed()),
+            lambda: exchanged(compressor),
+        )
+    else:
+        values, entries = exchanged(compressor)
+    new_state = {
+        name: entry[: tf.size(own)] if entry.shape.rank else entry
+        for name, entry in zip(row_state, entries, strict=True)
+    }
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    return _of_present_rows(values, slices, rows, longest, group), new_state, own, finite
+
+
+def _padded(values: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.pad(values, [[0, rows - tf.shape(values)[0]]] + [[0, 0]] * (values.shape.rank - 1))
+
+
+def _of_present_rows(
+    values: tf.Tensor, slices: tf.IndexedSlices, rows: tf.Tensor, longest: tf.Tensor, group: Group
+) -> tf.IndexedSlices:
+    """The sum of all replicas' `values`, `[size * longest, ...]`, of which each replica's first `rows` count."""
+    indices = group.gather(_padded(slices.indices, longest))
     present = tf.reshape(tf.sequence_mask(rows, longest), [-1])
     kept = tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape)
     return sum_duplicate_rows(kept)

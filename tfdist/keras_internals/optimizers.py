@@ -2,6 +2,8 @@
 
 import contextvars
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,22 @@ from tfdist.keras_internals.symbols import LossScaleOptimizer, TFOptimizer
 
 _loss_scaler: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_loss_scaler", default=None)
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
+
+
+_paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+
+
+def _unique_path(strategy: Any, variable: Any) -> str:
+    paths = _paths.setdefault(strategy, {})
+    for number in itertools.count():
+        path = f"{variable.path}_{number}" if number else str(variable.path)
+        known = paths.get(path)
+        holder = None if known is None else known()
+        if holder is None:
+            paths[path] = weakref.ref(variable)
+        if holder is None or holder is variable:
+            return path
+    raise AssertionError("unreachable")
 
 
 class LossScale:
@@ -48,6 +66,11 @@ class OptimizerUpdate:
     def strategy(self) -> Any:
         """The strategy that the optimizer was made under."""
         return self._optimizer._distribution_strategy
+
+    @property
+    def paths(self) -> list[str]:
+        """Names of the variables: their paths, with a number where another living one of the strategy has the same."""
+        return [_unique_path(self.strategy, variable) for variable in self._variables]
 
     @property
     def accumulation_steps(self) -> int:

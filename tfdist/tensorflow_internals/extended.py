@@ -72,8 +72,8 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
     def __init__(self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory) -> None:
         self._reduction = reduction
         super().__init__(strategy, cluster_resolver=cluster_resolver, communication_options=options)
-        self._cross_device_ops = AllReduce(self._cross_device_ops, reduction)
-        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction)
+        self._cross_device_ops = AllReduce(self._cross_device_ops, reduction, self.rank)
+        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank)
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed()

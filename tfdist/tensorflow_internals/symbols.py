@@ -25,6 +25,9 @@ ResourceVariable = private(
     "a plain variable, whatever strategy scope is active",
 )
 context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
+all_to_all = private(
+    "tensorflow.python.ops.collective_ops:all_to_all_v2", "the collective that no strategy of TensorFlow offers"
+)
 get_default_graph = private(
     "tensorflow.python.framework.ops:get_default_graph", "tells whether a function is being traced"
 )
@@ -41,5 +44,6 @@ for _method, _why in {
     "cross_device_ops:CollectiveAllReduce._all_reduce": "reduces the tensors of one replica",
     "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
     "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
+    "cross_device_utils:CollectiveReplicaLauncher._get_ordering_token": "decides whether collectives run one by one",
 }.items():
     private(f"{_DISTRIBUTE}.{_method}", _why)

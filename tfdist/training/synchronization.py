@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.buckets import flatten, unflatten
+from tfdist.collectives import flatten, unflatten
 from tfdist.keras_internals.models import batch_statistics, metric_variables
 from tfdist.training.step import ReplicaStep, sum_over_replicas
 

@@ -64,18 +64,22 @@ def reduce_and_apply(
         # Eagerly the replicas meet to reduce, where no one's own condition is known.
         gradients = [gradient if contributes else _zeros_like(gradient) for gradient in gradients]
         contributes = None
-    with exchange.of_gradients(contributes):
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
     loss_scale = optimizer.loss_scale
+    divisor: Any = None if micro_steps == 1 else float(micro_steps)
+    if loss_scale is not None:
+        divisor = loss_scale.value * micro_steps
+    # Before the exchange: what a compressor remembers must not depend on a loss scale that changes, nor on how many
+    # micro-steps an update is made of.
+    gradients = [_divided(gradient, divisor) for gradient in gradients]
+    with exchange.of_gradients(contributes, optimizer.paths):
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
     if loss_scale is None:
-        divisor = None if micro_steps == 1 else float(micro_steps)
-        optimizer.apply(optimizer.clip([_divided(gradient, divisor) for gradient in summed]))
+        optimizer.apply(optimizer.clip(summed))
         return
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in summed])
-    divisor = loss_scale.value * micro_steps
     tf.cond(
         finite,
-        lambda: optimizer.apply(optimizer.clip([_divided(gradient, divisor) for gradient in summed])),
+        lambda: optimizer.apply(optimizer.clip(summed)),
         # Keras counts the micro-step after the update; the ones of a skipped update must not count.
         lambda: optimizer.take_back(micro_steps),
     )

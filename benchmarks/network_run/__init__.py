@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/network.py`: the links, the workers, the schedule and the report."""

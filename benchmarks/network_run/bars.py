@@ -1,0 +1,109 @@
+"""The bars that the measurements are held against."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from network_run.variants import BY_NAME, METHODS, UNSHAPED, Variant
+
+# Two digits are shown, and two digits decide.
+_DIGITS = 2
+_SPEEDUP_OF_POWERSGD = {"1 Gbit/s": 4.0, "100 Mbit/s": 25.0}
+_BEST_AGAINST_FLOOR = {"1 Gbit/s": 1.15, "100 Mbit/s": 1.3}
+_STATED_BYTES_OFF = 0.02
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure that has to be reached.
+
+    Attributes:
+      what: what it is, equal for all places where it is measured.
+      where: the workload and the link, and what was compared if that is not said yet.
+      required: at least that, or at most.
+      measured: what it is.
+      at_least: which of the two.
+    """
+
+    what: str
+    where: str
+    required: float
+    measured: float
+    at_least: bool = False
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether it is, at the digits that are shown."""
+        measured = round(self.measured, _DIGITS)
+        return measured >= self.required if self.at_least else measured <= self.required
+
+    @property
+    def missed_by(self) -> float:
+        """By what part of what is required it is missed; negative where there is room.
+
+        >>> round(Bar("", "", 4.0, 3.0, at_least=True).missed_by, 2), round(Bar("", "", 1.0, 0.9).missed_by, 2)
+        (0.33, -0.1)
+        """
+        ratio = self.required / self.measured if self.at_least else self.measured / self.required
+        return ratio - 1.0
+
+
+def all_bars(results: dict[str, Any]) -> list[Bar]:
+    """All bars that can be judged from what was measured."""
+    found: list[Bar] = []
+    for workload, of_workload in results["workloads"].items():
+        for link, of_link in of_workload["links"].items():
+            by_name = of_link["variants"]
+            seconds = {name: summary["median_seconds"] for name, summary in by_name.items()}
+            where = f"{workload}, {link}"
+            if workload == "mlp" and results["workers"] == 2:
+                found += _against_stock(seconds, link, where)
+            found += _against_floor(seconds, link, where)
+            found += _dense(seconds, where)
+            found += _against_peers(seconds, where)
+            if link == UNSHAPED:
+                found += _bytes(by_name, workload)
+    return found
+
+
+def _against_stock(seconds: dict[str, float], link: str, where: str) -> Iterator[Bar]:
+    required = _SPEEDUP_OF_POWERSGD.get(link)
+    if required and {"stock", "powersgd:4"} <= seconds.keys():
+        speedup = seconds["stock"] / seconds["powersgd:4"]
+        yield Bar(f"PowerSGD rank 4 faster than stock, {link}", where, required, speedup, at_least=True)
+
+
+def _against_floor(seconds: dict[str, float], link: str, where: str) -> Iterator[Bar]:
+    required, methods = _BEST_AGAINST_FLOOR.get(link), [name for name in METHODS if name in seconds]
+    if required and methods and "floor" in seconds:
+        best = min(methods, key=lambda name: seconds[name])
+        ratio = seconds[best] / seconds["floor"]
+        yield Bar(f"best method's step / floor, {link}", f"{where} ({best})", required, ratio)
+
+
+def _dense(seconds: dict[str, float], where: str) -> Iterator[Bar]:
+    if {"dense", "stock"} <= seconds.keys():
+        yield Bar("dense tfdist / stock", where, 1.0, seconds["dense"] / seconds["stock"])
+
+
+def _against_peers(seconds: dict[str, float], where: str) -> Iterator[Bar]:
+    for variant in map(BY_NAME.get, seconds):
+        peers = [peer for peer in variant.peers if peer in seconds] if variant else []
+        if variant and peers:
+            best = min(peers, key=lambda name: seconds[name])
+            ratio = seconds[variant.name] / seconds[best]
+            yield Bar(f"{variant.name} / PyTorch's nearest", f"{where} ({best})", 1.0, ratio)
+
+
+def _bytes(by_name: dict[str, Any], workload: str) -> Iterator[Bar]:
+    for variant in map(BY_NAME.get, by_name):
+        if variant and _states_bytes(variant):
+            summary = by_name[variant.name]
+            stated = summary["stated"].get("wire_bytes", 0.0) + summary["stated"].get("other_bytes", 0.0)
+            if stated:
+                off = abs(summary["payload_bytes"] / stated - 1.0)
+                yield Bar("bytes on the wire off those stated", f"{workload} ({variant.name})", _STATED_BYTES_OFF, off)
+
+
+def _states_bytes(variant: Variant) -> bool:
+    return variant.is_method or variant.name == "dense"

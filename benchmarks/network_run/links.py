@@ -1,0 +1,141 @@
+"""Workers' network namespaces, joined by a bridge, over links whose rate can be set."""
+
+import os
+import subprocess
+from types import TracebackType
+
+INTERFACE = "eth0"
+
+# What a link may send at once after a pause. It has to bridge the lateness of timers, or the rate is never reached: in
+# a virtual machine whose cores sleep that is milliseconds. It must not be more: tokens that gather while the workers
+# compute let short exchanges pass at the speed of memory.
+_BURST_SECONDS = 2e-3
+_MIN_BURST_BYTES = 6_200
+_QUEUE_SECONDS = 0.05
+_MIN_QUEUE_BYTES = 256 * 1024
+# Segments as large as a burst would find all tokens or none, and what comes while they wait is lost.
+_SEGMENTS_PER_BURST = 4
+_MIN_SEGMENT_BYTES, _MAX_SEGMENT_BYTES = 3_100, 65_536
+
+
+class Network:
+    """A bridge with one namespace for each worker; a context manager that removes all of it.
+
+    The names hold this process' id, and the interfaces live in the namespaces alone, so that runs do not meet.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """Names the namespaces; they are made on entering.
+
+        Args:
+          workers: how many there are.
+        """
+        prefix = f"tfdist-{os.getpid()}"
+        self._hub = f"{prefix}-hub"
+        self.namespaces = tuple(f"{prefix}-{rank}" for rank in range(workers))
+        self.addresses = tuple(f"10.77.0.{rank + 1}" for rank in range(workers))
+
+    def __enter__(self) -> "Network":
+        """Makes namespaces, bridge and links.
+
+        Raises:
+          RuntimeError: this host does not permit it, or lacks the programs.
+        """
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def command(self, rank: int) -> list[str]:
+        """What to put before a command that is to run where worker `rank` runs."""
+        return ["ip", "netns", "exec", self.namespaces[rank]]
+
+    def shape(self, bits_per_second: int | None) -> None:
+        """Gives all links, in both directions, that rate, or none.
+
+        Args:
+          bits_per_second: with all headers of the link; `None` takes the limit away.
+        """
+        for rank, namespace in enumerate(self.namespaces):
+            self._ip(namespace, "link", "set", INTERFACE, "gso_max_size", str(segment_bytes(bits_per_second)))
+            for where, device in ((namespace, INTERFACE), (self._hub, f"port{rank}")):
+                # Refused where nothing was shaped before.
+                subprocess.run(["tc", "-n", where, "qdisc", "del", "dev", device, "root"], capture_output=True)
+                if bits_per_second:
+                    _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *token_bucket(bits_per_second))
+
+    def _make(self) -> None:
+        _run("ip", "netns", "add", self._hub)
+        self._ip(self._hub, "link", "add", "bridge", "type", "bridge")
+        self._ip(self._hub, "link", "set", "bridge", "up")
+        for rank, namespace in enumerate(self.namespaces):
+            port = f"port{rank}"
+            _run("ip", "netns", "add", namespace)
+            peer = ("type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+            self._ip(self._hub, "link", "add", port, *peer)
+            self._ip(self._hub, "link", "set", port, "master", "bridge", "up")
+            # Neighbour discovery of IPv6 would be counted with the steps.
+            _run(*self.command(rank), "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+            self._ip(namespace, "addr", "add", f"{self.addresses[rank]}/24", "dev", INTERFACE)
+            self._ip(namespace, "link", "set", INTERFACE, "up")
+            self._ip(namespace, "link", "set", "lo", "up")
+
+    def _ip(self, namespace: str, *arguments: str) -> None:
+        _run("ip", "-n", namespace, *arguments)
+
+    def _remove(self) -> None:
+        # Devices go with their namespace; those that were never made are refused, which is no news.
+        for namespace in (*self.namespaces, self._hub):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+
+
+def burst_bytes(bits_per_second: int) -> int:
+    """How much a link of that rate may send at once.
+
+    >>> [burst_bytes(10**exponent) for exponent in (9, 8, 7)]
+    [250000, 25000, 6200]
+    """
+    return max(_MIN_BURST_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))
+
+
+def segment_bytes(bits_per_second: int | None) -> int:
+    """How large the segments may be that a worker hands to its link of that rate."""
+    if bits_per_second is None:
+        return _MAX_SEGMENT_BYTES
+    fitting = burst_bytes(bits_per_second) // _SEGMENTS_PER_BURST
+    return min(_MAX_SEGMENT_BYTES, max(_MIN_SEGMENT_BYTES, fitting))
+
+
+def token_bucket(bits_per_second: int) -> list[str]:
+    """The arguments of `tc qdisc add` for a link of that rate.
+
+    >>> " ".join(token_bucket(1_000_000_000))
+    'tbf rate 1000000000bit burst 250000b limit 6500000b'
+    """
+    burst = burst_bytes(bits_per_second)
+    queue = burst + max(int(bits_per_second / 8 * _QUEUE_SECONDS), _MIN_QUEUE_BYTES)
+    return ["tbf", "rate", f"{bits_per_second}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RuntimeError(
+            f"A program for the links is missing. Received: no `{command[0]}`. Expected: `ip`, `tc` and `sysctl`. "
+            "Install iproute2 and procps."
+        ) from error
+    if done.returncode:
+        raise RuntimeError(
+            "The links between the workers cannot be made. "
+            f"Received: `{' '.join(command)}` says: {done.stderr.strip() or done.returncode}. "
+            "Expected: a Linux host on which root may make network namespaces (CAP_SYS_ADMIN and CAP_NET_ADMIN) with "
+            "the kernel's veth, bridge and tbf. Run it as root, outside of an unprivileged container."
+        )

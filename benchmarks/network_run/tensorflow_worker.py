@@ -1,0 +1,170 @@
+"""A worker that trains with TensorFlow: without exchange, with stock `tf.distribute`, and with tfdist."""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from network_run import variants
+from network_run.worker import BATCHES, TENSORFLOW_PORT, Place, Worker, serve
+
+_LEARNING_RATE = 1e-3
+
+
+class _Step:
+    """A model that trains by the training step that all variants share; what differs is the reduction alone."""
+
+    def __init__(self, strategy: Any, workload: Any, batches: Any) -> None:
+        import keras
+        import tensorflow as tf
+
+        keras.utils.set_random_seed(0)
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = workload.build()
+            self.optimizer = keras.optimizers.Adam(_LEARNING_RATE)
+            self.optimizer.build(self.model.trainable_variables)
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        replicas = strategy.num_replicas_in_sync
+
+        def replica_step(inputs: Any, labels: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(labels, self.model(inputs, training=True)) / replicas
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+            return loss
+
+        @tf.function
+        def step(inputs: Any, labels: Any) -> Any:
+            return strategy.run(replica_step, args=(inputs, labels))
+
+        self._step = step
+        self._batches = [(tf.constant(inputs), tf.constant(labels)) for inputs, labels in batches]
+        self._taken = 0
+
+    def take(self, steps: int) -> list[float]:
+        seconds = []
+        for _ in range(steps):
+            batch = self._batches[self._taken % len(self._batches)]
+            self._taken += 1
+            start = time.perf_counter()
+            # As one reads it to show it.
+            float(self._step(*batch))
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+class _Fit:
+    """A model that trains by `model.fit`; a step lasts from the end of the one before to its own."""
+
+    def __init__(self, strategy: Any, workload: Any, global_batches: Any) -> None:
+        import keras
+        import tensorflow as tf
+
+        keras.utils.set_random_seed(0)
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = workload.build()
+            self.model.compile(
+                keras.optimizers.Adam(_LEARNING_RATE),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                jit_compile=False,
+            )
+        inputs, labels = (np.concatenate(part) for part in zip(*global_batches, strict=True))
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+        batch_size = len(global_batches[0][0])
+        data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(batch_size, drop_remainder=True)
+        self._data = data.repeat().with_options(options)
+
+    def take(self, steps: int) -> list[float]:
+        import keras
+
+        ends: list[float] = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: ends.append(time.perf_counter()),
+            on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()),
+        )
+        self.model.fit(self._data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[note])
+        return np.diff(ends).tolist()
+
+
+class TensorFlowWorker(Worker):
+    """Holds all variants of TensorFlow, in one process, over one server."""
+
+    def __init__(self, place: Place) -> None:
+        """Sets TensorFlow up for one core. Nothing of it may have started before."""
+        super().__init__(place)
+        os.environ["TF_CONFIG"] = json.dumps(
+            {
+                "cluster": {"worker": [f"{address}:{TENSORFLOW_PORT}" for address in place.addresses]},
+                "task": {"type": "worker", "index": place.rank},
+            }
+        )
+        import tensorflow as tf
+        from workloads import WORKLOADS
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        # Two, so that a blocking kernel does not keep others from starting; the core is one all the same.
+        tf.config.threading.set_inter_op_parallelism_threads(2)
+        self._workload = WORKLOADS[place.workload]
+        self._trained: dict[str, _Step | _Fit] = {}
+
+    def make(self, names: list[str]) -> dict[str, Any]:
+        """Makes the strategies and the models, and leaves this worker's batches for PyTorch's."""
+        import tensorflow as tf
+
+        workers, rank = self.place.workers, self.place.rank
+        # First of all, and needed or not: it starts the server that tfdist's strategies use too.
+        stock = tf.distribute.MultiWorkerMirroredStrategy()
+        batch, count = self._workload.batch, BATCHES
+        batches = [batch(index * workers + rank) for index in range(count)]
+        inputs, labels = (np.stack(part) for part in zip(*batches, strict=True))
+        np.savez(self.place.batches_file, inputs=inputs, labels=labels)
+        for variant in (variants.BY_NAME[name] for name in names):
+            if variant.reduction == variants.FIT:
+                rows = [[batch(index * workers + r) for r in range(workers)] for index in range(count)]
+                together = [tuple(np.concatenate(part) for part in zip(*row, strict=True)) for row in rows]
+                self._trained[variant.name] = _Fit(_strategy_of(variant, stock), self._workload, together)
+            else:
+                self._trained[variant.name] = _Step(_strategy_of(variant, stock), self._workload, batches)
+        return {
+            "sizes": sorted(int(np.prod(v.shape)) for v in self._workload.build().trainable_variables),
+            "versions": {name: version(name) for name in ("tensorflow", "keras", "numpy")},
+        }
+
+    def run(self, variant: str, steps: int) -> dict[str, Any]:
+        """Takes steps; `stated` holds the difference of `strategy.communication`, where there is one."""
+        trained = self._trained[variant]
+        if not hasattr(trained.strategy, "communication"):
+            return {"seconds": trained.take(steps), "stated": None}
+        before = trained.strategy.communication
+        seconds = trained.take(steps)
+        return {"seconds": seconds, "stated": asdict(trained.strategy.communication - before)}
+
+    def fingerprint(self, variant: str) -> dict[str, float]:
+        """Returns the sum of the weights' absolute values."""
+        weights = self._trained[variant].model.trainable_variables
+        return {"value": float(sum(np.abs(np.asarray(v)).sum(dtype=np.float64) for v in weights))}
+
+
+def _strategy_of(variant: variants.Variant, stock: Any) -> Any:
+    import tensorflow as tf
+
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    if variant.reduction == variants.FLOOR:
+        return tf.distribute.get_strategy()
+    if variant.reduction == variants.STOCK:
+        return stock
+    if variant.compression is None:
+        return MultiWorkerMirroredStrategy()
+    return MultiWorkerMirroredStrategy(compression=variant.compression)
+
+
+if __name__ == "__main__":
+    serve(TensorFlowWorker)

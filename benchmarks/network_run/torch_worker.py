@@ -1,0 +1,134 @@
+"""A worker that trains with PyTorch: without exchange, and with DistributedDataParallel on gloo."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from network_run import variants
+from network_run.torch_models import MODELS
+from network_run.worker import TORCH_PORT, Place, Worker, serve
+
+_LEARNING_RATE = 1e-3
+# The least that PyTorch permits with error feedback; the warm-up takes more steps.
+_START_POWERSGD_STEP = 2
+
+
+class _Trained:
+    """A model, its optimizer, and how many steps it has taken."""
+
+    def __init__(self, workload: str, variant: variants.Variant) -> None:
+        torch.manual_seed(0)
+        # Images lie in memory as TensorFlow's do, and the optimizer is one kernel: both are faster on this processor.
+        self.module = MODELS[workload]().to(memory_format=torch.channels_last)
+        self.model: nn.Module = self.module
+        self.powersgd: Any = None
+        if variant.sends:
+            self.model = self._distributed(variant)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        self.taken = 0
+
+    def _distributed(self, variant: variants.Variant) -> DistributedDataParallel:
+        model = DistributedDataParallel(self.module, bucket_cap_mb=variant.bucket_mb)
+        kind, _, rank = (variant.compression or "").partition(":")
+        if kind == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif kind == "bf16":
+            model.register_comm_hook(None, _bf16_hook)
+        elif kind == "powersgd":
+            self.powersgd = powerSGD_hook.PowerSGDState(
+                None,
+                matrix_approximation_rank=int(rank),
+                start_powerSGD_iter=_START_POWERSGD_STEP,
+                use_error_feedback=True,
+                warm_start=True,
+            )
+            model.register_comm_hook(self.powersgd, _powersgd_hook)
+        elif kind:
+            raise ValueError(
+                f"PyTorch has no such hook. Received: compression={variant.compression!r}. "
+                "Expected: 'fp16', 'bf16', 'powersgd:<rank>' or None. Correct the table of variants."
+            )
+        return model
+
+    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.taken += 1
+        return loss.item()
+
+
+def _bf16_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DDP refuses the hook by its name where there is no NCCL; gloo reduces bfloat16 all the same.
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def _powersgd_hook(
+    state: powerSGD_hook.PowerSGDState, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    # The hook starts its second and third collective when the one before has ended. With more buckets than one, gloo's
+    # threads start them in another order on each worker, and the process is aborted ("Received data size doesn't match
+    # expected size"). So a bucket is done before the next begins.
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
+class TorchWorker(Worker):
+    """Holds all variants of PyTorch, in one process, over one group."""
+
+    def __init__(self, place: Place) -> None:
+        """Meets the other workers; `GLOO_SOCKET_IFNAME` names the interface."""
+        super().__init__(place)
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{place.addresses[0]}:{TORCH_PORT}",
+            rank=place.rank,
+            world_size=place.workers,
+        )
+        with np.load(place.batches_file) as stored:
+            inputs, labels = torch.from_numpy(stored["inputs"]), torch.from_numpy(stored["labels"]).long()
+        if inputs.ndim == 5:
+            # A view of the channels where PyTorch's models want them; what it views is contiguous.
+            inputs = inputs.permute(0, 1, 4, 2, 3)
+        self._batches = list(zip(inputs, labels, strict=True))
+        self._trained: dict[str, _Trained] = {}
+
+    def make(self, names: list[str]) -> dict[str, Any]:
+        """Makes the models."""
+        self._trained = {name: _Trained(self.place.workload, variants.BY_NAME[name]) for name in names}
+        model = MODELS[self.place.workload]()
+        return {
+            "sizes": sorted(parameter.numel() for parameter in model.parameters()),
+            "versions": {"torch": torch.__version__},
+        }
+
+    def run(self, variant: str, steps: int) -> dict[str, Any]:
+        """Takes steps; `stated` says by how much PowerSGD has compressed so far."""
+        trained, seconds = self._trained[variant], []
+        for _ in range(steps):
+            batch = self._batches[trained.taken % len(self._batches)]
+            start = time.perf_counter()
+            trained.step(*batch)
+            seconds.append(time.perf_counter() - start)
+        stated = None
+        if trained.powersgd is not None:
+            stated = {"is_active": trained.powersgd.iter > _START_POWERSGD_STEP}
+        return {"seconds": seconds, "stated": stated}
+
+    def fingerprint(self, variant: str) -> dict[str, float]:
+        """Returns the sum of the weights' absolute values."""
+        weights = self._trained[variant].module.parameters()
+        return {"value": sum(float(v.detach().abs().sum(dtype=torch.float64)) for v in weights)}
+
+
+if __name__ == "__main__":
+    serve(TorchWorker)

@@ -1,0 +1,89 @@
+"""What is measured: the table of variants and the table of links."""
+
+from dataclasses import dataclass
+
+TENSORFLOW = "tensorflow"
+TORCH = "torch"
+
+FLOOR = "floor"
+STOCK = "stock"
+TFDIST = "tfdist"
+FIT = "fit"
+DDP = "ddp"
+
+_TORCH_POWERSGD = ("torch powersgd:4", "torch powersgd:4, one bucket")
+
+# Names that `compression=` takes, and the hooks of PyTorch that come nearest: those that send the fewest bits a value
+# where there is no cast of that width, and PowerSGD, the only one below 16 bits, where less than that is sent.
+METHODS: dict[str, tuple[str, ...]] = {
+    "bf16": ("torch bf16",),
+    "fp16": ("torch fp16",),
+    "fp8": ("torch fp16", "torch bf16"),
+    "int8": ("torch fp16", "torch bf16"),
+    "int4": ("torch fp16", "torch bf16"),
+    "sign": _TORCH_POWERSGD,
+    "topk:0.01": _TORCH_POWERSGD,
+    "randomk:0.01": _TORCH_POWERSGD,
+    "powersgd:4": _TORCH_POWERSGD,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+      name: as in the tables.
+      framework: `"tensorflow"` or `"torch"`.
+      reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`.
+      compression: what tfdist's `compression=` or the hook of PyTorch is told, `None` for dense.
+      bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
+      peers: the variants of PyTorch whose fastest it is compared with.
+    """
+
+    name: str
+    framework: str
+    reduction: str
+    compression: str | None = None
+    bucket_mb: int | None = None
+    peers: tuple[str, ...] = ()
+
+    @property
+    def sends(self) -> bool:
+        """Whether the workers exchange anything."""
+        return self.reduction != FLOOR
+
+    @property
+    def is_method(self) -> bool:
+        """Whether it is one of tfdist's methods of compression, in the training step that all variants share."""
+        return self.reduction == TFDIST and self.compression is not None
+
+
+# PyTorch's `quantization_pertensor_hook` is not here: on gloo it fails with "invalid index of a 0-dim tensor", as it
+# expects a list of lists from `all_gather(...).get_future()`, and gloo's future holds a list.
+ALL = (
+    Variant("floor", TENSORFLOW, FLOOR),
+    Variant("stock", TENSORFLOW, STOCK),
+    Variant("dense", TENSORFLOW, TFDIST, peers=("torch dense",)),
+    *(Variant(name, TENSORFLOW, TFDIST, name, peers=peers) for name, peers in METHODS.items()),
+    Variant("fit powersgd:4", TENSORFLOW, FIT, "powersgd:4"),
+    Variant("torch floor", TORCH, FLOOR),
+    Variant("torch dense", TORCH, DDP),
+    Variant("torch fp16", TORCH, DDP, "fp16"),
+    Variant("torch bf16", TORCH, DDP, "bf16"),
+    Variant(_TORCH_POWERSGD[0], TORCH, DDP, "powersgd:4"),
+    Variant(_TORCH_POWERSGD[1], TORCH, DDP, "powersgd:4", bucket_mb=1000),
+)
+BY_NAME = {variant.name: variant for variant in ALL}
+
+# For more workers than cores: they take turns on a core, so that only the order of the variants says something.
+FEW = ("floor", "stock", "dense", "int8", "powersgd:4", "torch dense", _TORCH_POWERSGD[1])
+
+UNSHAPED = "unshaped"
+# Bits a second of each link, by the name in the tables; `None` where nothing shapes it.
+LINKS: dict[str, int | None] = {
+    UNSHAPED: None,
+    "1 Gbit/s": 1_000_000_000,
+    "100 Mbit/s": 100_000_000,
+    "10 Mbit/s": 10_000_000,
+}

@@ -1,0 +1,312 @@
+"""CommunicationReport: its numbers, who sees them, the table, the times, what it refuses."""
+
+import csv
+import importlib.util
+import sys
+import warnings
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.callbacks import CommunicationReport, GradientAccumulation
+from tfdist.collectives.stopwatch import Stopwatch
+from tfdist.compression import Policy, TopK
+from tfdist.strategies import MirroredStrategy
+
+INPUTS = np.random.default_rng(0).normal(size=(48, 64)).astype("float32")
+TARGETS = INPUTS[:, :48].copy()
+BYTES = ("dense_bytes", "wire_bytes", "compression_ratio")
+SECONDS = ("encode_seconds", "exchange_seconds", "decode_seconds")
+
+
+def compiled(strategy, **arguments):
+    """A kernel of 64 x 48 and a bias of 48, which is too small to be compressed."""
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(48)])
+        model.compile(keras.optimizers.SGD(0.1), loss="mse", **arguments)
+    return model
+
+
+def fit(model, *callbacks, batch_size=12, verbose=0, **arguments):
+    inputs = np.abs(10 * INPUTS).astype("int32") if isinstance(model.layers[0], keras.layers.Embedding) else INPUTS
+    data = tf.data.Dataset.from_tensor_slices((inputs, TARGETS)).batch(batch_size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`shuffle=True`|Training ended after")
+        return model.fit(data, verbose=verbose, callbacks=list(callbacks), **arguments).history
+
+
+def silent(**arguments):
+    return CommunicationReport(print_table=False, **arguments)
+
+
+# By hand, for 2 and 3 replicas. Dense: 2 (N - 1) / N times 12288 and 192 bytes.
+# int8: 12 blocks of 260 bytes and the bias. 2 replicas send all of them to each other. Of 3 each one sends 2 of its 3
+# parts (4 blocks, 64 bytes of bias, and 4 bytes that say to whom), and then the sum of its own part twice.
+# powersgd:2: 64 x 2 and 48 x 2 values of 4 bytes in two sums, the bias in the first one.
+DENSE = {2: 12288 + 192, 3: 16384 + 256}
+WIRE = {
+    (2, "int8"): 12 * 260 + 192,
+    (3, "int8"): 2 * (4 * 260 + 64 + 4) + 2 * (4 * 260 + 64),
+    (2, "powersgd:2"): (512 + 192) + 384,
+    (3, "powersgd:2"): round((512 + 192) * 4 / 3) + 384 * 4 // 3,
+}
+
+
+@pytest.mark.parametrize(("replicas", "compression"), WIRE, ids=str)
+def test_the_numbers_are_those_by_hand(cpus, replicas, compression):
+    model = compiled(MirroredStrategy(cpus[:replicas], compression=compression))
+    logs = fit(model, silent(), epochs=2)
+    dense, wire = DENSE[replicas], WIRE[replicas, compression]
+    assert logs["dense_bytes"] == [dense] * 2
+    assert logs["wire_bytes"] == [wire] * 2
+    assert logs["compression_ratio"] == [dense / wire] * 2
+    assert all(type(logs[name][0]) is float for name in BYTES)
+    assert not set(SECONDS) & set(logs)
+
+
+def test_numbers_are_of_an_update_not_of_a_step(cpus):
+    strategy = MirroredStrategy(cpus[:2], compression="int8")
+    model = compiled(strategy, steps_per_execution=4)
+    logs = fit(model, GradientAccumulation(3), silent(), batch_size=4, epochs=2)  # 12 steps, 4 updates
+    assert logs["wire_bytes"] == [12 * 260 + 192] * 2
+    assert strategy.communication.updates == 8
+
+
+def test_without_an_update_the_last_numbers_stand(cpus):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append([logs[name] for name in BYTES])
+    )
+    strategy = MirroredStrategy(cpus[:2], compression={"kernel": "bf16"})
+    fit(compiled(strategy), GradientAccumulation(2), silent(update_freq="batch"), watch)
+    nothing, numbers = [0.0, 0.0, 1.0], [12480.0, 6144.0 + 192.0, 12480 / 6336]
+    assert seen == [nothing, numbers, numbers, numbers]
+
+
+def test_batches_tell_of_themselves_and_the_epoch_of_all(cpus):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["wire_bytes"]))
+    strategy = MirroredStrategy(cpus[:2], compression=Policy("bf16", dense_steps=2))
+    logs = fit(compiled(strategy), silent(update_freq="batch"), watch)
+    assert seen == [12480.0, 12480.0, 6336.0, 6336.0]
+    assert logs["wire_bytes"] == [(12480 + 6336) / 2]
+
+
+def test_all_four_writers_of_logs_show_the_numbers(cpus, tmp_path, capsys, monkeypatch):
+    if importlib.util.find_spec("tensorboard") is None:
+        for name in ("tensorboard", "tensorboard.summary", "tensorboard.summary.v2"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(scalar=write_scalar))
+    model = compiled(MirroredStrategy(cpus[:2], compression="int8"))
+    csv_logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    board = keras.callbacks.TensorBoard(tmp_path / "board", write_graph=False)
+    validation = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(12)
+    history = fit(
+        model, silent(timing=True), csv_logger, board, epochs=2, verbose=2, validation_data=validation
+    )  # fmt: skip
+    names = (*BYTES, *SECONDS)
+    assert all(len(history[name]) == 2 for name in names)
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [[float(row[name]) for name in names] for row in rows] == [
+        [history[name][epoch] for name in names] for epoch in range(2)
+    ]
+    board_values = scalars(tmp_path / "board" / "train")
+    for name in names:
+        np.testing.assert_allclose(board_values[f"epoch_{name}"], history[name], rtol=1e-6)  # float32
+    printed = capsys.readouterr().out
+    assert printed.count(" - dense_bytes: 12480.0000") == printed.count(" - wire_bytes: 3312.0000") == 2
+    assert printed.count(" - exchange_seconds: ") == 2
+
+
+def write_scalar(name, data, step, description):
+    """What TensorFlow takes from TensorBoard's package; its own writers write the file."""
+    tf.summary.write(name, tf.constant(data, tf.float32), step)
+
+
+def scalars(folder):
+    found = {}
+    for file in sorted(folder.glob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append(tf.make_ndarray(value.tensor).tolist())
+    return found
+
+
+def test_the_moving_progress_bar_shows_the_numbers(cpus, capsys):
+    model = compiled(MirroredStrategy(cpus[:2]))
+    fit(model, silent(update_freq="batch"), verbose=1)
+    lines = [line for line in capsys.readouterr().out.replace("\r", "\n").splitlines() if "loss" in line]
+    assert len(lines) > 1 and all(" - wire_bytes: 12480.0000" in line for line in lines)
+
+
+def test_a_writer_that_comes_first_is_warned_of(cpus, tmp_path):
+    model = compiled(MirroredStrategy(cpus[:2]))
+    first, last = (keras.callbacks.CSVLogger(tmp_path / name) for name in ("first.csv", "last.csv"))
+    with pytest.warns(UserWarning, match=r"Received: CSVLogger, History before it\. Expected: .*Move it to the front"):
+        fit(model, first, keras.callbacks.History(), silent(), last)
+    assert "wire_bytes" in (tmp_path / "last.csv").read_text()
+    assert "wire_bytes" not in (tmp_path / "first.csv").read_text()
+
+
+def test_by_epoch_nothing_is_said_of_batches_nor_warned_of(cpus, tmp_path):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(set(logs)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        csv_logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+        fit(compiled(MirroredStrategy(cpus[:2])), keras.callbacks.TerminateOnNaN(), silent(), csv_logger, watch)
+    assert seen == [{"loss"}] * 4
+    assert not [warning for warning in caught if "CommunicationReport" in str(warning.message)]
+
+
+def test_the_table_has_a_row_for_each_method(cpus, capsys):
+    model = compiled(MirroredStrategy(cpus[:2], compression={"kernel": "powersgd:2", "bias": None}))
+    fit(model, CommunicationReport(), epochs=2)
+    assert capsys.readouterr().out.splitlines() == [
+        "Gradients sent per update by this worker's first replica (8 updates, 2 replicas):",
+        "method                    variables  values  dense kB  wire kB  ratio",
+        "---------------------------------------------------------------------",
+        "uncompressed                      1      48     0.192    0.192   1.00",
+        "PowerSGD(rank=2, seed=0)          1   3,072    12.288    0.896  13.71",
+        "---------------------------------------------------------------------",
+        "total                             2   3,120    12.480    1.088  11.47",
+    ]
+
+
+def test_a_table_is_of_its_own_training_and_model(cpus):
+    strategy = MirroredStrategy(cpus[:2])
+    fit(compiled(strategy))
+    other = compiled(strategy)
+    report = silent()
+    fit(other, report)
+    of_first = report.table()
+    fit(other)
+    assert report.table() == of_first
+    assert "(4 updates, 2 replicas)" in of_first
+    assert of_first.splitlines()[3].split() == ["uncompressed", "2", "3,120", "12.480", "12.480", "1.00"]
+
+
+def test_only_the_chief_prints_and_only_if_it_shall(cpus, capsys, monkeypatch):
+    strategy = MirroredStrategy(cpus[:2])
+    model = compiled(strategy)
+    fit(model, silent())
+    monkeypatch.setattr(strategy, "rank", 1, raising=False)
+    fit(model, CommunicationReport())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "make", [tf.distribute.get_strategy, lambda: MirroredStrategy(["CPU:0"])], ids=["none", "ours"]
+)
+def test_one_replica_sends_nothing_and_says_so(cpus, capsys, make):
+    logs = fit(compiled(make()), CommunicationReport(timing=True))
+    assert [logs[name] for name in (*BYTES, *SECONDS)] == [[0.0], [0.0], [1.0], [0.0], [0.0], [0.0]]
+    assert capsys.readouterr().out == "There is one replica: no gradients travel.\n"
+
+
+def test_eager_steps_count_too(cpus):
+    strategy = MirroredStrategy(cpus[:2], compression="int8")
+    logs = fit(compiled(strategy, run_eagerly=True), silent(timing=True))
+    assert logs["wire_bytes"] == [3312.0]
+    assert min(logs[name][0] for name in SECONDS) > 0
+
+
+def embedding(strategy):
+    """Sparse and dense gradients."""
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(48)]
+        )
+        model.compile(keras.optimizers.SGD(0.1), loss="mse", steps_per_execution=2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "rules", "micro_steps"),
+    [(compiled, {"kernel": "powersgd:2", "": None}, 2), (embedding, {"embedding": TopK(0.1), "": "int8"}, 1)],
+    ids=["accumulated", "sparse, in a loop"],
+)
+def test_times_are_taken_and_nothing_else_changes(cpus, make, rules, micro_steps, monkeypatch):
+    kinds, weights, tables = {}, [], []
+    spend = Stopwatch.spend
+    monkeypatch.setattr(Stopwatch, "spend", lambda *a: kinds.setdefault(id(a[1]), []).append(a[2]) or spend(*a))
+    for timing in (False, True):
+        # A warm-up is a condition around collectives, accumulation another one.
+        model = make(MirroredStrategy(cpus[:2], compression=Policy(rules, dense_steps=1, dense_below=64)))
+        report = silent(timing=timing)
+        history = fit(model, GradientAccumulation(micro_steps), report)
+        weights.append(model.get_weights())
+        rows = [line.rsplit(maxsplit=8 if timing else 5) for line in report.table().splitlines()]
+        tables.append([row for row in rows[3:] if len(row) > 1])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all(min(history[name]) > 0 for name in SECONDS)
+    milliseconds = np.array([row[-3:] for row in tables[1]], dtype=float)
+    assert len(milliseconds) == 3 and (milliseconds[:, 1] > 0).all()
+    np.testing.assert_allclose(milliseconds[:2].sum(axis=0), milliseconds[2], atol=0.0016)  # rounded to 0.001 each
+    np.testing.assert_allclose([history[name][0] * 1e3 for name in SECONDS], milliseconds[2], atol=0.00051)
+    assert [row[:-3] for row in tables[1]] == tables[0]
+    assert len(kinds) == 2
+    for of_bucket in kinds.values():
+        *collectives, last = of_bucket
+        assert last == 2 and collectives == [0, 1] * (len(collectives) // 2), "encode, exchange, ..., decode"
+
+
+def test_without_timing_no_clock_is_in_the_graph(cpus, monkeypatch):
+    clocks = []
+    numpy_function = tf.numpy_function
+    monkeypatch.setattr(tf, "numpy_function", lambda *a, **k: clocks.append(k) or numpy_function(*a, **k))
+    strategy = MirroredStrategy(cpus[:2], compression="int8")
+    model = compiled(strategy)
+    fit(model, silent())
+    assert not clocks
+    stopwatches = []
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: stopwatches.append(
+            strategy.extended.replica_operations.reductions[0].stopwatch
+        )
+    )
+    fit(model, silent(timing=True), watch)  # a model that has been traced is traced anew
+    assert len(clocks) == 4, "the first replica's only bucket: its start, a collective's start and end, its end"
+    assert not any(clock["stateful"] for clock in clocks), "stateful operations wait for each other"
+    assert strategy.durations_by_method == {}
+    taken = stopwatches[0].by_label()
+    logs = fit(model, silent())
+    assert stopwatches[0].by_label() == taken and len(clocks) == 4
+    assert not set(SECONDS) & set(logs)
+
+
+def test_only_reports_of_batches_keep_keras_from_calling_back_asynchronously():
+    assert CommunicationReport().async_safe
+    assert not CommunicationReport(update_freq="batch").async_safe
+
+
+@pytest.mark.parametrize("update_freq", ["step", 10, None])
+def test_the_frequency_is_checked(update_freq):
+    with pytest.raises(ValueError, match=r"`update_freq` is not .*Received: update_freq=.*Expected: 'epoch' or"):
+        CommunicationReport(update_freq=update_freq)
+
+
+def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
+    model = compiled(tf.distribute.MirroredStrategy(cpus[:2]))
+    with pytest.raises(
+        ValueError, match=r"not counted. Received: .*tf.distribute's MirroredStrategy.*tfdist.strategies"
+    ):
+        fit(model, CommunicationReport())
+
+
+def test_parameter_servers_are_no_single_replica():
+    class Servers(tf.distribute.ParameterServerStrategy):
+        num_replicas_in_sync = 1
+
+        def __init__(self):
+            pass
+
+    report = CommunicationReport()
+    report.set_model(SimpleNamespace(distribute_strategy=Servers()))
+    with pytest.raises(ValueError, match="What this strategy sends is not counted"):
+        report.on_train_begin()

@@ -1,0 +1,142 @@
+"""Stopwatch: what counts as encoding, exchange and decoding, also in conditions and loops."""
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.collectives.stopwatch import Durations, Stopwatch, finished, started
+
+
+def after(seconds, tensor):
+    """`tensor`, that long after it is there."""
+
+    def wait(value):
+        time.sleep(seconds)
+        return value
+
+    slow = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
+    slow.set_shape(tensor.shape)
+    return slow
+
+
+class SlowGroup(Group):
+    """Every collective takes 0.1 seconds."""
+
+    size = 2
+
+    def sum(self, tensor):
+        return after(0.1, tensor)
+
+    def gather(self, tensor):
+        return after(0.1, tf.concat([tensor, tensor], axis=0))
+
+    def exchange(self, slices):
+        return after(0.1, slices), tf.constant(0)
+
+
+def reduced(group, gradient):
+    """0.05 seconds to encode and 0.05 more between the collectives, 0.2 in collectives, 0.3 to decode."""
+    first = group.exchange(after(0.05, gradient))[0]
+    return after(0.3, group.sum(after(0.05, first)))
+
+
+def reduced_in_a_condition(group, gradient):
+    return tf.cond(gradient[0, 0] >= 0, lambda: reduced(group, gradient), lambda: -gradient)
+
+
+@pytest.mark.parametrize("reduce", [reduced, reduced_in_a_condition])
+def test_time_is_counted_as_what_it_is_spent_on(cpus, reduce):
+    stopwatch = Stopwatch(cpus[0])
+
+    @tf.function
+    def steps(count):
+        def step(index, gradient):
+            group = started(stopwatch.timed(SlowGroup(), "method"), [gradient])
+            summed = reduce(group, after(0.02, gradient))
+            finished(group, [summed])
+            return index + 1, summed
+
+        return tf.while_loop(lambda index, _: index < count, step, (0, tf.ones([2, 3], tf.int32)))[1]
+
+    np.testing.assert_array_equal(steps(2), np.ones([2, 3]))
+    spent = stopwatch.by_label()["method"]
+    # A sleep lasts as long as it was told to or longer: what were counted as something else would be missing. A
+    # reading of the clock may come late, by less than the 0.05 seconds between these numbers and what was slept.
+    assert spent.encode_seconds >= 2 * 0.05
+    assert spent.exchange_seconds >= 2 * 0.15
+    assert spent.decode_seconds >= 2 * 0.25
+    steps(1)
+    assert (stopwatch.by_label()["method"] - spent).decode_seconds >= 0.25
+
+
+def test_time_before_the_gradients_are_there_does_not_count(cpus):
+    stopwatch = Stopwatch(cpus[0])
+
+    @tf.function
+    def step(value):
+        gradient = after(0.5, after(0.5, value))
+        group = started(stopwatch.timed(SlowGroup(), "method"), [gradient])
+        finished(group, [group.sum(gradient)])
+
+    begin = time.perf_counter()
+    step(tf.ones([2]))
+    elapsed = time.perf_counter() - begin
+    spent = stopwatch.by_label()["method"]
+    assert 0.05 <= spent.encode_seconds + spent.exchange_seconds + spent.decode_seconds <= elapsed - 1.0
+
+
+def test_what_overlaps_counts_once(cpus, monkeypatch):
+    # The gradients, the first collective's input and result, the second one's, the sums.
+    readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
+    monkeypatch.setattr("tfdist.collectives.stopwatch._nanoseconds", lambda *_: next(readings))
+    stopwatch, ones = Stopwatch(cpus[0]), tf.ones([2])
+    group = started(stopwatch.timed(SlowGroup(), "method"), [ones])
+    finished(group, [group.sum(ones), group.gather(ones)])
+    assert stopwatch.by_label() == {"method": Durations(10 / 1e9, 120 / 1e9, 10 / 1e9)}
+    readings = iter(np.int64([5000, 5100, 5300, 5600]))  # eagerly the next step uses the same counter
+    group = started(stopwatch.timed(SlowGroup(), "method"), [ones])
+    finished(group, [group.sum(ones)])
+    assert stopwatch.by_label() == {"method": Durations(110 / 1e9, 320 / 1e9, 310 / 1e9)}
+
+
+def test_gradients_that_are_constants_are_timed_in_every_step(cpus):
+    stopwatch = Stopwatch(cpus[0])
+
+    @tf.function
+    def step(value):
+        group = started(stopwatch.timed(SlowGroup(), "method"), [tf.zeros([2])])
+        finished(group, [group.sum(value)])
+
+    step(tf.ones([2]))
+    time.sleep(0.5)
+    before, begin = stopwatch.by_label()["method"], time.perf_counter()
+    step(tf.ones([2]))
+    elapsed = time.perf_counter() - begin
+    spent = stopwatch.by_label()["method"] - before
+    assert spent.encode_seconds + spent.exchange_seconds + spent.decode_seconds <= elapsed
+
+
+def test_labels_and_buckets(cpus):
+    stopwatch = Stopwatch(cpus[0])
+
+    @tf.function
+    def step(gradient):
+        for label in ("one", "other", "other"):
+            group = started(stopwatch.timed(SlowGroup(), label), [gradient])
+            gradient = group.sum(gradient)
+            finished(group, [gradient])
+
+    step(tf.ones([2]))
+    spent = stopwatch.by_label()
+    assert set(spent) == {"one", "other"}
+    assert spent["one"].exchange_seconds >= 0.05 and spent["other"].exchange_seconds >= 0.15
+
+
+def test_an_untimed_group_is_left_alone():
+    group = SlowGroup()
+    assert started(group, [tf.zeros([1])]) is group
+    finished(group, [tf.zeros([1])])
+    assert Durations(3, 2, 1) - Durations(1, 1, 1) + Durations(1, 0, 0) == Durations(3, 1, 0)

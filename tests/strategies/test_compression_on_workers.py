@@ -1,0 +1,116 @@
+"""Compression between workers that `tfdist run` has started: two, three, and two of two devices."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exchange_model import SHAPES, STEPS, gradient
+from exchange_references import differences
+
+from tfdist.compression import Quantize, TopK
+
+_HERE = Path(__file__).resolve().parent
+_LIMIT_SECONDS = 400
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks of a run have written: `steps[rank][step]`, by variable, and what they have kept at the end."""
+
+    json: list
+    arrays: list
+
+    @property
+    def steps(self):
+        return [
+            [{name: arrays[f"{step}:{name}"] for name in SHAPES} for step in range(STEPS)] for arrays in self.arrays
+        ]
+
+
+def run(folder, workers, devices=1, restored=()):
+    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"PYTHONPATH": str(_HERE.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    script = [str(_HERE / "on_workers_compression.py"), str(folder), f"--devices={devices}", "--restored", *restored]
+    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *script]
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(workers)]
+    return Seen(seen, [dict(np.load(folder / f"arrays-{rank}.npz")) for rank in range(workers)])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By workers and devices; the three workers go on with what the two have saved."""
+    found = {(2, 1): run(tmp_path_factory.mktemp("two"), 2)}
+    saved = [seen["prefix"] for seen in found[2, 1].json]
+    found[3, 1] = run(tmp_path_factory.mktemp("three"), 3, restored=saved)
+    found[2, 2] = run(tmp_path_factory.mktemp("devices"), 2, devices=2)
+    return found
+
+
+CLUSTERS = pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids="{0[0]} x {0[1]}".format)
+
+
+@CLUSTERS
+def test_every_method_equals_numpy(runs, cluster):
+    workers, devices = cluster
+    seen = runs[cluster]
+    for steps in seen.steps[1:]:
+        for ours, firsts in zip(steps, seen.steps[0], strict=True):
+            for name in SHAPES:
+                np.testing.assert_array_equal(ours[name], firsts[name], name)
+
+    def of_workers(name, step):
+        """Dense sums over the devices of each worker: what is compressed between the workers."""
+        own = [gradient(name, replica, step) for replica in range(workers * devices)]
+        return [sum(own[i + 1 : i + devices], start=own[i]) for i in range(0, len(own), devices)]
+
+    apart, residuals = differences(seen.steps[0], of_workers)
+    for name, difference in apart.items():
+        # As under MirroredStrategy: the rounding of float32, and PowerSGD's Gram matrix.
+        assert difference < (1e-4 if name == "powersgd" else 1e-6), (name, difference)
+    for rank, arrays in enumerate(seen.arrays):
+        assert seen.json[rank]["number"] == rank
+        for name in set(SHAPES) - {"bf16", "bias"}:
+            off = np.sort(np.abs(arrays[f"residual:{name}"] - residuals[name][rank]), axis=None)[:-2]
+            assert off.max() < (1e-3 if name == "powersgd" else 1e-4), (name, off.max())
+
+
+@CLUSTERS
+def test_a_model_has_the_same_weights_everywhere(runs, cluster):
+    digests = [seen["digest"] for seen in runs[cluster].json]
+    assert all(digest == digests[0] for digest in digests)
+
+
+@CLUSTERS
+def test_a_worker_sends_its_payloads_to_workers_alone(runs, cluster):
+    workers, _ = cluster
+    for seen in runs[cluster].json:
+        payload = TopK(0.1, 64).payload_bytes(SHAPES["topk"])
+        assert seen["wire"][repr(TopK(0.1, 64))] == STEPS * (workers - 1) * payload
+        # Two variables travel by this method, of which one is too small and goes as it is.
+        payload = Quantize(8).payload_bytes(SHAPES["int8"]) + 4 * SHAPES["bias"][0]
+        sent = seen["wire"][repr(Quantize(8))] / STEPS
+        blocks = -(-33 * 65 // 256)  # of three workers each has as many, the last perhaps empty ones
+        padding = 260 * (-blocks % workers) + 4 * 2 * workers if workers > 2 else 0
+        assert payload * 2 * (workers - 1) / workers <= sent <= (payload + padding) * 2 * (workers - 1) / workers
+
+
+def test_three_workers_go_on_with_the_residuals_of_two(runs):
+    for name in set(SHAPES) - {"bf16", "bias"}:
+        saved = sum(arrays[f"residual:{name}"] for arrays in runs[2, 1].arrays)
+        delivered = runs[3, 1].arrays[0][f"late:{name}"]
+        kept = sum(arrays[f"late residual:{name}"] for arrays in runs[3, 1].arrays)
+        assert np.abs(delivered).max() > 0
+        # A dozen additions of float32, each off by 6e-8 of the largest number.
+        np.testing.assert_allclose(delivered + kept, saved, atol=12 * 6e-8 * np.abs(saved).max() * 3)

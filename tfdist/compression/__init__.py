@@ -1,0 +1,42 @@
+"""How gradients are made smaller before they travel: methods, error feedback, and the policy that chooses.
+
+>>> from tfdist.compression import Policy, PowerSGD, TopK
+>>> from tfdist.strategies import MirroredStrategy
+>>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression=PowerSGD(rank=4))
+>>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression={"embedding": TopK(0.01), ".*": "bf16"})
+>>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression=Policy("powersgd:4", dense_steps=100))
+"""
+
+from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.cast import Cast
+from tfdist.compression.compressor import Compressor, Reduced
+from tfdist.compression.dense import Dense
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.group import Group
+from tfdist.compression.low_rank import PowerSGD
+from tfdist.compression.momentum import MomentumCorrection
+from tfdist.compression.names import compressor_named
+from tfdist.compression.policy import Policy
+from tfdist.compression.quantization import Quantize
+from tfdist.compression.sign import Sign
+from tfdist.compression.sparsification import RandomK, TopK
+from tfdist.compression.warm_up import WarmUp
+
+__all__ = [
+    "BlockCompressor",
+    "Cast",
+    "Compressor",
+    "Dense",
+    "ErrorFeedback",
+    "Group",
+    "MomentumCorrection",
+    "Policy",
+    "PowerSGD",
+    "Quantize",
+    "RandomK",
+    "Reduced",
+    "Sign",
+    "TopK",
+    "WarmUp",
+    "compressor_named",
+]

@@ -1,0 +1,90 @@
+"""Quantization to integers of 8 and 4 bits."""
+
+import tensorflow as tf
+
+from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.cast import codes_and_scales, scale_blocks, scales_of, words_with_scales
+
+
+class Quantize(BlockCompressor):
+    """Rounds the values of each block to equidistant levels between the block's extremes.
+
+    With `L = 127` (8 bits) or `7` (4 bits) and the scale `s = max |x| / L` of a block, a value travels as the integer
+    `round(x / s)`. Rounded to the nearest the error is at most `s / 2` a value; error feedback is on by default. With
+    `stochastic=True` it is `floor(x / s + u)` with `u` uniform in [0, 1): unbiased, with an error below `s`, so that
+    no error feedback is needed (Alistarh et al. 2017, "QSGD"; the blocks are its buckets, with the maximum norm).
+
+    Payload: 1.016 or 0.516 bytes a value with blocks of 256. Cost: three passes over the values to encode, one to
+    decode; random numbers make encoding several times as costly.
+
+    >>> Quantize(8).payload_bytes((1024,)), Quantize(4).payload_bytes((1024,))
+    (1040, 528)
+    """
+
+    def __init__(self, bits: int = 8, block_size: int = 256, stochastic: bool = False) -> None:
+        """Quantizes to `bits` bits.
+
+        Args:
+          bits: 8 or 4.
+          block_size: how many values share a scale; a multiple of 8.
+          stochastic: whether values are rounded up or down at random, without bias.
+
+        Raises:
+          ValueError: an argument is not what is expected.
+        """
+        if bits not in (8, 4):
+            raise ValueError(f"Values cannot be quantized so. Received: bits={bits!r}. Expected: 8 or 4.")
+        check_block_size(block_size, 8)
+        self.bits, self.block_size, self.stochastic = bits, block_size, bool(stochastic)
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return not self.stochastic
+
+    @property
+    def is_random(self) -> bool:
+        return self.stochastic
+
+    @property
+    def block_values(self) -> int:
+        return self.block_size
+
+    @property
+    def block_words(self) -> int:
+        return self.block_size * self.bits // 32 + 1
+
+    def encode_blocks(self, blocks: tf.Tensor, seed: tf.Tensor | None = None) -> tf.Tensor:
+        levels = 127.0 if self.bits == 8 else 7.0
+        scaled, scales = scale_blocks(blocks, levels)
+        if seed is None:
+            integers = tf.round(scaled)
+        else:
+            integers = tf.floor(scaled + tf.random.stateless_uniform(tf.shape(scaled), seed))
+            integers = tf.clip_by_value(integers, -levels, levels)
+        if self.bits == 8:
+            return words_with_scales(tf.bitcast(tf.cast(integers, tf.int8), tf.uint8), scales)
+        low, high = tf.split(integers + 8.0, 2, axis=1)
+        return words_with_scales(tf.cast(low + 16.0 * high, tf.uint8), scales)
+
+    def decode_blocks(self, words: tf.Tensor) -> tf.Tensor:
+        if self.bits == 8:
+            integers, scales = codes_and_scales(words, tf.int8)
+            return tf.cast(integers, tf.float32) * scales
+        pairs, scales = codes_and_scales(words, tf.uint8)
+        low, high = (
+            tf.bitwise.bitwise_and(pairs, tf.constant(15, tf.uint8)),
+            tf.bitwise.right_shift(pairs, tf.constant(4, tf.uint8)),
+        )
+        return (tf.cast(tf.concat([low, high], axis=1), tf.float32) - 8.0) * scales
+
+    def magnitudes(self, words: tf.Tensor) -> tf.Tensor:
+        return scales_of(words)
+
+
+def check_block_size(block_size: int, multiple: int) -> None:
+    """Raises a ValueError unless `block_size` is a positive multiple of `multiple`."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0 or block_size % multiple:
+        raise ValueError(
+            f"This is no size of blocks. Received: block_size={block_size!r}. Expected: a positive multiple of "
+            f"{multiple}."
+        )

@@ -1,0 +1,201 @@
+"""A few of the values: the largest, or random ones."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.compressor import Compressor, Payload, Reduced, State, elements_of
+from tfdist.compression.group import Group
+from tfdist.compression.packing import flatten, unflatten
+
+
+class TopK(BlockCompressor):
+    """Sends the values of largest magnitude, with their positions.
+
+    The gradient is cut into blocks, and of each block the `ratio * block_size` largest values are sent: the
+    chunk-wise selection of Chen et al. 2020 ("ScaleCom"). So the payload has a static size, a position needs one byte
+    (two in blocks of more than 256), and no value of a million is compared with all the others: a block-wise choice of
+    1 % costs a tenth of a sorted one. Error feedback (on by default) keeps what is not sent (Stich et al. 2018,
+    "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient compression", whose momentum correction is
+    `MomentumCorrection`).
+
+    Payload: 5 bytes for each value sent, 0.05 bytes a value with the ratio 0.01. All payloads go to all replicas: one
+    of N sends `N - 1` of them. Cost: two passes over the values to encode, one to decode.
+
+    >>> TopK(0.01).payload_bytes((100_000,))
+    5000
+    """
+
+    two_phases = False
+
+    def __init__(self, ratio: float = 0.01, block_size: int | None = None) -> None:
+        """Sends the part `ratio` of the values.
+
+        Args:
+          ratio: above 0 and at most 0.5.
+          block_size: from how many values `ratio * block_size` are chosen, at most 65536; by default so many that one
+            is chosen, `1 / ratio`. Larger blocks come closer to the largest values of all and cost more.
+
+        Raises:
+          ValueError: an argument is not what is expected.
+        """
+        check_ratio(ratio)
+        largest = 1 << 16
+        if block_size is None:
+            block_size = min(round(1 / ratio), largest)
+        if (
+            isinstance(block_size, bool)
+            or not isinstance(block_size, int)
+            or not 1 / ratio <= block_size + 1 <= largest + 1
+        ):
+            raise ValueError(
+                f"This is no size of blocks to choose {ratio:g} of. Received: block_size={block_size!r}. Expected: a "
+                f"whole number between {round(1 / ratio)} and {largest}, or None."
+            )
+        self.ratio, self.block_size = float(ratio), block_size
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return True
+
+    @property
+    def _chosen(self) -> int:
+        """Values chosen of a block."""
+        return max(1, round(self.ratio * self.block_size))
+
+    @property
+    def _index_dtype(self) -> tf.DType:
+        return tf.uint8 if self.block_size <= 256 else tf.uint16
+
+    @property
+    def _group(self) -> int:
+        """How many blocks are encoded together, so that their indices fill whole words."""
+        in_a_word = 4 // self._index_dtype.size
+        return next(blocks for blocks in (1, 2, 4) if blocks * self._chosen % in_a_word == 0)
+
+    @property
+    def block_values(self) -> int:
+        return self._group * self.block_size
+
+    @property
+    def block_words(self) -> int:
+        values = self._group * self._chosen
+        return values + values * self._index_dtype.size // 4
+
+    def encode_blocks(self, blocks: tf.Tensor, seed: tf.Tensor | None = None) -> tf.Tensor:
+        blocks = tf.reshape(blocks, [-1, self.block_size])
+        # Comparisons pass by NaN; the sum does not. It is sent at the start of blocks, as their ends may be padding.
+        total = tf.reduce_sum(blocks)
+        _, indices = tf.math.top_k(tf.abs(blocks), self._chosen, sorted=False)
+        indices *= tf.cast(tf.math.is_finite(total), tf.int32)
+        starts = tf.range(tf.shape(blocks)[0])[:, tf.newaxis] * self.block_size
+        values = tf.gather(tf.reshape(blocks, [-1]), indices + starts)
+        values = tf.reshape(values + (total - total), [-1, self._group * self._chosen])
+        in_a_word = 4 // self._index_dtype.size
+        codes = tf.reshape(tf.cast(indices, self._index_dtype), [-1, values.shape[1] // in_a_word, in_a_word])
+        return tf.concat([tf.bitcast(values, tf.int32), tf.bitcast(codes, tf.int32)], axis=1)
+
+    def decode_blocks(self, words: tf.Tensor) -> tf.Tensor:
+        values, positions = self._values_and_positions(words)
+        vector = tf.math.unsorted_segment_sum(values, positions, tf.shape(words)[0] * self.block_values)
+        return tf.reshape(vector, [-1, self.block_values])
+
+    def sum_blocks(self, words: tf.Tensor) -> tf.Tensor:
+        size, length = words.shape[0], tf.shape(words)[1] * self.block_values
+        values, positions = self._values_and_positions(tf.reshape(words, [-1, self.block_words]))
+        starts = tf.repeat(tf.range(size) * length, tf.size(positions) // size)
+        return tf.reshape(tf.math.unsorted_segment_sum(values, positions - starts, length), [-1, self.block_values])
+
+    def magnitudes(self, words: tf.Tensor) -> tf.Tensor:
+        return tf.bitcast(words[:, : self._group * self._chosen], tf.float32)
+
+    def _values_and_positions(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The values sent, and where they stand in the vector of all blocks."""
+        split = self._group * self._chosen
+        values = tf.reshape(tf.bitcast(words[:, :split], tf.float32), [-1])
+        indices = tf.reshape(tf.bitcast(words[:, split:], self._index_dtype), [-1, self._chosen])
+        starts = tf.range(tf.shape(indices)[0])[:, tf.newaxis] * self.block_size
+        return values, tf.reshape(tf.cast(indices, tf.int32) + starts, [-1])
+
+
+class RandomK(Compressor):
+    """Sends values at random positions, the same on all replicas, so that they can be summed by one all-reduce.
+
+    Of every `1 / ratio` successive values one is sent; which one is drawn anew in each step from a seed that all
+    replicas share. Error feedback (on by default) keeps the others (Stich et al. 2018, "Sparsified SGD with memory";
+    Vogels et al. 2019, "PowerSGD", appendix G, "random block" and "random K").
+
+    Payload: 4 bytes for each value sent, 0.04 bytes a value with the ratio 0.01. Cost: a pass over the values each way.
+
+    >>> RandomK(0.01).payload_bytes((100_000,))
+    4008
+    """
+
+    def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
+        """Sends the part `ratio` of the values, above 0 and at most 0.5, chosen by `seed`.
+
+        Raises:
+          ValueError: an argument is not what is expected.
+        """
+        check_ratio(ratio)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"`seed` is no seed. Received: seed={seed!r}. Expected: a whole number.")
+        self.ratio, self.seed = float(ratio), seed
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return True
+
+    @property
+    def _block_size(self) -> int:
+        return round(1 / self.ratio)
+
+    def initial_state(self, shape: Sequence[int]) -> State:
+        return {"draws": tf.zeros([], tf.int32)}
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        return 4 * -(-elements_of(shape) // self._block_size) + 8  # and the seed
+
+    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
+        seed = tf.stack([tf.constant(self.seed & 0x7FFFFFFF), state["draws"]])
+        total = tf.reduce_sum(gradient)  # hands on a NaN that is not among the chosen
+        values = tf.gather(tf.reshape(gradient, [-1]), self._positions(gradient.shape, seed)) + (total - total)
+        return {"values": values, "seed": seed}, {"draws": state["draws"] + 1}
+
+    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
+        positions = self._positions(shape, payload["seed"])
+        return tf.reshape(tf.math.unsorted_segment_sum(payload["values"], positions, elements_of(shape)), shape)
+
+    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        sent, seeds, new_states = [], [], []
+        for gradient, state in zip(gradients, states, strict=True):
+            payload, new_state = ({"values": gradient}, {}) if state is None else self.encode(gradient, state)
+            sent.append(payload["values"])
+            seeds.append(payload.get("seed"))
+            new_states.append(new_state)
+        vector = group.sum(flatten(sent))
+        sums, remainders = unflatten(vector, sent), [tf.zeros_like(gradient) for gradient in gradients]
+        for position, seed in enumerate(seeds):
+            if seed is not None:
+                gradient = gradients[position]
+                sums[position] = self.decode({"values": sums[position], "seed": seed}, gradient.shape)
+                own = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
+                remainders[position] = gradient - own
+        return Reduced(sums, remainders, new_states, tf.reduce_all(tf.math.is_finite(vector)))
+
+    def _positions(self, shape: Sequence[int], seed: tf.Tensor) -> tf.Tensor:
+        """One position in each block; in the last one, if it is shorter, the end stands for all that lie beyond."""
+        elements = elements_of(shape)
+        starts = tf.range(0, elements, self._block_size)
+        indices = tf.random.stateless_uniform(starts.shape, seed, maxval=self._block_size, dtype=tf.int32)
+        return tf.minimum(starts + indices, elements - 1)
+
+
+def check_ratio(ratio: float) -> None:
+    """Raises a ValueError unless `ratio` is a part of at most a half."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 0.5:
+        raise ValueError(
+            f"`ratio` is not the part of the values to send. Received: ratio={ratio!r}. Expected: a number above 0 and "
+            "at most 0.5, such as 0.01 for 1 %."
+        )

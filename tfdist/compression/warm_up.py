@@ -1,0 +1,85 @@
+"""Dense warm-up: the first steps travel uncompressed."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.compression.compressor import Compressor, Payload, Reduced, State
+from tfdist.compression.dense import Dense
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.group import Group
+from tfdist.compression.momentum import MomentumCorrection
+
+
+class WarmUp(Compressor):
+    """Sends the first `steps` gradients of a variable uncompressed, then goes on with `compressor`.
+
+    Gradients change fastest at the start of a training, where errors do most harm (Lin et al. 2018, section 3.3;
+    Tang et al. 2021, "1-bit Adam", whose variance needs exact gradients first).
+    """
+
+    def __init__(self, compressor: Compressor, steps: int) -> None:
+        """Wraps `compressor`; `steps` counts the updates of the optimizer.
+
+        Raises:
+          ValueError: `steps` is no number of steps.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(
+                f"The length of the dense warm-up is no number of steps. Received: {steps!r}. Expected: a whole number "
+                "of at least 0."
+            )
+        self.compressor, self.steps = compressor, steps
+
+    @property
+    def encodes_rows(self) -> bool:
+        return self.compressor.encodes_rows
+
+    def initial_state(self, shape: Sequence[int]) -> State:
+        return {"warm_up_steps": tf.zeros([], tf.int32), **self.compressor.initial_state(shape)}
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        return self.compressor.payload_bytes(shape)
+
+    def uncompressed(self) -> "WarmUp":
+        """What sends all that this would have to send, and keeps its state."""
+        inner = self.compressor
+        if isinstance(inner, MomentumCorrection):
+            return WarmUp(MomentumCorrection(Dense(), inner.momentum, inner.clipnorm), self.steps)
+        return WarmUp(ErrorFeedback(Dense()) if isinstance(inner, ErrorFeedback) else Dense(), self.steps)
+
+    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
+        payload, inner = self.compressor.encode(gradient, _inner(state))
+        return payload, {"warm_up_steps": state["warm_up_steps"] + 1, **inner}
+
+    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
+        return self.compressor.decode(payload, shape)
+
+    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        known = [state for state in states if state is not None]
+        if not known:
+            return self.compressor.reduce(gradients, group, states)
+        inner_states = [None if state is None else _inner(state) for state in states]
+
+        def reduce_by(compressor: Compressor) -> tuple[list[tf.Tensor], list[tf.Tensor], list[State], tf.Tensor]:
+            reduced = compressor.reduce(gradients, group, inner_states)
+            # What a branch leaves alone stays as it was, so that both return the same tensors.
+            kept = [
+                {name: tf.identity(new.get(name, value)) for name, value in (old or {}).items()}
+                for old, new in zip(inner_states, reduced.states, strict=True)
+            ]
+            return reduced.sums, reduced.remainders, kept, reduced.finite
+
+        sums, remainders, new_states, finite = tf.cond(
+            known[0]["warm_up_steps"] < self.steps,
+            lambda: reduce_by(self.uncompressed().compressor),
+            lambda: reduce_by(self.compressor),
+        )
+        for old, new in zip(states, new_states, strict=True):
+            if old is not None:
+                new["warm_up_steps"] = old["warm_up_steps"] + 1
+        return Reduced(list(sums), list(remainders), list(new_states), finite)
+
+
+def _inner(state: State) -> State:
+    return {name: value for name, value in state.items() if name != "warm_up_steps"}
