@@ -31,7 +31,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 import text_data
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -241,7 +240,7 @@ def draw(summary: dict[str, Any]) -> None:
     figure.savefig(_FILE.with_suffix(".png"), dpi=figure.dpi)
 
 
-def _draw_points(axes: Axes, task: dict[str, Any]) -> None:
+def _draw_points(axes: Any, task: dict[str, Any]) -> None:
     dense, bar = task["methods"][DENSE]["metric"], task["bar"] / 100
     limit = dense - bar if task["metric"] == "accuracy" else dense * (1 + bar)
     axes.axhspan(dense, limit, color="tab:green", alpha=0.15, label=f"at most {task['bar']:g} {task['unit']} worse")
@@ -259,7 +258,7 @@ def _draw_points(axes: Axes, task: dict[str, Any]) -> None:
     axes.legend()
 
 
-def _label_points(axes: Axes, task: dict[str, Any], renderer: Any) -> None:
+def _label_points(axes: Any, task: dict[str, Any], renderer: Any) -> None:
     """Writes each method's name beside its point, at the nearest place where nothing stands yet."""
     points = [(result["bytes_per_step"], result["metric"]) for result in task["methods"].values()]
     taken = [Bbox.from_bounds(*(axes.transData.transform(point) - 5), 10, 10) for point in points]

@@ -43,6 +43,10 @@ def silent(**arguments):
     return CommunicationReport(print_table=False, **arguments)
 
 
+def watch(seen, look, event="on_train_batch_end"):
+    return keras.callbacks.LambdaCallback(**{event: lambda _, logs: seen.append(look(logs))})
+
+
 # By hand, for 2 and 3 replicas. Dense: 2 (N - 1) / N times 12288 and 192 bytes.
 # int8: 12 blocks of 260 bytes and the bias. 2 replicas send all of them to each other. Of 3 each one sends 2 of its 3
 # parts (4 blocks, 64 bytes of bias, and 4 bytes that say to whom), and then the sum of its own part twice.
@@ -78,20 +82,17 @@ def test_numbers_are_of_an_update_not_of_a_step(cpus):
 
 def test_without_an_update_the_last_numbers_stand(cpus):
     seen = []
-    watch = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append([logs[name] for name in BYTES])
-    )
-    strategy = MirroredStrategy(cpus[:2], compression={"kernel": "bf16"})
-    fit(compiled(strategy), GradientAccumulation(2), silent(update_freq="batch"), watch)
+    model = compiled(MirroredStrategy(cpus[:2], compression={"kernel": "bf16"}))
+    see = watch(seen, lambda logs: [logs[name] for name in BYTES])
+    fit(model, GradientAccumulation(2), silent(update_freq="batch"), see)
     nothing, numbers = [0.0, 0.0, 1.0], [12480.0, 6144.0 + 192.0, 12480 / 6336]
     assert seen == [nothing, numbers, numbers, numbers]
 
 
 def test_batches_tell_of_themselves_and_the_epoch_of_all(cpus):
     seen = []
-    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["wire_bytes"]))
-    strategy = MirroredStrategy(cpus[:2], compression=Policy("bf16", dense_steps=2))
-    logs = fit(compiled(strategy), silent(update_freq="batch"), watch)
+    model = compiled(MirroredStrategy(cpus[:2], compression=Policy("bf16", dense_steps=2)))
+    logs = fit(model, silent(update_freq="batch"), watch(seen, lambda logs: logs["wire_bytes"]))
     assert seen == [12480.0, 12480.0, 6336.0, 6336.0]
     assert logs["wire_bytes"] == [(12480 + 6336) / 2]
 
@@ -103,16 +104,11 @@ def test_all_four_writers_of_logs_show_the_numbers(cpus, tmp_path, capsys, monke
     model = compiled(MirroredStrategy(cpus[:2], compression="int8"))
     csv_logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
     board = keras.callbacks.TensorBoard(tmp_path / "board", write_graph=False)
-    validation = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(12)
-    history = fit(
-        model, silent(timing=True), csv_logger, board, epochs=2, verbose=2, validation_data=validation
-    )  # fmt: skip
+    history = fit(model, silent(timing=True), csv_logger, board, epochs=2, verbose=2, validation_data=(INPUTS, TARGETS))
     names = (*BYTES, *SECONDS)
     assert all(len(history[name]) == 2 for name in names)
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
-    assert [[float(row[name]) for name in names] for row in rows] == [
-        [history[name][epoch] for name in names] for epoch in range(2)
-    ]
+    assert {name: [float(row[name]) for row in rows] for name in names} == {name: history[name] for name in names}
     board_values = scalars(tmp_path / "board" / "train")
     for name in names:
         np.testing.assert_allclose(board_values[f"epoch_{name}"], history[name], rtol=1e-6)  # float32
@@ -136,8 +132,7 @@ def scalars(folder):
 
 
 def test_the_moving_progress_bar_shows_the_numbers(cpus, capsys):
-    model = compiled(MirroredStrategy(cpus[:2]))
-    fit(model, silent(update_freq="batch"), verbose=1)
+    fit(compiled(MirroredStrategy(cpus[:2])), silent(update_freq="batch"), verbose=1)
     lines = [line for line in capsys.readouterr().out.replace("\r", "\n").splitlines() if "loss" in line]
     assert len(lines) > 1 and all(" - wire_bytes: 12480.0000" in line for line in lines)
 
@@ -153,11 +148,11 @@ def test_a_writer_that_comes_first_is_warned_of(cpus, tmp_path):
 
 def test_by_epoch_nothing_is_said_of_batches_nor_warned_of(cpus, tmp_path):
     seen = []
-    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(set(logs)))
+    model = compiled(MirroredStrategy(cpus[:2]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         csv_logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-        fit(compiled(MirroredStrategy(cpus[:2])), keras.callbacks.TerminateOnNaN(), silent(), csv_logger, watch)
+        fit(model, keras.callbacks.TerminateOnNaN(), silent(), csv_logger, watch(seen, set))
     assert seen == [{"loss"}] * 4
     assert not [warning for warning in caught if "CommunicationReport" in str(warning.message)]
 
@@ -257,20 +252,16 @@ def test_times_are_taken_and_nothing_else_changes(cpus, make, rules, micro_steps
 
 
 def test_without_timing_no_clock_is_in_the_graph(cpus, monkeypatch):
-    clocks = []
-    numpy_function = tf.numpy_function
+    clocks, stopwatches, numpy_function = [], [], tf.numpy_function
     monkeypatch.setattr(tf, "numpy_function", lambda *a, **k: clocks.append(k) or numpy_function(*a, **k))
     strategy = MirroredStrategy(cpus[:2], compression="int8")
     model = compiled(strategy)
     fit(model, silent())
     assert not clocks
-    stopwatches = []
-    watch = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: stopwatches.append(
-            strategy.extended.replica_operations.reductions[0].stopwatch
-        )
-    )
-    fit(model, silent(timing=True), watch)  # a model that has been traced is traced anew
+    reduction = strategy.extended.replica_operations.reductions[0]
+    fit(
+        model, silent(timing=True), watch(stopwatches, lambda _: reduction.stopwatch, "on_epoch_end")
+    )  # a model that has been traced is traced anew
     assert len(clocks) == 4, "the first replica's only bucket: its start, a collective's start and end, its end"
     assert not any(clock["stateful"] for clock in clocks), "stateful operations wait for each other"
     assert strategy.durations_by_method == {}
@@ -281,8 +272,7 @@ def test_without_timing_no_clock_is_in_the_graph(cpus, monkeypatch):
 
 
 def test_only_reports_of_batches_keep_keras_from_calling_back_asynchronously():
-    assert CommunicationReport().async_safe
-    assert not CommunicationReport(update_freq="batch").async_safe
+    assert CommunicationReport().async_safe and not CommunicationReport(update_freq="batch").async_safe
 
 
 @pytest.mark.parametrize("update_freq", ["step", 10, None])
@@ -293,9 +283,7 @@ def test_the_frequency_is_checked(update_freq):
 
 def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
     model = compiled(tf.distribute.MirroredStrategy(cpus[:2]))
-    with pytest.raises(
-        ValueError, match=r"not counted. Received: .*tf.distribute's MirroredStrategy.*tfdist.strategies"
-    ):
+    with pytest.raises(ValueError, match=r"not counted. .*tf.distribute's MirroredStrategy.*tfdist.strategies"):
         fit(model, CommunicationReport())
 
 

@@ -129,7 +129,6 @@ def test_momentum_correction_warms_up_like_momentum_sgd(cpus):
         np.testing.assert_allclose(plain, corrected, atol=1e-6)
 
 
-@pytest.mark.xfail(reason="variables that are not compressed get no momentum at all", strict=True)
 def test_momentum_correction_gives_momentum_to_small_variables_too(cpus):
     for plain, corrected in zip(*weights_of_momentum(cpus, dense_below=100), strict=True):
         np.testing.assert_allclose(plain, corrected, atol=1e-6)

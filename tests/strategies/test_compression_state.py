@@ -100,7 +100,6 @@ def test_two_models_with_variables_of_one_path_keep_states_of_their_own(cpus):
         np.testing.assert_array_equal(model.get_weights()[0], alone.get_weights()[0])
 
 
-@pytest.mark.xfail(reason="the state of a model that is gone is taken for the next one's", strict=True)
 @pytest.mark.parametrize("units", [24, 16])
 def test_a_model_that_is_gone_leaves_no_residuals_to_the_next_one(cpus, units):
     strategy = MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]())

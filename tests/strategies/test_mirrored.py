@@ -80,7 +80,11 @@ def test_the_first_bucket_does_not_wait_for_the_last_gradient(cpus):
         strategy.run(model.train_step, args=((inputs, targets),))
 
     graph = step.get_concrete_function(tf.constant(INPUTS[:4]), tf.constant(TARGETS[:4])).graph
-    reduces = [op for op in graph.get_operations() if op.type == "CollectiveReduceV2" and op.device.endswith("CPU:0")]
+    reduces = [
+        op
+        for op in graph.get_operations()
+        if op.type in ("CollectiveReduceV2", "CollectiveGatherV2") and op.device.endswith("CPU:0")
+    ]
     gradients = [op for op in reduces if op.inputs[0].shape.num_elements() in (4 * 64, 64 * 32, 32)]
     last_layer = next(op for op in gradients if op.inputs[0].shape.num_elements() == 32)
     first_layer = next(op for op in gradients if op.inputs[0].shape.num_elements() == 4 * 64)

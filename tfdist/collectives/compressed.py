@@ -71,7 +71,9 @@ class CompressedReduction:
         for position, gradient in enumerate(gradients):
             if not isinstance(gradient, tf.IndexedSlices):
                 can_be_encoded = gradient.dtype in _ENCODED_DTYPES and gradient.shape.num_elements() is not None
-                compressor = self._policy.compressor_for(paths[position]) if can_be_encoded else Dense()
+                compressor: Compressor = Dense()
+                if can_be_encoded:
+                    compressor, _ = self._policy.compressor_of(paths[position], gradient.shape)
                 by_compressor.setdefault(compressor, []).append(position)
         buckets = [
             (compressor, [positions[index] for index in bucket.positions])
@@ -103,7 +105,7 @@ class CompressedReduction:
             return reduced.sums
         variables = [
             self._state.of(path, compressor, gradient.shape)
-            if self._policy.is_worthwhile(path, gradient.shape)
+            if self._policy.compressor_of(path, gradient.shape)[1]
             else None
             for path, gradient in zip(paths, gradients, strict=True)
         ]
@@ -115,10 +117,10 @@ class CompressedReduction:
         return [tf.cast(summed, gradient.dtype) for summed, gradient in zip(reduced.sums, gradients, strict=True)]
 
     def _reduce_rows(self, slices: tf.IndexedSlices, path: str) -> tf.IndexedSlices:
-        compressor = self._policy.compressor_for(path)
         static = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
         shape: list[int] | None = None if static is None else static.tolist()
-        if shape is None or not compressor.encodes_rows or not self._policy.is_worthwhile(path, shape):
+        compressor, has_state = (Dense(), False) if shape is None else self._policy.compressor_of(path, shape)
+        if shape is None or not has_state or not compressor.encodes_rows:
             group = started(self._group(label_of(Dense())), [slices.values])
             self._count_dense_rows(Dense(), slices, path, group)
             summed = sum_indexed_slices(slices, group)

@@ -98,3 +98,7 @@ class MomentumCorrection(Compressor):
             return {"residual": remainder, "velocity": velocity}
         unsent = tf.equal(remainder, total)
         return {"residual": remainder, "velocity": tf.where(unsent, velocity, tf.zeros_like(velocity))}
+
+    def uncompressed(self) -> "MomentumCorrection":
+        """The same momentum and clipping, of which all is sent."""
+        return MomentumCorrection(Dense(), self.momentum, self.clipnorm)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.compression.compressor import Compressor, elements_of
 from tfdist.compression.dense import Dense
 from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.momentum import MomentumCorrection
 from tfdist.compression.names import compressor_named
 from tfdist.compression.warm_up import WarmUp
 
@@ -63,6 +64,18 @@ class Policy:
     def compressor_for(self, path: str) -> Compressor:
         """The compressor of the variable at `path`."""
         return next((compressor for pattern, compressor in self._rules if pattern.search(path)), self._dense)
+
+    def compressor_of(self, path: str, shape: Sequence[int]) -> tuple[Compressor, bool]:
+        """What reduces the variable at `path`, of `shape`, and whether that needs its state.
+
+        A variable that is not worth compressing travels uncompressed with those that are; but momentum correction,
+        which takes the place of the optimizer's momentum, holds for it too.
+        """
+        compressor = self.compressor_for(path)
+        if self.is_worthwhile(path, shape):
+            return compressor, True
+        corrected = compressor.compressor if isinstance(compressor, WarmUp) else compressor
+        return (corrected.uncompressed(), True) if isinstance(corrected, MomentumCorrection) else (compressor, False)
 
     def is_worthwhile(self, path: str, shape: Sequence[int]) -> bool:
         """Whether the variable at `path`, of `shape`, is compressed; otherwise it travels as it is."""

@@ -45,7 +45,7 @@ class WarmUp(Compressor):
         """What sends all that this would have to send, and keeps its state."""
         inner = self.compressor
         if isinstance(inner, MomentumCorrection):
-            return WarmUp(MomentumCorrection(Dense(), inner.momentum, inner.clipnorm), self.steps)
+            return WarmUp(inner.uncompressed(), self.steps)
         return WarmUp(ErrorFeedback(Dense()) if isinstance(inner, ErrorFeedback) else Dense(), self.steps)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:

@@ -20,14 +20,14 @@ _paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.
 
 
 def _unique_path(strategy: Any, variable: Any) -> str:
+    """The variable's path, with a number where another variable of the strategy has or had the same."""
     paths = _paths.setdefault(strategy, {})
     for number in itertools.count():
         path = f"{variable.path}_{number}" if number else str(variable.path)
-        known = paths.get(path)
-        holder = None if known is None else known()
-        if holder is None:
+        if path not in paths:
             paths[path] = weakref.ref(variable)
-        if holder is None or holder is variable:
+        # The path of a variable that is gone is not given to another one: what is remembered of it would be, too.
+        if paths[path]() is variable:
             return path
     raise AssertionError("unreachable")
 
