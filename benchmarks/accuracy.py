@@ -261,7 +261,7 @@ def _draw_points(axes: Any, task: dict[str, Any]) -> None:
 def _label_points(axes: Any, task: dict[str, Any], renderer: Any) -> None:
     """Writes each method's name beside its point, at the nearest place where nothing stands yet."""
     points = [(result["bytes_per_step"], result["metric"]) for result in task["methods"].values()]
-    taken = [Bbox.from_bounds(*(axes.transData.transform(point) - 5), 10, 10) for point in points]
+    taken = [Bbox(axes.transData.transform([point, point]) + [[-5], [5]]) for point in points]
     taken.append(axes.get_legend().get_window_extent())
     places = sorted(((x, y) for x in (-40, -8, 8, 40) for y in range(-96, 97, 12)), key=np.linalg.norm)
     for index, (name, point) in enumerate(zip(task["methods"], points, strict=True)):

@@ -22,8 +22,9 @@ _paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.
 def _unique_path(strategy: Any, variable: Any) -> str:
     """The variable's path, with a number where another variable of the strategy has or had the same."""
     paths = _paths.setdefault(strategy, {})
+    own = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
     for number in itertools.count():
-        path = f"{variable.path}_{number}" if number else str(variable.path)
+        path = f"{own}_{number}" if number else own
         if path not in paths:
             paths[path] = weakref.ref(variable)
         # The path of a variable that is gone is not given to another one: what is remembered of it would be, too.
