@@ -1,4 +1,4 @@
-"""tf.distribute made right under Keras 3.
+"""tf.distribute made right and fast under Keras 3.
 
 Change `tf.distribute.X` to `tfdist.strategies.X` and keep the rest of the program: `model.fit` then works on many
 replicas and many workers, with the numbers of one process on the concatenated batch.
