@@ -47,7 +47,7 @@ DENSE = "dense"
 WARM_UP_STEPS = 50
 METHODS: dict[str, Any] = {
     DENSE: None,
-    **{name: name for name in "bf16 fp16 fp8 int8 int4 sign topk:0.01 randomk:0.01 powersgd:4".split()},
+    **{name: name for name in "bf16 fp16 fp8 int8 int4 sign topk:0.01 randomk:0.01 powersgd:4 powersgd:1".split()},
     **{f"{name}, warm-up": Policy(name, dense_steps=WARM_UP_STEPS) for name in ("topk:0.01", "powersgd:4")},
 }
 SEEDS = (0, 1, 2)

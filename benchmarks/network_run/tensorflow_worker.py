@@ -109,8 +109,7 @@ class TensorFlowWorker(Worker):
         from workloads import WORKLOADS
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        # Two, so that a blocking kernel does not keep others from starting; the core is one all the same.
-        tf.config.threading.set_inter_op_parallelism_threads(2)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
         self._workload = WORKLOADS[place.workload]
         self._trained: dict[str, _Step | _Fit] = {}
 

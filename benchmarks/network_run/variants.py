@@ -25,6 +25,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "topk:0.01": _TORCH_POWERSGD,
     "randomk:0.01": _TORCH_POWERSGD,
     "powersgd:4": _TORCH_POWERSGD,
+    "powersgd:1": ("torch powersgd:1",),
 }
 
 
@@ -72,6 +73,7 @@ ALL = (
     Variant("torch fp16", TORCH, DDP, "fp16"),
     Variant("torch bf16", TORCH, DDP, "bf16"),
     Variant(_TORCH_POWERSGD[0], TORCH, DDP, "powersgd:4"),
+    Variant("torch powersgd:1", TORCH, DDP, "powersgd:1"),
     Variant(_TORCH_POWERSGD[1], TORCH, DDP, "powersgd:4", bucket_mb=1000),
 )
 BY_NAME = {variant.name: variant for variant in ALL}

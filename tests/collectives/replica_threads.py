@@ -81,10 +81,10 @@ class ThreadLauncher:
         self.group = group
         self.size = group.size
 
-    def all_reduce(self, tensor: Any, control_input: Any, options: Any) -> Any:
+    def sum(self, tensor: Any, options: Any, *, shape_is_fixed: bool) -> Any:
         return self.group.sum(tensor)
 
-    def gather(self, tensor: Any, options: Any) -> Any:
+    def gather(self, tensor: Any, options: Any, *, shape_is_fixed: bool) -> Any:
         return self.group.gather(tensor)
 
     def exchange(self, tensor: Any, options: Any) -> Any:

@@ -21,6 +21,11 @@ def test_a_bucket_is_closed_when_it_is_full_and_never_splits_a_tensor():
     assert positions([tf.zeros([1]), tf.zeros([100]), tf.zeros([1])], bucket_bytes=8) == [(2, 1), (0,)]
 
 
+def test_the_first_bucket_is_closed_early():
+    tensors = [tf.zeros([2**17])] * 10  # half a MiB each
+    assert positions(tensors, bucket_bytes=2 * 2**20) == [(9, 8), (7, 6, 5, 4), (3, 2, 1, 0)]
+
+
 def test_zero_means_one_bucket():
     assert positions([tf.zeros([1000])] * 3, bucket_bytes=0) == [(2, 1, 0)]
 

@@ -15,7 +15,7 @@ ROWS = {0: [3, 150, 3, 77, 9], 1: [9, 150], 2: [], 3: [199, 0, 9]}  # one twice,
 METHODS = {
     "int8": (Policy("int8"), references.OfBlocks(256, references.integers(127))),
     "bf16": (Policy("bf16"), references.OfBlocks(2, references.bfloat16)),
-    "sign": (Policy("sign"), references.OfBlocks(1024, references.signs)),
+    "sign": (Policy("sign"), references.OfBlocks(256, references.signs)),
     "topk": (Policy(TopK(0.1, 64)), references.OfBlocks(64, references.largest_values(6))),
     "dense": (Policy({"other": "int8"}), references.Exactly()),
     "powersgd": (Policy("powersgd:2"), references.Exactly()),

@@ -84,7 +84,7 @@ def cases() -> dict[str, Case]:
         "int8": Case(Quantize(8), of_blocks(256, references.integers(127))),
         "int8 of 64": Case(Quantize(8, 64), of_blocks(64, references.integers(127))),
         "int4": Case(Quantize(4), of_blocks(256, references.integers(7))),
-        "sign": Case(Sign(), of_blocks(1024, references.signs)),
+        "sign": Case(Sign(), of_blocks(256, references.signs)),
         "sign of 64": Case(Sign(64), of_blocks(64, references.signs)),
         "topk 0.01": Case(TopK(0.01), of_blocks(100, references.largest_values(1), two_phases=False)),
         "topk 0.1 of 64": Case(TopK(0.1, 64), of_blocks(64, references.largest_values(6), two_phases=False)),

@@ -109,7 +109,7 @@ def test_small_and_badly_compressible_variables_stay_dense(method, shape, worthw
 def test_dense_below_is_the_callers():
     assert Policy("int8", dense_below=0).is_worthwhile("kernel", (512,))
     assert not Policy("int8", dense_below=10**6).is_worthwhile("kernel", (999, 1000))
-    assert not Policy("sign", dense_below=0).is_worthwhile("kernel", (10,)), "a block of signs is longer than it"
+    assert not Policy("sign", dense_below=0).is_worthwhile("kernel", (8,)), "a block of signs is longer than it"
 
 
 MISTAKES = {

@@ -50,6 +50,9 @@ class TestOnWorkers:
         # Twelve samples a batch are summed in parts of three: a few units in the last place of numbers around 1.
         assert max(rank["prediction_error"] for rank in seen) < 1e-6
 
+    def test_a_worker_may_trace_alone_and_loops_may_hold_updates(self, seen):
+        assert [rank["error_of_different_graphs"] for rank in seen] == [0.0, 0.0]
+
     def test_one_exchange_an_update(self, seen):
         assert [rank["exchanges_of_an_update"] for rank in seen] == [1, 1]
 

@@ -10,8 +10,8 @@ from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 
 __all__ = ["CollectiveGroup", "Group"]
 
-# A collective sends, receives and adds one after the other. Several at once keep the link busy: on 1 Gbit/s 42 MB took
-# 563 ms in one piece, 360 ms in pieces of 2 MiB, and the link needs 350 ms.
+# A collective sends, receives and adds one after the other. Several at once keep the link busy: by these pieces `dense`
+# is ahead of `stock` in `benchmarks/network.py`.
 _PIECE_BYTES = 2 * 2**20
 # Two replicas add a short tensor themselves, after one exchange where an all-reduce makes two.
 _SHORT_BYTES = 64 * 2**10
@@ -28,6 +28,8 @@ class CollectiveGroup(Group):
         self._traffic = traffic
         self._label = label
         self._options = options
+        # Gradients have the shapes of variables, which all replicas know.
+        self._shapes_are_fixed = label != OTHER
 
     @property
     def size(self) -> int:
@@ -39,12 +41,12 @@ class CollectiveGroup(Group):
         self._count(tensor, 2 * (self.size - 1) / self.size)
         nbytes = _static_bytes(tensor)
         if self.size == 2 and nbytes is not None and 0 < nbytes <= _SHORT_BYTES and _can_be_gathered(tensor):
-            both = self._launcher.gather(tf.reshape(tensor, [1, -1]), self._options)
+            both = self._gathered(tf.reshape(tensor, [1, -1]))
             return tf.reshape(both[0] + both[1], tensor.shape)
         if nbytes is None or nbytes <= _PIECE_BYTES:
-            return self._launcher.all_reduce(tensor, None, self._options)
+            return self._summed(tensor)
         pieces = _pieces(tf.reshape(tensor, [-1]), axis=0)
-        summed = [self._launcher.all_reduce(piece, None, self._options) for piece in pieces]
+        summed = [self._summed(piece) for piece in pieces]
         return tf.reshape(tf.concat(summed, axis=0), tensor.shape)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -53,9 +55,9 @@ class CollectiveGroup(Group):
         self._count(tensor, self.size - 1)
         nbytes = _static_bytes(tensor)
         if nbytes is None or nbytes <= _PIECE_BYTES:
-            return self._launcher.gather(tensor, self._options)
+            return self._gathered(tensor)
         pieces = _pieces(tf.reshape(tensor, [1, -1]), axis=1)
-        gathered = tf.concat([self._launcher.gather(piece, self._options) for piece in pieces], axis=1)
+        gathered = tf.concat([self._gathered(piece) for piece in pieces], axis=1)
         return tf.reshape(gathered, [self.size * tensor.shape[0], *tensor.shape[1:]])
 
     def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -67,6 +69,15 @@ class CollectiveGroup(Group):
         received = [self._launcher.exchange(piece, self._options) for piece in _pieces(message, axis=1)]
         message = tf.concat(received, axis=1) if len(received) > 1 else received[0]
         return message[:, 1:], message[0, 0]
+
+    def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._launcher.sum(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))
+
+    def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._launcher.gather(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))
+
+    def _is_fixed(self, tensor: tf.Tensor) -> bool:
+        return self._shapes_are_fixed or tensor.shape.rank == 0
 
     def _count(self, tensor: tf.Tensor, copies: float) -> None:
         if self._traffic is not None:

@@ -71,10 +71,8 @@ class Quantize(BlockCompressor):
             integers, scales = codes_and_scales(words, tf.int8)
             return tf.cast(integers, tf.float32) * scales
         pairs, scales = codes_and_scales(words, tf.uint8)
-        low, high = (
-            tf.bitwise.bitwise_and(pairs, tf.constant(15, tf.uint8)),
-            tf.bitwise.right_shift(pairs, tf.constant(4, tf.uint8)),
-        )
+        low = tf.bitwise.bitwise_and(pairs, tf.constant(15, tf.uint8))
+        high = tf.bitwise.right_shift(pairs, tf.constant(4, tf.uint8))
         return (tf.cast(tf.concat([low, high], axis=1), tf.float32) - 8.0) * scales
 
     def magnitudes(self, words: tf.Tensor) -> tf.Tensor:

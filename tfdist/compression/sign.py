@@ -12,17 +12,18 @@ _SIGN_BIT = 1 << 31
 class Sign(BlockCompressor):
     """Sends the signs of the values, and of each block the mean magnitude.
 
-    A value `x` of a block of `d` values is decoded to `sign(x) * ||block||_1 / d`, zeros have signs too. This
+    A value `x` of a block of `d` values is decoded to `sign(x) * ||block||_1 / d`, where zeros have a sign, too. This
     scaled form, with error feedback (on by default), converges as fast as SGD, where signs alone need not (Karimireddy
     et al. 2019, "Error feedback fixes SignSGD"; Seide et al. 2014, "1-bit stochastic gradient descent").
 
-    Payload: 0.129 bytes a value with blocks of 1024. Cost: three passes over the values to encode, two to decode.
+    Payload: 0.141 bytes a value with blocks of 256; smaller blocks send more and are nearer to the values. Cost: three
+    passes over the values to encode, two to decode.
 
     >>> Sign().payload_bytes((1024,))
-    132
+    144
     """
 
-    def __init__(self, block_size: int = 1024) -> None:
+    def __init__(self, block_size: int = 256) -> None:
         """Encodes blocks of `block_size` values, a multiple of 32.
 
         Raises:
@@ -48,7 +49,8 @@ class Sign(BlockCompressor):
         # The sign is the highest bit; moved to 32 different places, bits add up without meeting.
         bits = tf.bitwise.right_shift(tf.bitwise.bitwise_and(signs, _SIGN_BIT), _places())
         words = tf.bitcast(tf.reduce_sum(bits, axis=1), tf.int32)
-        return tf.concat([words, tf.bitcast(_scales(blocks), tf.int32)], axis=1)
+        scales = tf.reduce_mean(tf.abs(blocks), axis=1, keepdims=True)
+        return tf.concat([words, tf.bitcast(scales, tf.int32)], axis=1)
 
     def decode_blocks(self, words: tf.Tensor) -> tf.Tensor:
         signs = tf.bitwise.left_shift(tf.bitcast(words[:, tf.newaxis, :-1], tf.uint32), _places())
@@ -69,7 +71,3 @@ def _with_signs_of(signs: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
 
 def _places() -> tf.Tensor:
     return tf.constant([[place] for place in range(32)], tf.uint32)
-
-
-def _scales(blocks: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(tf.abs(blocks), axis=1, keepdims=True)

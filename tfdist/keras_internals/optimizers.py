@@ -70,8 +70,13 @@ class OptimizerUpdate:
 
     @property
     def paths(self) -> list[str]:
-        """Names of the variables: their paths, with a number where another living one of the strategy has the same."""
+        """Names of the variables: their paths, with a number where another one of the strategy has or had the same."""
         return [_unique_path(self.strategy, variable) for variable in self._variables]
+
+    @property
+    def shapes(self) -> list[tf.TensorShape]:
+        """The shapes of the variables."""
+        return [tf.TensorShape(variable.shape) for variable in self._variables]
 
     @property
     def accumulation_steps(self) -> int:

@@ -1,9 +1,10 @@
-"""Launches collectives on one replica: numbered in the graph, so that they work in loops and conditions."""
+"""Launches collectives on one replica, several at once, numbered in the graph."""
 
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
@@ -11,31 +12,27 @@ from tfdist.tensorflow_internals.symbols import (
     all_to_all,
 )
 
-_FIRST_KEY_IN_GRAPH = 1 << 24  # TensorFlow numbers eager collectives from 100 upward
 _AT_ONCE_ON_CPU = 16
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the groups of a strategy from its base upward, a few of them
-_KEYS_IN_GRAPH = 1 << 30  # after that many the numbers start anew
 
 
 class ReplicaLauncher(CollectiveReplicaLauncher):
-    """TensorFlow's launcher, with instance keys that are drawn when a collective runs.
+    """TensorFlow's launcher, with instance keys that are drawn when a collective runs, and used again.
 
-    Stock TensorFlow feeds the keys of a function's collectives when the function is called. A `tf.while_loop` around
-    a nested function cannot be fed (`steps_per_execution` fails: "You must feed a value for placeholder tensor"), and
-    a loop would use one key for all its rounds. Here every execution counts a variable of this replica up. All
-    replicas execute the same collectives in the same order (automatic control dependencies keep the program's), so
-    they draw the same keys.
+    See `InstanceKeys` for the keys. Collectives with one ordering token run one after the other, as NCCL must have it.
+    On CPUs their keys tell them apart, and several at once keep the link busy; without any token TensorFlow would order
+    those of all replicas of a process.
     """
 
     def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
         super().__init__(group_key, group_size, keys, device, options)
         self._host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
-        with tf.init_scope(), tf.device(self._host):
-            self._executed = ResourceVariable(0, dtype=tf.int32, trainable=False, name="collectives_executed")
-        self._launched = 0
         at_once = _AT_ONCE_ON_CPU if tf.DeviceSpec.from_string(device).device_type == "CPU" else 1
         with tf.init_scope(), tf.device(device):
             self._tokens = [ResourceVariable(0.0, trainable=False, name="ordering_token") for _ in range(at_once)]
+        self._instance_keys = InstanceKeys(self._host, self._tokens)
+        self._launched = 0
+        self._launching: str | None = None
 
     @property
     def size(self) -> int:
@@ -52,25 +49,19 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
         """The CPU of this replica's worker."""
         return self._host
 
-    def _next_instance_key(self) -> Any:
-        if tf.executing_eagerly():
-            return super()._next_instance_key()
-        with tf.device(self._host):
-            executed = self._executed.assign_add(1, read_value=True)
-            return _FIRST_KEY_IN_GRAPH + tf.math.floormod(executed, _KEYS_IN_GRAPH)
+    def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        """Sums the replicas' tensors, which have one shape; see `InstanceKeys.next` for `shape_is_fixed`."""
+        self._launching = _signature("reduce", tensor, shape_is_fixed)
+        return self.all_reduce(tensor, None, options)
 
-    def _get_ordering_token(self) -> Any:
-        # Collectives with one token run one after the other, as NCCL must have it. On CPUs their keys tell them apart,
-        # and several at once keep the link busy; without any token TensorFlow would order those of all replicas.
-        self._launched += 1
-        return self._tokens[self._launched % len(self._tokens)].handle
-
-    def gather(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
+    def gather(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
         """Concatenates the replicas' tensors, which have one shape, along their first dimension."""
+        self._launching = _signature("gather", tensor, shape_is_fixed)
         return self._all_gather(tensor, options)
 
     def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sends row `i` of `tensor`, `[size, ...]`, to the replica at position `i`; returns what this one receives."""
+        self._launching = _signature("exchange", tensor, True)
         instance_key = self._next_instance_key()
         options = self._options.merge(options)
         with tf.device(self._device):
@@ -83,6 +74,22 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
                 timeout=options.timeout_seconds,
                 ordering_token=self._get_ordering_token(),
             )
+
+    def _next_instance_key(self) -> Any:
+        signature, self._launching = self._launching, None
+        if tf.executing_eagerly():
+            return super()._next_instance_key()
+        return self._instance_keys.next(signature)
+
+    def _get_ordering_token(self) -> Any:
+        self._launched += 1
+        return self._tokens[self._launched % len(self._tokens)].handle
+
+
+def _signature(kind: str, tensor: tf.Tensor, shape_is_fixed: bool) -> str | None:
+    if not shape_is_fixed or not tensor.shape.is_fully_defined():
+        return None
+    return f"{kind} {tensor.dtype.name} {tensor.shape.as_list()}"
 
 
 class AllReduce(CollectiveAllReduce):

@@ -71,6 +71,9 @@ def reduce_and_apply(
     # Before the exchange: what a compressor remembers must not depend on a loss scale that changes, nor on how many
     # micro-steps an update is made of.
     gradients = [_divided(gradient, divisor) for gradient in gradients]
+    for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient.set_shape(shape)  # what TensorFlow infers depends on the data that a replica traces for
     with exchange.of_gradients(contributes, optimizer.paths):
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
     if loss_scale is None:

@@ -1,0 +1,104 @@
+"""The numbers by which the replicas' collectives find each other: drawn in the graph, and used again."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.symbols import ResourceVariable
+
+# TensorFlow numbers eager collectives from 100 upward. Above come two ranges of keys that are used by turns, then keys
+# that are used once.
+_FIRST_KEY = 1 << 24
+_RANGE = 1 << 24
+_RANGES = 2
+_FIRST_KEY_USED_ONCE = _FIRST_KEY + _RANGES * _RANGE
+_KEYS_USED_ONCE = 1 << 30  # after that many they start anew
+
+
+class InstanceKeys:
+    """Draws the instance keys of one replica's collectives when they run.
+
+    Stock TensorFlow feeds the keys of a function's collectives when the function is called. A `tf.while_loop` around
+    a nested function cannot be fed (`steps_per_execution` fails: "You must feed a value for placeholder tensor"), a
+    loop would use one key for all its rounds, and every collective of every step has a new key, for which the workers
+    must agree anew on its members: one more round trip, and a record that TensorFlow keeps for ever.
+
+    Here collectives of known shapes use their keys again. TensorFlow remembers kind, dtype and shape with a key. So
+    what has a key is a *site*: kind, dtype, shape, and how many of these stand before it in its graph (of a function,
+    a branch or the body of a loop). A table of the replica numbers the sites in the order in which they are first
+    executed. All replicas execute the same sites in the same order, whenever each of them traced its own graphs, so
+    their tables are equal.
+
+    Two collectives of a replica never share a key at one time: sites of one graph differ, and the start of a graph
+    waits for all that the replica launched before. A collective is done when its peers have taken all it had to send,
+    so whatever comes later under its key cannot be mistaken for it. The two ranges are a second fence.
+    """
+
+    def __init__(self, host: str, tokens: Sequence[Any]) -> None:
+        """Counts on the device `host`; `tokens` are the ordering tokens, variables, of the replica's collectives."""
+        self._host = host
+        self._tokens = tokens
+        with tf.init_scope(), tf.device(host):
+            self._graphs_executed = ResourceVariable(0, dtype=tf.int32, trainable=False, name="collective_graphs")
+            self._used_once = ResourceVariable(0, dtype=tf.int32, trainable=False, name="collectives_of_any_shape")
+            self._numbers = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int32, default_value=-1)
+        self._graphs: WeakKeyDictionary[tf.Graph, _GraphSites] = WeakKeyDictionary()
+        self._variables: list[tf.Variable] = []  # TensorFlow may keep a function longer than its graph
+
+    def next(self, signature: str | None) -> tf.Tensor:
+        """Returns the key, an int32 scalar, of the next collective that is being traced.
+
+        Args:
+          signature: its kind, dtype and shape; `None` if another replica, which has traced for other data, may know
+            the shape where this one does not.
+        """
+        if signature is None:
+            with tf.device(self._host):
+                used = self._used_once.assign_add(1, read_value=True)
+                return _FIRST_KEY_USED_ONCE + tf.math.floormod(used, _KEYS_USED_ONCE)
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in self._graphs:
+            self._graphs[graph] = self._new_graph()
+        sites = self._graphs[graph]
+        position = sites.add(signature)
+        with tf.device(self._host):
+            return graph.get_tensor_by_name(sites.keys)[position]
+
+    def _new_graph(self) -> "_GraphSites":
+        with tf.init_scope(), tf.device(self._host):
+            hashes = ResourceVariable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="collective_sites")
+        self._variables.append(hashes)
+        with tf.control_dependencies([token.read_value() for token in self._tokens]), tf.device(self._host):
+            turn = tf.math.floormod(self._graphs_executed.assign_add(1, read_value=True), _RANGES)
+            sites = hashes.read_value()  # when it runs, all of them are there
+            numbers = self._numbers.lookup(sites)
+            is_new = tf.cast(numbers < 0, tf.int32)
+            new_numbers = tf.cast(self._numbers.size(), tf.int32) + tf.cumsum(is_new, exclusive=True)
+            numbers = tf.where(numbers < 0, new_numbers, numbers)
+            with tf.control_dependencies([self._numbers.insert(sites, numbers)]):
+                keys = tf.add(numbers, _FIRST_KEY + turn * _RANGE)
+        return _GraphSites(hashes, keys.name)
+
+
+class _GraphSites:
+    """The sites of one graph: their hashes, in a variable that grows while it is traced, and the tensor of keys."""
+
+    def __init__(self, hashes: tf.Variable, keys: str) -> None:
+        self.keys = keys
+        self._hashes = hashes
+        self._all: list[int] = []
+        self._of_signature: Counter[str] = Counter()
+
+    def add(self, signature: str) -> int:
+        """Adds a site; returns its position."""
+        site = f"{signature} {self._of_signature[signature]}"
+        self._of_signature[signature] += 1
+        digest = hashlib.blake2b(site.encode(), digest_size=8).digest()
+        self._all.append(int.from_bytes(digest, "little", signed=True))
+        with tf.init_scope():
+            self._hashes.assign(self._all)
+        return len(self._all) - 1
