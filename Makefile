@@ -1,4 +1,4 @@
-# make demo    train on real images with two workers, and compare with one process
+# make demo    train on real images with two workers, compare with one process, then kill a worker and compare again
 # make test    lint, types, doctests and tests
 # make parity  N replicas against one process, case by case, as a table
 #
@@ -55,6 +55,7 @@ $(STAMP): $(MADE_FROM)
 
 demo: $(STAMP)
 	$(BIN)/tfdist run --workers $(WORKERS) examples/digits.py
+	$(BIN)/python examples/recovery.py --epochs 3
 
 test: lint
 	$(BIN)/python -m pytest

@@ -119,6 +119,20 @@ class CommunicationReport(keras.callbacks.Callback):
         if self._print_table and getattr(strategy, "rank", 0) == 0:
             sys.stdout.write(self.table() + "\n")
 
+    def get_state(self) -> dict[str, Any]:
+        """What was counted since the training, the epoch and the last report began, for `FailureRecovery`."""
+        reading = _Reading.of(self.model.distribute_strategy)
+        began = {"began": self._began, "epoch": self._epoch_reported, "batch": self._batch_reported}
+        return {name: asdict(reading.since(earlier)) for name, earlier in began.items()} | {"logs": self._last_logs}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on counting from `state`, in a process whose own counters began anew."""
+        reading = _Reading.of(self.model.distribute_strategy)
+        self._began, self._epoch_reported, self._batch_reported = (
+            reading.since(_Reading.from_dict(state[name])) for name in ("began", "epoch", "batch")
+        )
+        self._last_logs = state["logs"]
+
     def table(self) -> str:
         """What was sent since training began, or in the training that has ended, as lines of aligned columns."""
         strategy = self.model.distribute_strategy
@@ -169,9 +183,22 @@ class _Reading:
             return cls()
         return cls(strategy.communication.updates, strategy.communication_by_method, strategy.durations_by_method)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "_Reading":
+        """What `asdict` has made of a reading."""
+        counts = {name: TrafficCount(**count) for name, count in values["counts"].items()}
+        durations = {name: Durations(**time) for name, time in values["durations"].items()}
+        return cls(values["updates"], counts, durations)
+
     def since(self, earlier: "_Reading") -> "_Reading":
-        counts = {name: count - earlier.counts.get(name, TrafficCount()) for name, count in self.counts.items()}
-        spent = {name: time - earlier.durations.get(name, Durations()) for name, time in self.durations.items()}
+        counts = {
+            name: self.counts.get(name, TrafficCount()) - earlier.counts.get(name, TrafficCount())
+            for name in {**self.counts, **earlier.counts}
+        }
+        spent = {
+            name: self.durations.get(name, Durations()) - earlier.durations.get(name, Durations())
+            for name in {**self.durations, **earlier.durations}
+        }
         return _Reading(self.updates - earlier.updates, counts, spent)
 
     def logs(self, timing: bool) -> dict[str, float]:

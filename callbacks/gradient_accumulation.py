@@ -29,6 +29,8 @@ class GradientAccumulation(keras.callbacks.Callback):
     2
     """
 
+    remembers_nothing = True  # between steps; accumulators are the optimizer's
+
     def __init__(self, steps: int | Mapping[int, int], *, flush_at_end: bool = False) -> None:
         """Describes the accumulation.
 

@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset(),
     "parameter_server": frozenset({"compression", "internals"}),
-    "callbacks": frozenset({"checkpoint", "collectives", "internals", "training"}),
+    "callbacks": frozenset({"checkpoint", "cluster", "collectives", "internals", "recovery", "training"}),
+    "recovery": frozenset({"checkpoint", "collectives", "compression", "internals", "training"}),
     "checkpoint": frozenset(),
     "cluster": frozenset(),
-    "launch": frozenset({"cluster"}),
+    "launch": frozenset({"checkpoint", "cluster"}),
     "internals": frozenset({"private_symbols", "versions"}),
     "private_symbols": frozenset(),
     "versions": frozenset(),
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
-WITHOUT_FRAMEWORKS = frozenset({"tfdist", "cluster", "launch", "private_symbols", "versions"})
+WITHOUT_FRAMEWORKS = frozenset({"tfdist", "checkpoint", "cluster", "launch", "private_symbols", "versions"})
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]
 
@@ -225,6 +226,12 @@ BREAKS = [
     ("tfdist/collectives/group.py", "from tfdist.training import step", "arrow: collectives -> training"),
     ("tfdist/training/step.py", "from tfdist.callbacks import x", "arrow: training -> callbacks"),
     ("tfdist/checkpoint/store.py", "from tfdist.strategies import x", "arrow: checkpoint -> strategies"),
+    ("tfdist/checkpoint/store.py", "from tfdist.recovery import x", "arrow: checkpoint -> recovery"),
+    ("tfdist/checkpoint/store.py", "def f():\n    import tensorflow", "framework: checkpoint uses tensorflow"),
+    ("tfdist/launch/main.py", "from tfdist.recovery import x", "arrow: launch -> recovery"),
+    ("tfdist/recovery/position.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
+    ("tfdist/recovery/position.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
+    ("strategies/a.py", "from tfdist.recovery import x", "arrow: strategies -> recovery"),
     ("tfdist/keras_internals.py", "from tfdist.training import x", "arrow: internals -> training"),
     ("callbacks/a.py", "from tfdist.strategies import MirroredStrategy", "arrow: callbacks -> strategies"),
     ("callbacks/a.py", "from ..strategies import MirroredStrategy", "arrow: callbacks -> strategies"),

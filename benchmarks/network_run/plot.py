@@ -76,11 +76,14 @@ def _best_method(results: dict[str, Any]) -> str | None:
 def _draw_workload(panel: Axes, links: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
     places = sorted((LINKS[link] or _UNSHAPED_AT, link) for link in links)
     for name, style in styles.items():
-        if any(name not in links[link]["variants"] for _, link in places):
+        measured = [(at, links[link]["variants"][name]) for at, link in places if name in links[link]["variants"]]
+        if not measured:
             continue
-        milliseconds = [links[link]["variants"][name]["median_seconds"] * 1e3 for _, link in places]
+        milliseconds = [summary["median_seconds"] * 1e3 for _, summary in measured]
         label = _NAMES.get(name, f"tfdist, {name}")
-        panel.plot([at for at, _ in places], milliseconds, **{"markersize": 5, "linewidth": 1.6, **style}, label=label)
+        panel.plot(
+            [at for at, _ in measured], milliseconds, **{"markersize": 5, "linewidth": 1.6, **style}, label=label
+        )
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xticks([at for at, _ in places], [link.replace(" ", "\n") for _, link in places])

@@ -36,21 +36,22 @@ def _heading(results: dict[str, Any]) -> str:
 
 def _workload_table(workload: str, of_workload: dict[str, Any]) -> str:
     links = of_workload["links"]
-    names = next(iter(links.values()))["variants"]
+    counted = links.get(UNSHAPED) or next(iter(links.values()))
     rows = [
         [f"{workload}, {of_workload['parameters'] / 1e6:.1f} M parameters", "MB a step", *links],
         ["---"] + ["---:"] * (1 + len(links)),
     ]
-    for name in names:
-        times = [_milliseconds(of_link["variants"][name]) for of_link in links.values()]
-        counted = links.get(UNSHAPED) or next(iter(links.values()))
+    for name in counted["variants"]:
+        times = [_milliseconds(of_link["variants"].get(name)) for of_link in links.values()]
         rows.append([name, f"{counted['variants'][name]['payload_bytes'] / 1e6:.3f}", *times])
     reached = [f"{of_link['achieved_bits_per_second'] / 1e6:.1f} Mbit/s" for of_link in links.values()]
     rows.append(["(a plain transfer reaches)", "", *reached])
     return _table(rows)
 
 
-def _milliseconds(summary: dict[str, Any]) -> str:
+def _milliseconds(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "not measured"
     low, high = (_digits(seconds * 1e3) for seconds in summary["quartiles_seconds"])
     return f"{_digits(summary['median_seconds'] * 1e3)} ({low}–{high})"
 

@@ -1,5 +1,6 @@
 """The order of the measurements: every variant in turn, again and again, so that all see the same machine."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ _MIN_STEPS, _MAX_STEPS = 2, 10
 _SLOW_SECONDS, _SLOW_ROUNDS = 5.0, 2
 # A turn of faster steps than that begins with one that is not timed: the workers hear the order at different moments.
 _LEAD_SECONDS = 2.0
+# On a link that is busy for longer, the heartbeats of TensorFlow's coordination service come too late (10 s), and it
+# ends the workers: stock TensorFlow as much as tfdist.
+_LONGEST_EXCHANGE_SECONDS = 8.0
 _TRANSFER_SECONDS = 1.0
 _TRANSFER_BYTES_UNSHAPED = 1 << 28
 # Ethernet, IPv4 and TCP with time stamps; a packet that the link has not cut up counts as one.
@@ -117,15 +121,20 @@ def measure(
       say: shows a line of progress.
 
     Returns:
-      By link: `achieved_bits_per_second` of a plain transfer, and `variants`: the summaries by name.
+      By link: `achieved_bits_per_second` of a plain transfer, and `variants`: the summaries by name, without those
+      whose exchange would keep this link busy for too long.
     """
-    results = {}
+    results: dict[str, Any] = {}
+    wire_bytes: dict[str, float] = {}
     for link in links:
         rate = LINKS[link]
         network.shape(rate)
         achieved = _slowest_transfer(next(iter(groups.values())), len(network.addresses), rate)
         say(f"  {link}: {achieved / 1e6:.1f} Mbit/s reached")
-        samples = _measure_link(groups, variants, schedule, say)
+        longest_bytes = _LONGEST_EXCHANGE_SECONDS * rate / 8 if rate else math.inf
+        feasible = [variant for variant in variants if wire_bytes.get(variant.name, 0.0) <= longest_bytes]
+        samples = _measure_link(groups, feasible, schedule, say)
+        wire_bytes |= {name: of_variant.bytes / of_variant.steps for name, of_variant in samples.items()}
         results[link] = {
             "achieved_bits_per_second": achieved,
             "variants": {name: of_variant.summary() for name, of_variant in samples.items()},

@@ -16,13 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60
 _FOREIGN = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "TFDIST_", "SLURM_", "JOB_COMPLETION_INDEX")
 
-# What every worker script may import: its rank, notes to the test, and waiting with a limit. Every process that imports
-# it leaves its process id.
+# What every worker script may import: its rank and attempt, heartbeats, notes to the test, and waiting with a limit.
+# Every process that imports it leaves its process id.
 _WORKER_HELPER = """
-import json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, socket, subprocess, sys, time
 
 HERE = pathlib.Path(__file__).parent
 RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+ATTEMPT = int(os.environ["TFDIST_ATTEMPT"])
 
 def note(name, text=""):
     (HERE / f".{name}").write_text(str(text))
@@ -38,10 +39,27 @@ def wait_until(condition):
 def wait_for(name):
     wait_until((HERE / name).exists)
 
+def pid_file(rank):
+    return f"pid-{rank}-of-attempt-{ATTEMPT}" if ATTEMPT else f"pid-{rank}"
+
 def wait_gone(rank):
-    wait_for(f"pid-{rank}")
-    stat = pathlib.Path("/proc", (HERE / f"pid-{rank}").read_text(), "stat")
+    wait_for(pid_file(rank))
+    stat = pathlib.Path("/proc", (HERE / pid_file(rank)).read_text(), "stat")
     wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+def beat(**said):
+    "Sends a heartbeat."
+    with socket.socket(fileno=os.dup(int(os.environ["TFDIST_HEARTBEAT_FD"]))) as sender:
+        sender.send(json.dumps({"alive": True, **said}).encode())
+
+def beat_on(**said):
+    "Sends heartbeats until the process ends."
+    while not (HERE / "never").exists():
+        beat(**said)
+        time.sleep(0.05)
+
+def die(name="SIGKILL"):
+    os.kill(os.getpid(), signal.Signals[name])
 
 def hang():
     wait_for("never")
@@ -52,8 +70,8 @@ def grandchild(name, code="hang()", **options):
     subprocess.Popen([sys.executable, "-c", code], cwd=HERE, **options)
     wait_for(f"pid-{name}")
 
-if __name__ != "__main__" and not (HERE / f"pid-{RANK}").exists():
-    note(f"pid-{RANK}", os.getpid())
+if __name__ != "__main__" and not (HERE / pid_file(RANK)).exists():
+    note(pid_file(RANK), os.getpid())
 """
 
 

@@ -49,6 +49,22 @@ def test_help(capsys, arguments, expected):
             ["run", "--workers", "1", "--threads-per-worker", "0", "script.py"],
             "--threads-per-worker: The number is wrong",
         ),
+        (["run", "--workers", "1", "--max-restarts", "-1", "script.py"], "--max-restarts: The number is wrong."),
+        (["run", "--workers", "1", "--min-workers", "0", "script.py"], "--min-workers: The number is wrong."),
+        (
+            ["run", "--workers", "1", "--heartbeat-timeout", "x", "script.py"],
+            "--heartbeat-timeout: The number is wrong",
+        ),
+        (["run", "--workers", "1", "--stall-timeout", "-1", "script.py"], "--stall-timeout: The number is wrong."),
+        (["run", "--workers", "1", "--restart-delay", "nan", "script.py"], "--restart-delay: The number is wrong."),
+        (
+            ["run", "--workers", "2", "--min-workers", "3", "script.py"],
+            "fewer workers than the least number. Received: --workers 2 --min-workers 3. Expected: --min-workers of at",
+        ),
+        (
+            ["run", "--workers", "1", "--error-file", "script.py/error.json", "script.py"],
+            "The error file cannot be written. Received: script.py/error.json",
+        ),
         (["run", "--workers", "1", "--network", "lan", "script.py"], "--network: invalid choice: 'lan'"),
         (["run", "--workers", "1", "--speed", "script.py"], "unrecognized arguments: --speed"),
         (["run", "--work", "1", "script.py"], "--workers"),

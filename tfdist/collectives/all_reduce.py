@@ -48,7 +48,13 @@ class Exchange:
 
 
 class ReplicaReduction:
-    """Reduces lists of tensors of one replica over all replicas."""
+    """Reduces lists of tensors of one replica over all replicas.
+
+    Attributes:
+      policy: chooses how gradients are compressed; `None` if none are.
+      traffic: counts what is sent.
+      stopwatch: takes times, if that was asked for.
+    """
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class ReplicaReduction:
         self._levels = levels
         self._exchange = exchange
         self._bucket_bytes = bucket_bytes
-        self._policy = policy if policy is not None and policy.compresses else None
+        self.policy = policy if policy is not None and policy.compresses else None
         self._state = state or CompressionState()
         self.traffic = Traffic(levels.all.host)
         self.stopwatch: Stopwatch | None = None
@@ -76,8 +82,8 @@ class ReplicaReduction:
         exchange = self._exchange
         if exchange.kind == GRADIENTS:
             self.traffic.add_update()
-        if exchange.kind == GRADIENTS and exchange.paths is not None and self._policy is not None:
-            reduced = self._compressed(self._policy, tensors, exchange.paths, options)
+        if exchange.kind == GRADIENTS and exchange.paths is not None and self.policy is not None:
+            reduced = self._compressed(self.policy, tensors, exchange.paths, options)
         else:
             group = self._group(self._levels.all, exchange.kind, options)
             if exchange.kind == GRADIENTS:

@@ -5,6 +5,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+
 _SHOWN_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 _ECHO = re.compile(
@@ -13,6 +15,7 @@ _ECHO = re.compile(
     r"service encountered an error|Coordination agent is set to error"
 )
 _INFORMATION = re.compile(r"[-\d]+ [\d:.]+: I |I\d{4} ")  # how TensorFlow marks it in its own log
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +27,26 @@ class WorkerEnd:
         returncode: Its exit code, or minus the number of the signal that killed it.
         last_lines: Its last lines of output, both streams.
         was_told: Whether the launcher had told it to end before it did.
+        verdict: Why the launcher itself ended it, for example "frozen: no heartbeat for 10 s", or an empty string.
+        at: When it ended, in seconds since 1970.
     """
 
     rank: int
     returncode: int
     last_lines: tuple[str, ...] = ()
     was_told: bool = False
+    verdict: str = ""
+    at: float = 0.0
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by itself, and not with 0."""
-        return self.returncode != 0 and not self.was_told
+        """Whether it ended by itself and not with 0, or the launcher had to end it."""
+        return bool(self.verdict) or (self.returncode != 0 and not self.was_told)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it saved and left because it was told to, by whomever."""
+        return self.returncode == PREEMPTED_EXIT_CODE
 
     @property
     def exit_code(self) -> int:
@@ -49,12 +61,24 @@ class WorkerEnd:
     def is_echo(self) -> bool:
         """Whether its last words speak of a peer that is gone, so that the cause is likely elsewhere."""
         was_killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
-        return not was_killed and bool(_ECHO.search("\n".join(self._last_words())))
+        return not was_killed and tells_of_a_lost_peer("\n".join(self._last_words()))
 
     @property
     def raised(self) -> bool:
         """Whether its last words are an error of its own, though it may not have ended by itself."""
-        return _TRACEBACK in self.last_lines and not _ECHO.search("\n".join(self._last_words()))
+        return _TRACEBACK in self.last_lines and not tells_of_a_lost_peer("\n".join(self._last_words()))
+
+    @property
+    def exception(self) -> str:
+        """The type of the exception that it printed last, or an empty string.
+
+        >>> WorkerEnd(0, 1, ("Traceback (most recent call last):", "  File ...", "KeyError: 1")).exception
+        'KeyError'
+        """
+        if _TRACEBACK not in self.last_lines:
+            return ""
+        named = (_EXCEPTION.match(line) for line in self._last_words()[1:])
+        return next((match[1] for match in named if match), "")
 
     def describe(self) -> str:
         """Returns how it ended.
@@ -62,6 +86,8 @@ class WorkerEnd:
         >>> WorkerEnd(1, 3).describe(), WorkerEnd(1, -11).describe()
         ('exit code 3', 'killed by SIGSEGV')
         """
+        if self.verdict:
+            return self.verdict
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
         is_mystery = self.returncode == -signal.SIGKILL and not self.was_told
@@ -71,7 +97,7 @@ class WorkerEnd:
     def report(self) -> list[str]:
         """Returns the lines that name it as the cause of the failure."""
         how = self.describe()
-        if self.was_told:
+        if self.was_told and not self.verdict:
             how = "an error, while it was still shutting down"
         if not self.last_lines:
             return [f"worker {self.rank} failed first: {how}. It printed nothing."]
@@ -94,11 +120,18 @@ def cause(ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
         ends: How the workers ended, in the order in which they did.
     """
     failures = [end for end in ends if end.failed]
-    if not failures:
-        return None
-    own = [end for end in failures if not end.is_echo]
+    own = [end for end in failures if not end.is_echo and not end.is_preempted]
     shutting_down = [end for end in ends if end.was_told and end.raised]
-    return (own or shutting_down or failures)[0]
+    return next(iter(own or shutting_down or failures), None)
+
+
+def tells_of_a_lost_peer(text: str) -> bool:
+    """Whether TensorFlow speaks there of a peer that is gone.
+
+    >>> tells_of_a_lost_peer("UnavailableError: Collective ops is aborted by: Socket closed")
+    True
+    """
+    return bool(_ECHO.search(text))
 
 
 def signal_name(number: int) -> str:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.launch import run_command
+from tfdist.launch import checkpoints_command, run_command
 from tfdist.launch.errors import UsageError
 
-_COMMANDS = (run_command,)
+_COMMANDS = (run_command, checkpoints_command)
 _USAGE_EXIT_CODE = 2
 
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         if "execute" not in options:
-            parser.error("A command is missing. Expected: one of run. See tfdist --help.")
+            names = (command.__name__.rpartition(".")[2].removesuffix("_command") for command in _COMMANDS)
+            parser.error(f"A command is missing. Expected: one of {', '.join(names)}. See tfdist --help.")
     except SystemExit as ending:  # argparse has printed its message
         return ending.code if isinstance(ending.code, int) else _USAGE_EXIT_CODE
     try:

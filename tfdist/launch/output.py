@@ -110,11 +110,6 @@ class WorkerOutput:
             rest = self._decoders[is_error].decode(b"", final=True)
             self._show(lines.feed(rest, now=now) + lines.flush(), is_error)
 
-    def close(self) -> None:
-        """Closes the log file."""
-        if self._log is not None:
-            self._log.close()
-
     def _show(self, lines: Sequence[str], is_error: bool) -> None:
         self._last.extend(lines)
         if self._log is not None and lines:

@@ -1,83 +1,28 @@
-"""`tfdist run`: its options, and what is checked before anything is started."""
+"""`tfdist run`: what is checked before anything is started, and what the workers are started with."""
 
 import argparse
-import math
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from tfdist import cluster
 from tfdist.launch.cores import ThreadShare, usable_cores
+from tfdist.launch.error_file import ErrorFile
 from tfdist.launch.errors import UsageError
+from tfdist.launch.limits import Limits
 from tfdist.launch.network_namespace import choose_network
 from tfdist.launch.output import Console, open_logs
 from tfdist.launch.ports import ReservedPorts
+from tfdist.launch.restarts import Restarts
+from tfdist.launch.run_options import add_run_parser
 from tfdist.launch.supervisor import Supervisor
-
-_DESCRIPTION = """\
-Start WORKERS processes of a script on this host, each with its TF_CONFIG, and watch them.
-
-Every line of a worker is shown behind its rank: "[0] ...". When a worker fails, its rank, its exit code or signal and
-its last lines are reported, the others are ended (SIGTERM, after the grace SIGKILL), and its exit code becomes that
-of this command (128 + number for a signal). Ctrl-C ends all workers, a second Ctrl-C kills them at once. No worker
-outlives this command."""
-
-_EPILOG = """\
-examples:
-  tfdist run --workers 2 train.py --epochs 10
-  tfdist run --workers 4 --log-dir logs -m my_package.train --epochs 10
-  tfdist run --workers 2 --network host download_and_train.py
-
-Everything after the script (or after -m MODULE) is the script's own."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the sub-command `run`."""
-    parser = commands.add_parser(
-        "run",
-        help="start the workers of a script on this host and watch them",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tfdist run --workers N [options] (script.py | -m module) [arguments ...]",
-        allow_abbrev=False,
-    )
-    at_least_one = _number(int, at_least=1, expected="a whole number of at least 1, for example 2")
-    seconds = _number(float, at_least=0, expected="seconds, a number of at least 0, for example 5")
-    parser.add_argument("--workers", type=at_least_one, required=True, metavar="N", help="number of workers to start")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write DIR/rank-<rank>.log (default: none)")
-    parser.add_argument(
-        "--start-timeout",
-        type=seconds,
-        metavar="S",
-        help="seconds after which a worker whose peers never came up ends with an error (default: 300)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds between SIGTERM and SIGKILL when workers are ended (default: 5)",
-    )
-    parser.add_argument(
-        "--network",
-        choices=("auto", "private", "host"),
-        default="auto",
-        help="private: a network namespace of the run's own, where only its workers reach each other; host: this "
-        "host's network, for scripts that need the internet; auto: private where permitted, else host with a "
-        "warning (default: auto)",
-    )
-    parser.add_argument(
-        "--threads-per-worker",
-        type=at_least_one,
-        metavar="T",
-        help="threads of each worker (default: usable cores / workers, unless the environment already says)",
-    )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its arguments")
+    parser = add_run_parser(commands)
     parser.set_defaults(execute=execute)
 
 
@@ -95,28 +40,65 @@ def execute(options: argparse.Namespace) -> int:
     command = _worker_command(options)
     _check_no_cluster(os.environ)
     threads = ThreadShare(options.workers, usable_cores(), options.threads_per_worker, os.environ)
+    min_workers = _min_workers(options)
+    run_id = secrets.token_hex(8)
     logs = open_logs(options.log_dir, options.workers)
+    error_file = ErrorFile(options.error_file, options.log_dir, run_id)
     network = choose_network(options.network)
     console = Console(sys.stdout.fileno(), sys.stderr.fileno())
     console.say(threads.describe())
     console.say(network.describe())
 
-    base = {**os.environ, **threads.environment(), "PYTHONUNBUFFERED": "1"}
-    if options.start_timeout is not None or "TFDIST_START_TIMEOUT" not in base:
-        base["TFDIST_START_TIMEOUT"] = f"{300 if options.start_timeout is None else options.start_timeout:g}"
-    try:
-        with ReservedPorts(options.workers) as reserved:
+    def environments(workers: int, attempt: int) -> list[dict[str, str]]:
+        share = ThreadShare(workers, usable_cores(), options.threads_per_worker, os.environ)
+        with ReservedPorts(workers) as reserved:
             spec = cluster.ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in reserved.ports]})
-        environments = [
-            {**base, "TF_CONFIG": cluster.ClusterConfig(spec, task).to_tf_config()} for task in spec.workers
-        ]
-        return Supervisor(command, environments, console, logs, grace_seconds=options.grace).run()
+        base = {
+            **os.environ,
+            **share.environment(),
+            "PYTHONUNBUFFERED": "1",
+            "TFDIST_START_TIMEOUT": start_timeout,
+            "TFDIST_RUN_ID": run_id,
+            "TFDIST_ATTEMPT": str(attempt),
+        }
+        return [{**base, "TF_CONFIG": cluster.ClusterConfig(spec, task).to_tf_config()} for task in spec.workers]
+
+    start_timeout = os.environ.get("TFDIST_START_TIMEOUT", "300")
+    if options.start_timeout is not None:
+        start_timeout = f"{options.start_timeout:g}"
+    try:
+        return Supervisor(
+            command,
+            environments,
+            console,
+            logs,
+            workers=options.workers,
+            limits=Limits(options.grace, options.heartbeat_timeout, options.stall_timeout),
+            restarts=Restarts(
+                workers=options.workers,
+                min_workers=min_workers,
+                max_restarts=options.max_restarts,
+                delay_seconds=options.restart_delay,
+            ),
+            error_file=error_file,
+            warm_spares=options.warm_spares,
+        ).run()
     except OSError as error:
         raise UsageError(
             f"The workers could not be started or watched ({error}); any that were running have been ended. Received: "
             f"--workers {options.workers}. Expected: as many as this host has memory, processes and open files for. "
             "Start fewer, or raise the limits (ulimit -u, ulimit -n)."
         ) from error
+
+
+def _min_workers(options: argparse.Namespace) -> int:
+    number = int(options.workers if options.min_workers is None else options.min_workers)
+    if number > options.workers:
+        raise UsageError(
+            f"There are fewer workers than the least number. Received: --workers {options.workers} --min-workers "
+            f"{number}. Expected: --min-workers of at most --workers. Correct one of them."
+        )
+    return number
 
 
 def _worker_command(options: argparse.Namespace) -> list[str]:
@@ -176,16 +158,3 @@ def _check_no_cluster(environ: Mapping[str, str]) -> None:
             "TFDIST_NUM_WORKERS or TFDIST_SERVICE in the environment. Expected: neither. Start the script directly "
             "(python script.py) in every pod, or unset both."
         )
-
-
-def _number(kind: type[int] | type[float], *, at_least: float, expected: str) -> Callable[[str], Any]:
-    def parse(text: str) -> int | float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind(-1)
-        if not at_least <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"The number is wrong. Received: {text!r}. Expected: {expected}.")
-        return number
-
-    return parse

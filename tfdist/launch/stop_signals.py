@@ -1,4 +1,4 @@
-"""The signals that end a run: Ctrl-C, SIGTERM, a closed terminal."""
+"""The signals that end a run: Ctrl-C, SIGTERM, a closed terminal, and SIGUSR1, by which Slurm announces the end."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:

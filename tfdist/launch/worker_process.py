@@ -1,11 +1,18 @@
 """One worker: a process that leads its own session, and all that it starts."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from tfdist.cluster.heartbeat import VARIABLE
 from tfdist.launch.linux import die_with_parent, pidfd_open
+
+_MAX_DATAGRAM_BYTES = 65_536
+_DATAGRAMS_AT_ONCE = 1_000  # a worker that never stops talking must not hold the launcher
 
 
 class WorkerProcess:
@@ -18,22 +25,37 @@ class WorkerProcess:
     Args:
         rank: Its rank.
         command: Program and arguments.
-        environ: Its whole environment.
+        environ: Its whole environment, but for the number of its heartbeat socket.
+        pass_fds: Descriptors that it inherits besides the standard ones.
+
+    Raises:
+        OSError: If the system has no room for another process.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         launcher = os.getpid()
-        self._process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(launcher),
-        )
+        self.heartbeats, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.heartbeats.setblocking(False)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**environ, VARIABLE: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                preexec_fn=lambda: die_with_parent(launcher),
+            )
+        except BaseException:
+            self.heartbeats.close()
+            raise
+        finally:
+            theirs.close()
         self.pid = self._process.pid
         self.pidfd = pidfd_open(self.pid)
         self.told: list[int] = []  # the signals it was sent while it ran
@@ -53,6 +75,27 @@ class WorkerProcess:
     def reap(self) -> int | None:
         """Collects the process if it has ended, and returns its `returncode`."""
         return self._process.poll()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until the process has ended, but not for longer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_seconds)
+
+    def heard(self) -> Iterator[bytes]:
+        """Yields the heartbeats that have arrived."""
+        for _ in range(_DATAGRAMS_AT_ONCE):
+            try:
+                yield self.heartbeats.recv(_MAX_DATAGRAM_BYTES)
+            except OSError:  # no more of them, or its end is closed
+                return
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP. Not: by a debugger."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[:1] == [b"T"]
 
     def tell(self, number: int) -> None:
         """Sends a signal to the worker and all that it started in its session's group."""
@@ -79,6 +122,7 @@ class WorkerProcess:
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
+        self.heartbeats.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

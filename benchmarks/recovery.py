@@ -1,0 +1,211 @@
+"""Measures what recovery costs: a save, a training with saves, and a restart.
+
+    python benchmarks/recovery.py
+
+- **A save** of a model of 50 MB (with Adam's slots): for how long a step is held up, and how long writing, with
+  checksums and flushed to the disk, would hold it up if it were not in the background.
+- **Overhead**: a training that saves every 100 steps against one that saves at its end only.
+- **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message, and to the first step of the next
+  attempt, with and without `--warm-spares`, against a plain start.
+
+Medians; the variants take turns within one run. Writes `recovery.json` to `benchmarks/results` and prints a table.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).parent / "results" / "recovery.json"
+_UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
+_SAVES, _STEPS, _TURNS = 12, 200, 5
+_KILL_AT_STEP = 30
+
+
+def measure_saves(folder: Path) -> dict[str, float]:
+    """Seconds of a step that saves beyond one that does not, and of a save in the foreground."""
+    import keras
+    import numpy as np
+
+    from tfdist.callbacks import FailureRecovery
+
+    class Clock(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            now = time.perf_counter()
+            if batch:
+                self.seconds.append(now - self.began)
+            self.began = now
+
+    inputs = np.random.default_rng(0).normal(size=(_SAVES * 8 * 16, _UNITS)).astype("float32")
+    held_up: dict[str, list[float]] = {"background": [], "foreground": []}
+    for turn in range(_TURNS):
+        for name in held_up:
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.Dense(_UNITS) for _ in range(4)]
+            model = keras.Sequential([keras.Input((_UNITS,)), *layers])
+            model.compile("adam", loss="mse", jit_compile=False)
+            directory, background = folder / f"{name}-{turn}", name == "background"
+            recovery = FailureRecovery(directory, every_steps=8, keep=1, background=background)
+            clock = Clock()
+            model.fit(inputs, inputs, batch_size=16, shuffle=False, verbose=0, callbacks=[clock, recovery])
+            saving = [seconds for step, seconds in enumerate(clock.seconds, 1) if step % 8 == 0]
+            others = [seconds for step, seconds in enumerate(clock.seconds, 1) if step % 8 and step > 8]
+            held_up[name].append(statistics.median(saving) - statistics.median(others))
+    return {name: statistics.median(seconds) for name, seconds in held_up.items()}
+
+
+def measure_overhead(folder: Path) -> dict[str, float]:
+    """Seconds of an epoch with a save every 100 steps, and without."""
+    import keras
+    import numpy as np
+
+    from tfdist.callbacks import FailureRecovery
+
+    inputs = np.random.default_rng(0).normal(size=(_STEPS * 16, 784)).astype("float32")
+    labels = np.random.default_rng(1).integers(0, 10, len(inputs))
+    models: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {"every 100 steps": [], "at the end": []}
+    for name in seconds:
+        layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(512, "relu"), keras.layers.Dense(10)]
+        models[name] = keras.Sequential([keras.Input((784,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        models[name].compile("adam", loss=loss, jit_compile=False)
+
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.began = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.seconds = time.perf_counter() - self.began
+
+    for turn in range(_TURNS + 1):
+        for name in seconds:
+            steps = 100 if name == "every 100 steps" else 10**6
+            recovery = FailureRecovery(folder / f"overhead-{name}-{turn}".replace(" ", "-"), every_steps=steps, keep=1)
+            clock = Clock()
+            models[name].fit(inputs, labels, batch_size=16, shuffle=False, verbose=0, callbacks=[clock, recovery])
+            if turn:  # the first traces
+                seconds[name].append(clock.seconds)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds from a plain start to its first step, from SIGKILL to the message, and to the next first step."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in range(3):
+        for name, options in (("cold", []), ("warm spares", ["--warm-spares"])):
+            times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), options)
+            for what, seconds in times.items():
+                found.setdefault(name, {}).setdefault(what, []).append(seconds)
+    return {name: {what: statistics.median(seconds) for what, seconds in of.items()} for name, of in found.items()}
+
+
+def _restart(folder: Path, options: list[str]) -> dict[str, float]:
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1", *options]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    environment.pop("TF_CONFIG", None)
+    began = time.time()
+    process = subprocess.Popen(
+        [*launcher, __file__, "--work", str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    noticed = 0.0
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "worker 1 failed:" in line and not noticed:
+            noticed = time.time()
+    if process.wait() != 0 or not noticed:
+        raise RuntimeError(f"The workers ended with {process.returncode}. Expected: 0, after one restart.")
+    first, killed, next_first = (float((folder / name).read_text()) for name in ("first-0", "killed", "first-1"))
+    return {"start": first - began, "noticed": noticed - killed, "next step": next_first - killed}
+
+
+def work(folder: Path) -> None:
+    """A worker; rank 1 kills itself in the first attempt."""
+    import keras
+    import numpy as np
+
+    from tfdist.callbacks import FailureRecovery
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    strategy = MultiWorkerMirroredStrategy()
+    attempt = os.environ["TFDIST_ATTEMPT"]
+
+    class Note(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if self.steps == 1 and strategy.rank == 0:
+                (folder / f"first-{attempt}").write_text(str(time.time()))
+            if attempt == "0" and self.steps == _KILL_AT_STEP and strategy.rank == 1:
+                # Long enough for the spares to have come up, as in any real training.
+                time.sleep(20)
+                (folder / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with strategy.scope():
+        layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((32,)), *layers])
+        model.compile("adam", loss="mse")
+    inputs = np.ones([640, 32], "float32")
+    model.fit(
+        inputs,
+        inputs[:, :1],
+        batch_size=16,
+        verbose=0,
+        callbacks=[Note(), FailureRecovery(folder / "ckpt", every_steps=10)],
+    )
+
+
+def main() -> int:
+    """Measures, prints the table and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="used by the launcher: be a worker in this directory")
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.work)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        restarts = measure_restarts(Path(folder))
+        saves = measure_saves(Path(folder))
+        overhead = measure_overhead(Path(folder))
+    versions = {"python": platform.python_version(), **{n: version(n) for n in ("tensorflow", "keras", "safetensors")}}
+    result = {"versions": versions, "saves": saves, "overhead": overhead, "restarts": restarts}
+    _FILE.write_text(json.dumps(result, indent=1) + "\n")
+    rows = [
+        ("a step is held up by a save of 50 MB, ms", f"{saves['background'] * 1e3:.1f}"),
+        ("by the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
+        ("part of it", f"{saves['background'] / saves['foreground']:.1%}"),
+        ("saving every 100 steps, overhead", f"{overhead['every 100 steps'] / overhead['at the end'] - 1:.1%}"),
+        ("a plain start to its first step, s", f"{restarts['cold']['start']:.1f}"),
+        ("SIGKILL to the message, s", f"{restarts['cold']['noticed']:.2f}"),
+        ("SIGKILL to the next step, s", f"{restarts['cold']['next step']:.1f}"),
+        ("the same with warm spares, s", f"{restarts['warm spares']['next step']:.1f}"),
+    ]
+    for what, figure in rows:
+        print(f"| {what} | {figure} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

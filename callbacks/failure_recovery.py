@@ -1,0 +1,277 @@
+"""Training that goes on after a kill as if nothing had happened."""
+
+import logging
+import os
+import secrets
+import sys
+import warnings
+import weakref
+from dataclasses import asdict
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.callbacks.gradient_accumulation import GradientAccumulation
+from tfdist.checkpoint import BackgroundWriter, Checkpoint, CheckpointError, CheckpointStore
+from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.keras_internals.callback_list import LastCallback
+from tfdist.recovery.agreement import Agreement
+from tfdist.recovery.position import Position, install_resumable_iterator, start_at_epoch, training_iterator
+from tfdist.recovery.preemption import Preemption
+from tfdist.recovery.progress import Progress
+from tfdist.recovery.schedule import Interval, Schedule
+from tfdist.recovery.training_state import TrainingState
+
+_log = logging.getLogger("tfdist")
+_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+
+
+class FailureRecovery(LastCallback):
+    """Saves checkpoints of the whole training, and goes on from the newest whole one when `fit` is called again.
+
+    A training that was killed at any moment and started again ends with the same weights, bit by bit, as one that was
+    not disturbed: weights, optimizer, accumulators, compression residuals, batch statistics, metrics of the running
+    epoch, random generators, other callbacks, the History, and the position in the data come back, on every worker.
+    `fit` goes on in the middle of the epoch. `docs/guarantees.md` says what is promised for each failure.
+
+    Saves are written in the background: a step waits for the copy to host memory, and for the write of the save before
+    if that is still running. An error of a write is raised by `fit` at the next save, or at its end. With several
+    workers `directory` must be on a file system that they share; each writes its own part.
+
+    SIGTERM, and SIGUSR1 as Slurm sends it, on any worker have all of them save after their next common step and exit
+    with code 75; a second signal ends the process at once. During validation they are heeded after the next training
+    step.
+
+    A finished training is marked: `fit` of the same program then trains nothing and returns the same History, unless
+    it is asked for more epochs.
+
+    >>> import keras, numpy as np, tempfile
+    >>> from tfdist.callbacks import FailureRecovery
+    >>> inputs, targets = np.ones([12, 3], "float32"), np.ones([12, 1], "float32")
+    >>> def train(directory, epochs):
+    ...     keras.utils.set_random_seed(0)
+    ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", loss="mse")
+    ...     return model.fit(inputs, targets, epochs=epochs, verbose=0, callbacks=[FailureRecovery(directory)])
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     one, both = train(directory, epochs=1), train(directory, epochs=2)  # the second run trains one epoch
+    >>> both.epoch, both.history["loss"][0] == one.history["loss"][0]
+    ([0, 1], True)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        every_epochs: int | None = None,
+        keep: int = 3,
+        background: bool = True,
+        replay_data: bool = False,
+        handle_signals: bool = True,
+    ) -> None:
+        """Describes where and how often to save.
+
+        Args:
+          directory: of this training alone; made where it is missing.
+          every_steps: save after every so many training steps; with gradient accumulation these are micro-steps.
+          every_seconds: save when the last save is so many seconds ago.
+          every_epochs: save at the end of every so many epochs; 1 if no interval is given.
+          keep: how many checkpoints to keep.
+          background: whether to write in the background. If not, a step waits until its checkpoint is on the disk.
+          replay_data: whether data that has no position, such as a Python generator, may be drawn again from its
+            beginning to come to where it was. If not, such data is an error.
+          handle_signals: whether SIGTERM and SIGUSR1 are handled as above.
+
+        Raises:
+          ValueError: an argument is not what is expected.
+        """
+        super().__init__()
+        if every_steps is None and every_seconds is None and every_epochs is None:
+            every_epochs = 1
+        self._interval = Interval(every_steps, every_seconds, every_epochs)
+        self._store = CheckpointStore(directory, keep=keep)
+        self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
+        self._heartbeat: Heartbeat | None = None
+        install_resumable_iterator()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy = self.model.distribute_strategy
+        rank, workers = _place_of(strategy)
+        self._agreement = Agreement(rank, workers)
+        _finish_earlier_writes()
+        self._writer = BackgroundWriter()
+        _writers.add(self._writer)
+        self._iterator = training_iterator(self.model)
+        self._state = TrainingState(self.model, self.others, self._iterator.element_spec)
+        if rank == 0:
+            self._warn_of_callbacks()
+        sequence, self._attempt = self._agreement.from_chief("resume", self._choose() if rank == 0 else None)
+        self._restored: Checkpoint | None = None
+        self._progress, self._logs = Progress(), None
+        if sequence is not None:
+            self._resume(self._open(sequence))
+        self._sequence = 0 if sequence is None else sequence + 1
+        self._schedule = Schedule(self._interval, self._agreement, self._progress.step)
+        self._preemption = Preemption(self._agreement)
+        if self._handle_signals:
+            self._iterator.at_end_of_fit(self._preemption.stop_listening)
+            if not self._preemption.listen():
+                _log.warning("FailureRecovery handles no signals: `fit` does not run in the main thread.")
+        self._heartbeat = Heartbeat.from_environment()
+        if self._heartbeat is not None:
+            self._heartbeat.start()
+            self._heartbeat.ready()
+            self._heartbeat.step(self._progress.step)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._progress = self._progress.in_epoch(epoch)
+        checkpoint, self._restored = self._restored, None
+        if checkpoint is not None and self._progress.next_step:
+            # The beginning of the epoch, which this is not, has reset the metrics and moved schedules.
+            self._state.restore(checkpoint, self._agreement.rank, self._agreement.workers, metrics=True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._progress, self._logs = self._progress.after_batch(batch), logs
+        step = self._progress.step
+        if self._heartbeat is not None:
+            self._heartbeat.step(step)
+        # Whether a step saves must be known to all workers, each for itself.
+        is_due, is_preempted = self._schedule.is_due(step), self._is_preempted()
+        if is_due or is_preempted:
+            self._save()
+        if is_preempted:
+            self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._progress, self._logs = self._progress.after_epoch(), None
+        is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._is_preempted()
+        is_last = self.model.stop_training or epoch + 1 >= self.params.get("epochs", 0)
+        if (is_due or is_preempted) and not is_last:  # else `on_train_end` saves
+            self._save()
+        if is_preempted and not is_last:
+            self._leave()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.phase("validation")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._progress = self._progress.finished(stopped=bool(self.model.stop_training))
+        self._save()
+        self._writer.wait()
+        self._preemption.close()
+        if self._heartbeat is not None:
+            self._heartbeat.phase("finished")
+
+    def _warn_of_callbacks(self) -> None:
+        if unknown := self._state.callbacks_that_start_anew:
+            warnings.warn(
+                f"After a restart these callbacks start anew: {', '.join(unknown)}. If they remember something between "
+                "steps, give them the methods `get_state` and `set_state` (tfdist.recovery.callback_state).",
+                stacklevel=2,
+            )
+
+    def _choose(self) -> tuple[int | None, str]:
+        """Called on the chief: the checkpoint to go on from, and a name of this attempt."""
+        self._store.clean()
+        checkpoint, passed_over = self._store.newest()
+        for reason in passed_over:
+            _log.warning("FailureRecovery passes over a checkpoint: %s", reason)
+        return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        progress, rank = Progress(**checkpoint.facts["progress"]), self._agreement.rank
+        epochs = self.params.get("epochs", 0)
+        is_complete = progress.stopped or progress.epoch >= epochs
+        if is_complete:
+            start_at_epoch(self.model, epochs)
+            self._say(f"the training is complete ({progress.epoch} epochs), nothing is left to train")
+        else:
+            # Each worker's own, where there are as many as before; the steps are common to all.
+            at = checkpoint.of_rank(rank if rank < checkpoint.world else 0).notes["position"]
+            self._iterator.resume_at(Position.from_json(at), replay=self._replay_data)
+            start_at_epoch(self.model, progress.epoch)
+            self._say(f"going on in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
+        if any(isinstance(other, GradientAccumulation) for other in self.others):
+            self._state.accumulate_as_in(checkpoint)  # else that callback would only do so when the epoch begins
+        self._state.restore(checkpoint, rank, self._agreement.workers, metrics=is_complete)
+        self._progress, self._restored = progress, checkpoint
+
+    def _open(self, sequence: int) -> Checkpoint:
+        try:
+            return self._store.open(sequence)
+        except CheckpointError as error:
+            if self._agreement.rank == 0:
+                raise
+            raise CheckpointError(
+                f"Worker {self._agreement.rank} cannot read the checkpoint that the chief has chosen: {error}. "
+                "Expected: a directory on a file system that all workers share. Mount one, and give its path to "
+                "FailureRecovery."
+            ) from error
+
+    def _is_preempted(self) -> bool:
+        return self._preemption.is_due(self._progress.step, self._iterator.steps_per_execution)
+
+    def _save(self) -> None:
+        sequence, rank, workers = self._sequence, self._agreement.rank, self._agreement.workers
+        facts = {
+            "progress": asdict(self._progress),
+            **{name: getattr(self._progress, name) for name in ("step", "epoch")},
+        }
+        position = self._iterator.position(self._progress.next_step, self._logs)
+        shared, own = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
+        self._sequence += 1
+
+        def write() -> None:
+            self._store.save(sequence, self._attempt, rank=rank, world=workers, own=own, shared=shared, facts=facts)
+            if self._heartbeat is not None:
+                self._heartbeat.saved(sequence)
+
+        self._writer.submit(write)
+        if not self._background:
+            self._writer.wait()
+        self._schedule.saved()
+
+    def _leave(self) -> None:
+        self._writer.wait()
+        self._agreement.meet("saved")  # nobody ends before the chief has committed
+        self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
+        if self._agreement.workers == 1:
+            self._preemption.stop_listening()
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+        # TensorFlow's shutdown waits for the others, each of which is here.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(PREEMPTED_EXIT_CODE)
+
+    def _say(self, message: str) -> None:
+        if self._agreement.rank == 0 and self.params.get("verbose"):
+            sys.stdout.write(f"FailureRecovery: {message}\n")
+            sys.stdout.flush()
+
+
+def _finish_earlier_writes() -> None:
+    """Waits for the writes of a `fit` that was interrupted in this process, as in a notebook."""
+    for writer in list(_writers):
+        try:
+            writer.wait()
+        except Exception as error:
+            _log.warning("FailureRecovery: the last save of an earlier `fit` failed: %s", error)
+    _writers.clear()
+
+
+def _place_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """The rank of this worker and the number of workers."""
+    if hasattr(strategy, "num_workers"):
+        return strategy.rank, strategy.num_workers
+    kinds = (tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.ParameterServerStrategy)
+    if isinstance(strategy, kinds):
+        raise ValueError(
+            f"FailureRecovery does not know the workers of this strategy. Received: tf.distribute's "
+            f"{type(strategy).__name__}. Expected: `tfdist.strategies.MultiWorkerMirroredStrategy`, or a strategy of "
+            "one process. Make the model under a strategy of tfdist's."
+        )
+    return 0, 1

@@ -1,0 +1,184 @@
+"""A shard as a safetensors file: everything comes back bit by bit, and other programs can read it."""
+
+import errno
+import os
+import stat
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tfdist.checkpoint import Shard, container
+from tfdist.checkpoint.errors import BrokenError
+
+NUMPY = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 longdouble complex64 complex128"
+ML = "bfloat16 float8_e4m3fn float8_e4m3b11fnuz float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz int4 uint4"
+DTYPES = [*map(np.dtype, NUMPY.split()), *(np.dtype(getattr(ml_dtypes, name)) for name in ML.split())]
+SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (2, 1, 4)]
+
+
+def random(dtype, shape):
+    """Any bits, so also NaN with payloads, infinities, subnormals; as far as the dtype allows."""
+    generator = np.random.default_rng(0)
+    if dtype.kind == "b":
+        return generator.integers(0, 2, shape).astype(bool)
+    if dtype.name in ("int4", "uint4", "longdouble", "float128"):
+        return generator.integers(0, 8, shape).astype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(generator.bytes(size), dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_every_dtype_and_shape_comes_back(tmp_path, same, dtype):
+    shard = Shard({str(shape): random(dtype, shape) for shape in SHAPES})
+    container.write(tmp_path / "file", shard)
+    read = container.read(tmp_path / "file")
+    same(read, shard)
+    for tensor in read.tensors.values():
+        tensor[...] = tensor  # may be written to
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.arange(6, dtype=">c16"),
+        np.arange(24.0).reshape(4, 6)[::2, ::3],
+        np.arange(6.0).reshape(2, 3).T,
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.broadcast_to(np.float32(5), (2, 3)),
+        np.arange(6).astype(ml_dtypes.bfloat16)[::-2],
+        np.float64(5),
+    ],
+)
+def test_other_layouts_come_back_as_values(tmp_path, tensor):
+    container.write(tmp_path / "file", Shard({"a": tensor}))
+    read = container.read(tmp_path / "file").tensors["a"]
+    np.testing.assert_array_equal(read, tensor, strict=False)
+    assert read.shape == tensor.shape and read.dtype == tensor.dtype.newbyteorder("=")
+
+
+NAMES = [
+    "",
+    "a/b.c:0",
+    'quote"back\\slash\n\t\0',
+    "ünïcode 権重 🎲",
+    "__metadata__",
+    "json:",
+    'json:"a"',
+    "\ud800",
+    "x" * 10_000,
+]
+
+
+def test_names_may_hold_any_characters(tmp_path, same):
+    shard = Shard({name: np.array(index) for index, name in enumerate(NAMES)})
+    container.write(tmp_path / "file", shard)
+    same(container.read(tmp_path / "file"), shard)
+    bfloat16 = Shard({name: np.array(index, ml_dtypes.bfloat16) for index, name in enumerate(NAMES)})
+    container.write(tmp_path / "other", bfloat16)
+    same(container.read(tmp_path / "other"), bfloat16)
+
+
+def test_nothing_at_all_comes_back(tmp_path, same):
+    container.write(tmp_path / "file", Shard({}))
+    same(container.read(tmp_path / "file"), Shard({}, {}))
+
+
+def test_notes_come_back(tmp_path):
+    notes = {"a": [1, 2.5, None, True, "ü\ud800"], "big": 2**200, "nested": {"": {}}, "infinite": float("inf")}
+    container.write(tmp_path / "file", Shard({}, {**notes, "nan": float("nan")}))
+    read = container.read(tmp_path / "file").notes
+    assert np.isnan(read.pop("nan")) and read == notes
+
+
+def test_other_programs_can_read_it(tmp_path):
+    kernel = np.arange(6, dtype=np.float32).reshape(2, 3)
+    container.write(tmp_path / "file", Shard({"dense/kernel": kernel, "half": np.ones(3, ml_dtypes.bfloat16)}))
+    read = safetensors.numpy.load_file(tmp_path / "file")
+    np.testing.assert_array_equal(read["dense/kernel"], kernel)
+    assert read["half"].shape == (3, 2) and read["half"].dtype == np.uint8
+
+
+def test_its_size_is_foreseen(tmp_path):
+    for shard in (
+        Shard({}),
+        Shard({"a": np.zeros((1000, 1000))}, {"note": "ü" * 1000}),
+        Shard({f"layer_{i}/" + "ü" * 100: np.zeros((1, 1, 1, 1, 1, 10**9, 0)) for i in range(2000)}),
+        Shard({str(i): np.zeros((), ml_dtypes.bfloat16) for i in range(2000)}),
+    ):
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        container.write(path, shard)
+        assert shard.nbytes < path.stat().st_size <= container.most_bytes(shard)
+
+
+def test_it_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "other").touch()
+    container.write(tmp_path / "file", Shard({"a": np.zeros(3)}))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+
+
+def test_a_file_is_never_replaced(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        container.write(tmp_path / "file", Shard({}))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        np.array(["text"]),
+        np.array([b"bytes"]),
+        np.array([None]),
+        np.array(["2026-01-01"], "datetime64[D]"),
+        np.zeros(2, [("a", int), ("b", float)]),
+        np.zeros(2, "V4"),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_what_is_no_number_is_refused(tmp_path, tensor):
+    with pytest.raises(ValueError, match=r"cannot be written. Received: 'a' of dtype .* Expected: a string as name"):
+        container.write(tmp_path / "file", Shard({"a": tensor}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "notes", [{"a": np.float32(1)}, {"a": {1, 2}}, {1: "a", "1": "b"}, {(1, 2): 3}, [1], None], ids=str
+)
+def test_notes_that_are_not_json_are_refused(tmp_path, notes):
+    with pytest.raises(ValueError, match=r"The notes of a checkpoint cannot be written as JSON. Received: "):
+        container.write(tmp_path / "file", Shard({}, notes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_an_error_of_the_system_is_kept(tmp_path, monkeypatch):
+    def full(*_):
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    monkeypatch.setattr(container, "save_file", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+        container.write(tmp_path / "file", Shard({}))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_notes_that_are_too_long_are_refused(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise safetensors.SafetensorError("Error while serializing: header too large")
+
+    monkeypatch.setattr(container, "save_file", refuse)
+    with pytest.raises(ValueError, match="Received: .* header too large. Expected: .* less than 100 MB"):
+        container.write(tmp_path / "file", Shard({}))
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"PK\3\4"])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(BrokenError, match="file cannot be read: "):
+        container.read(tmp_path / "file")
+    safetensors.numpy.save_file({"a": np.zeros(3)}, tmp_path / "foreign")
+    with pytest.raises(BrokenError, match="foreign cannot be read: "):
+        container.read(tmp_path / "foreign")
+    with pytest.raises(BrokenError, match="none cannot be read: "):
+        container.read(tmp_path / "none")

@@ -1,0 +1,57 @@
+"""The manifest: not one bit of it can change unseen, and a later format is told from a broken one."""
+
+import hashlib
+import json
+
+import pytest
+
+from tfdist.checkpoint import manifest
+from tfdist.checkpoint.errors import BrokenError, LaterFormatError
+from tfdist.checkpoint.file_record import FileRecord
+from tfdist.checkpoint.manifest import Manifest
+
+FACTS = {"step": 10, "loss": [0.1, float("inf"), -0.0], "name": "ü\ud800", "nested": {"empty": {}, "none": None}}
+WRITTEN = Manifest(
+    7, "a", 1, 1e9, {"shared.safetensors": FileRecord(10, "ab"), "rank-0.safetensors": FileRecord(0, "")}, FACTS
+)
+
+
+def test_it_comes_back():
+    assert Manifest.from_bytes(WRITTEN.to_bytes()) == WRITTEN
+
+
+def test_it_is_json_with_its_format():
+    assert json.loads(WRITTEN.to_bytes())["format"] == manifest.FORMAT == 1
+
+
+def test_every_flipped_bit_is_found():
+    data = WRITTEN.to_bytes()
+    for position in range(len(data)):
+        for bit in range(8):
+            torn = bytearray(data)
+            torn[position] ^= 1 << bit
+            with pytest.raises(BrokenError, match="its checksum differs"):
+                Manifest.from_bytes(bytes(torn))
+
+
+def test_every_truncation_and_addition_is_found():
+    data = WRITTEN.to_bytes()
+    for torn in [*(data[:length] for length in range(len(data))), data + b"\n", data + data, b" " + data]:
+        with pytest.raises(BrokenError):
+            Manifest.from_bytes(torn)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"a"', b"{}", b'{"checksum": 1}', b"[" * 10**5, b"\xff"])
+def test_other_content_is_broken(content):
+    with pytest.raises(BrokenError):
+        Manifest.from_bytes(content)
+
+
+def test_a_later_format_says_so_whatever_else_it_holds():
+    content = {"format": 2, "unheard of": [1, 2]}
+    checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    data = json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
+    with pytest.raises(LaterFormatError, match="later version of tfdist. Received: format 2. Expected: format 1"):
+        Manifest.from_bytes(data)
+    with pytest.raises(BrokenError):
+        Manifest.from_bytes(data.replace(b"2,", b"3,", 1))

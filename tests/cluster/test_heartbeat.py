@@ -1,0 +1,211 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tfdist.cluster import heartbeat as module
+from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster.heartbeat import VARIABLE, Heartbeat
+
+ROOT = Path(__file__).resolve().parents[2]
+TIME_LIMIT = 30
+
+
+@pytest.fixture
+def ends():
+    supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    supervisor.settimeout(TIME_LIMIT)
+    yield supervisor, worker
+    supervisor.close()
+    worker.close()
+
+
+@pytest.fixture
+def heartbeat(ends):
+    hook = sys.excepthook
+    made = Heartbeat(ends[1].fileno())
+    yield made
+    made.close()
+    assert sys.excepthook is hook
+
+
+def heard(supervisor):
+    return json.loads(supervisor.recv(65_536))
+
+
+def all_heard(supervisor):
+    """What has arrived."""
+    supervisor.setblocking(False)
+    found = []
+    try:
+        while True:
+            found.append(heard(supervisor))
+    except BlockingIOError:
+        supervisor.settimeout(TIME_LIMIT)
+        return found
+
+
+def run_worker(code, ends):
+    """Runs a worker to its end; returns its exit code, its standard error and what it sent."""
+    supervisor, worker = ends
+    ended = subprocess.run(
+        [sys.executable, "-c", f"from tfdist.cluster.heartbeat import Heartbeat\n{code}"],
+        env={**os.environ, VARIABLE: str(worker.fileno()), "PYTHONPATH": str(ROOT)},
+        pass_fds=(worker.fileno(),),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    return ended.returncode, ended.stderr, all_heard(supervisor)
+
+
+def test_preempted_exit_code():
+    assert PREEMPTED_EXIT_CODE == os.EX_TEMPFAIL
+
+
+def test_every_datagram_says_all_that_is_known(ends, heartbeat):
+    heartbeat.step(3)
+    assert heard(ends[0]) == {"alive": True, "step": 3}
+    heartbeat.saved(7)
+    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7}
+    heartbeat.ready()
+    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "ready": True}
+    heartbeat.phase("validation")
+    assert heard(ends[0])["phase"] == "validation"
+    heartbeat.error(KeyError("x"))
+    assert heard(ends[0])["error"] == {"type": "KeyError", "message": "'x'"}
+
+
+def test_step_ends_a_phase(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "_STEP_INTERVAL_SECONDS", 0.0)
+    heartbeat.phase("validation")
+    heartbeat.step(4)
+    assert ["phase" in said for said in all_heard(ends[0])] == [True, False]
+
+
+def test_quick_steps_are_not_all_told(ends, heartbeat, monkeypatch):
+    sent = []
+    monkeypatch.setattr(heartbeat, "_send", lambda: sent.append(1))
+    for step in range(10_000):
+        heartbeat.step(step)
+    assert len(sent) < 5_000
+    monkeypatch.undo()
+    heartbeat.saved(0)  # but none is forgotten
+    assert heard(ends[0])["step"] == 9_999
+
+
+def test_it_beats_until_it_is_closed(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
+    heartbeat.start()
+    heartbeat.start()  # once is enough
+    assert [heard(ends[0]) for _ in range(5)] == [{"alive": True}] * 5
+    assert [thread.name for thread in threading.enumerate()].count("tfdist-heartbeat") == 1
+    heartbeat.close()
+    heartbeat.close()
+    assert all_heard(ends[0])[-1] == {"alive": False}
+    assert "tfdist-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_later_training_beats_in_place_of_an_earlier(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
+    heartbeat.step(100)
+    heartbeat.start()
+    later = Heartbeat(ends[1].fileno())
+    later.step(1)
+    later.start()
+    all_heard(ends[0])
+    assert [heard(ends[0]).get("step") for _ in range(5)] == [1] * 5
+    later.close()
+
+
+def test_nothing_waits_for_a_supervisor_that_does_not_read(ends, heartbeat):
+    began = time.monotonic()
+    for sequence in range(20_000):
+        heartbeat.saved(sequence)
+    assert time.monotonic() - began < TIME_LIMIT
+    all_heard(ends[0])
+    heartbeat.saved(20_000)
+    assert heard(ends[0])["saved"] == 20_000
+
+
+def test_nothing_raises_once_the_supervisor_is_gone(ends, heartbeat):
+    ends[0].close()
+    heartbeat.start()
+    heartbeat.step(1)
+    heartbeat.saved(1)
+    heartbeat.close()
+    heartbeat.step(2)
+
+
+def test_from_environment(ends):
+    heartbeat = Heartbeat.from_environment({VARIABLE: str(ends[1].fileno())})
+    heartbeat.step(5)
+    assert heard(ends[0]) == {"alive": True, "step": 5}
+    heartbeat.close()
+    ends[1].send(b"still open")
+
+
+@pytest.mark.parametrize("value", [None, "", "x", "-1", "99999", "9" * 30, "²"])
+def test_no_supervisor(value):
+    assert Heartbeat.from_environment({} if value is None else {VARIABLE: value}) is None
+
+
+def test_descriptor_of_something_else(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        assert Heartbeat.from_environment({VARIABLE: str(file.fileno())}) is None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        assert Heartbeat.from_environment({VARIABLE: str(other.fileno())}) is None
+
+
+def test_descriptors_are_not_leaked(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with open(tmp_path / "file", "w") as file:
+        for _ in range(3):
+            Heartbeat.from_environment({VARIABLE: str(file.fileno())})
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_fork_does_not_speak_for_the_worker(ends):
+    code = """if True:
+        import os, sys
+        heartbeat = Heartbeat.from_environment()
+        heartbeat.step(1)
+        if os.fork() == 0:
+            heartbeat.step(2)
+            heartbeat.saved(3)
+            sys.exit()
+        os.wait()
+    """
+    assert run_worker(code, ends)[2] == [{"alive": True, "step": 1}]
+
+
+def test_process_that_ends_says_so(ends):
+    code, error, said = run_worker("Heartbeat.from_environment().start()", ends)
+    assert (code, error) == (0, "")
+    assert [datagram["alive"] for datagram in said] == [True, False]
+
+
+def test_exception_that_nobody_caught(ends):
+    code, error, said = run_worker("Heartbeat.from_environment().start(); raise ValueError('x' * 9000)", ends)
+    assert code == 1
+    assert error.splitlines()[-1] == f"ValueError: {'x' * 9000}"
+    assert [datagram["error"] for datagram in said if "error" in datagram] == [
+        {"type": "ValueError", "message": "x" * 2000}
+    ]
+    assert said[-1] == {"alive": False}
+
+
+def test_it_leaves_before_what_was_there_earlier_is_torn_down(ends):
+    """That may take long: silence must not count any more."""
+    code = """if True:
+        import atexit, os
+        atexit.register(lambda: os.write(2, str(Heartbeat._beating).encode()))
+        Heartbeat.from_environment().start()
+    """
+    assert run_worker(code, ends)[1] == "None"

@@ -1,0 +1,215 @@
+import json
+
+import pytest
+
+from tfdist.launch.liveness import Liveness
+
+BOTH = {0: False, 1: False}
+
+
+class Watch:
+    """Liveness of two workers on a clock of the test's own, looked at every quarter of a second."""
+
+    def __init__(self, heartbeat_timeout=10.0, stall_timeout=60.0):
+        self.now = 1000.0
+        self.liveness = Liveness(
+            2, now=self.now, heartbeat_timeout_seconds=heartbeat_timeout, stall_timeout_seconds=stall_timeout
+        )
+        self.news = []
+
+    def hear(self, rank, **said):
+        self.liveness.hear(rank, json.dumps(said).encode(), now=self.now)
+
+    def judge(self, is_stopped=BOTH):
+        judgement = self.liveness.judge(is_stopped, now=self.now)
+        self.news += judgement.news
+        return judgement
+
+    def pass_time(self, seconds, beating=(), is_stopped=BOTH, **said):
+        """Looks on; returns the first judgement that ends something, or the last."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.25
+            for rank in beating:
+                self.hear(rank, alive=True, **said)
+            judgement = self.judge(is_stopped)
+            if judgement.frozen or judgement.stall:
+                break
+        return judgement
+
+
+def test_silence_is_frozen():
+    watch = Watch()
+    watch.hear(0, alive=True)
+    watch.hear(1, alive=True, step=41)
+    assert not watch.pass_time(9.75, beating=[0]).frozen
+    assert watch.pass_time(1, beating=[0]).frozen == {1: "no heartbeat for 10 s (last step 41)"}
+    assert watch.now == 1010.0
+
+
+def test_nobody_is_judged_before_the_first_heartbeat():
+    assert not Watch().pass_time(1000).frozen
+
+
+def test_nobody_is_judged_who_is_leaving():
+    watch = Watch()
+    watch.hear(0, alive=True)
+    watch.hear(0, alive=False)
+    assert not watch.pass_time(1000).frozen
+    assert watch.liveness.heard == {0}
+
+
+def test_ended_worker_is_not_judged():
+    watch = Watch()
+    watch.hear(0, alive=True)
+    assert not watch.pass_time(100, is_stopped={1: False}).frozen
+
+
+def test_timeout_of_zero_judges_nobody():
+    watch = Watch(heartbeat_timeout=0.0)
+    watch.hear(0, alive=True)
+    assert not watch.pass_time(1000, is_stopped={0: True, 1: False}).frozen
+    assert not watch.liveness.suspects({0: True})
+
+
+def test_time_in_which_the_launcher_did_not_look_does_not_count():
+    """It was stopped, or stuck in writing to a paused terminal: heartbeats may have had no room."""
+    watch = Watch()
+    watch.hear(0, alive=True)
+    watch.now += 3600
+    assert not watch.judge().frozen
+    assert not watch.pass_time(8.75).frozen
+    assert watch.pass_time(0.25).frozen
+
+
+def test_stopped_process_is_told_of_at_once_and_frozen_in_time():
+    watch = Watch()
+    watch.hear(1, alive=True, step=3)
+    stopped = {0: False, 1: True}
+    assert not watch.pass_time(0.25, is_stopped=stopped).frozen
+    assert watch.news == ["worker 1 is stopped (as by SIGSTOP): frozen, unless it goes on within 10 s (last step 3)"]
+    assert not watch.pass_time(9.5, is_stopped=stopped).frozen
+    assert watch.pass_time(0.25, is_stopped=stopped).frozen == {
+        1: "no heartbeat for 10 s, as it is stopped (last step 3)"
+    }
+    assert len(watch.news) == 1
+
+
+def test_stopped_process_that_never_beat_is_frozen_too():
+    watch = Watch()
+    assert watch.pass_time(20, is_stopped={0: True, 1: False}).frozen == {0: "stopped for 10 s"}
+    assert watch.now == 1010.25
+
+
+def test_stopped_process_may_go_on():
+    watch = Watch()
+    watch.hear(1, alive=True)
+    watch.pass_time(9, is_stopped={0: False, 1: True})
+    watch.hear(1, alive=True)
+    assert not watch.pass_time(9).frozen
+    assert watch.news[1:] == ["worker 1 goes on again"]
+
+
+def test_suspects_are_silent_or_stopped():
+    watch = Watch()
+    watch.hear(0, alive=True)
+    watch.pass_time(1.75)
+    assert not watch.liveness.suspects(BOTH)
+    assert watch.liveness.suspects({0: False, 1: True})
+    watch.pass_time(0.25)
+    assert watch.liveness.suspects(BOTH)
+    assert not watch.liveness.suspects({1: False})
+
+
+def train(watch, seconds_a_step, steps=3):
+    for step in range(1, steps + 1):
+        for rank in (0, 1):
+            watch.hear(rank, alive=True, step=step)
+        if step < steps:
+            watch.pass_time(seconds_a_step, beating=[0, 1], step=step)
+    return steps
+
+
+@pytest.mark.parametrize(("seconds_a_step", "limit"), [(1.0, 60), (8.0, 80)])
+def test_stall_adapts_to_the_steps_seen(seconds_a_step, limit):
+    watch = Watch()
+    step = train(watch, seconds_a_step)
+    began = watch.now
+    assert not watch.pass_time(limit - 0.25, beating=[0, 1], step=step).stall
+    stall = watch.pass_time(0.25, beating=[0, 1], step=step).stall
+    assert stall == f"no worker made a step for {limit} s (last steps: 3, 3)"
+    assert watch.now == began + limit
+
+
+def test_no_stall_before_two_steps():
+    watch = Watch()
+    step = train(watch, 1.0, steps=1)
+    assert not watch.pass_time(10_000, beating=[0, 1], step=step).stall
+
+
+def test_one_worker_that_steps_is_no_stall():
+    watch = Watch()
+    step = train(watch, 1.0)
+    for more in range(1, 10):
+        watch.hear(0, alive=True, step=step + more)
+        assert not watch.pass_time(50, beating=[1], step=step).stall
+
+
+def test_checkpoint_is_no_stall():
+    watch = Watch()
+    step = train(watch, 1.0)
+    watch.pass_time(59, beating=[0, 1], step=step)
+    watch.hear(0, alive=True, step=step, saved=1)
+    assert not watch.pass_time(59, beating=[0, 1], step=step, saved=1).stall
+
+
+def test_phase_is_no_stall_and_no_interval():
+    watch = Watch()
+    step = train(watch, 1.0)
+    assert not watch.pass_time(1000, beating=[0, 1], step=step, phase="validation").stall
+    step = train(watch, 1.0, steps=step + 2)
+    assert watch.pass_time(61, beating=[0, 1], step=step).stall.startswith("no worker made a step for 60 s")
+
+
+@pytest.mark.parametrize("running", [{0: False}, {}])
+def test_no_stall_after_a_worker_has_ended(running):
+    watch = Watch()
+    step = train(watch, 1.0)
+    assert not watch.pass_time(1000, beating=running, is_stopped=running, step=step).stall
+
+
+def test_no_stall_while_a_worker_leaves():
+    watch = Watch()
+    step = train(watch, 1.0)
+    watch.hear(0, alive=False, step=step)
+    assert not watch.pass_time(1000, beating=[1], step=step).stall
+
+
+def test_stall_timeout_of_zero():
+    watch = Watch(stall_timeout=0.0)
+    step = train(watch, 1.0)
+    assert not watch.pass_time(10_000, beating=[0, 1], step=step).stall
+
+
+def test_what_is_known():
+    watch = Watch()
+    assert (watch.liveness.step, watch.liveness.saved, watch.liveness.heard) == (None, None, frozenset())
+    watch.hear(0, step=3)
+    watch.hear(1, step=5, saved=2, error={"type": "KeyError", "message": "x"})
+    watch.hear(1, alive=True)
+    assert (watch.liveness.step, watch.liveness.saved, watch.liveness.heard) == (5, 2, {0, 1})
+    assert watch.liveness.errors == {1: {"type": "KeyError", "message": "x"}}
+
+
+@pytest.mark.parametrize("datagram", [b"", b"\xff", b"[1]", b"3", b"{", b"[" * 60_000])
+def test_what_is_no_heartbeat_is_ignored(datagram):
+    liveness = Watch().liveness
+    liveness.hear(0, datagram, now=1000.0)
+    assert not liveness.heard
+
+
+def test_wrong_values_are_ignored():
+    watch = Watch()
+    watch.hear(0, step="many", saved=1.5, phase=3, error="none")
+    watch.hear(1, step=True)
+    assert (watch.liveness.step, watch.liveness.saved, watch.liveness.errors) == (None, None, {})

@@ -1,0 +1,76 @@
+"""Values go through JSON and come back as they were."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.recovery.json_values import from_json, to_json
+
+VALUES = [
+    None,
+    True,
+    3,
+    1 << 100,
+    -0.0,
+    0.1 + 0.2,
+    5e-324,
+    math.inf,
+    -math.inf,
+    "text \udc80",
+    [1, [2.5, None]],
+    (1, (2,)),
+    {"dict": {"tuple": [1]}, "tensor": "name"},
+    {},
+    np.float32(0.1),
+    np.int64(-3),
+    np.bool_(True),
+    np.float64("inf"),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back(value):
+    back = from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))
+    assert back == value and type(back) is type(value)
+    assert str(back) == str(value)  # also the sign of a zero
+
+
+def test_nan_comes_back():
+    back = from_json(json.loads(json.dumps(to_json([math.nan, np.float32("nan")]), allow_nan=False)))
+    assert math.isnan(back[0]) and math.isnan(back[1]) and isinstance(back[1], np.float32)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6, dtype="uint32").reshape(2, 3), np.array([0.1, np.inf], "float32"), np.zeros((0, 3)), np.array(2)],
+)
+def test_arrays_come_back_written_out_and_as_tensors(array):
+    for tensors in (None, {}):
+        notes = json.loads(json.dumps(to_json({"a": [array]}, tensors, "state"), allow_nan=False))
+        back = from_json(notes, tensors)["a"][0]
+        assert back.dtype == array.dtype
+        np.testing.assert_array_equal(back, array)
+        assert tensors is None or list(tensors) == ["state/a/0"]
+
+
+def test_a_saved_array_is_a_copy():
+    array, tensors = np.zeros(2), {}
+    notes = to_json(array, tensors)
+    array[0] = 1
+    back = from_json(notes, tensors)
+    assert back.tolist() == [0, 0]
+    back[0] = 2
+    assert tensors["value"].tolist() == [0, 0]
+
+
+def test_tensors_become_numbers():
+    assert from_json(to_json(tf.constant(0.5))) == np.float32(0.5)
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {3}, np.array(["text"]), np.array([None]), b"bytes"], ids=repr)
+def test_what_cannot_be_saved_is_named(value):
+    with pytest.raises(ValueError, match=r"'state/seen/0' cannot be saved. Received: .*Expected: None, bool"):
+        to_json({"seen": [value]}, {}, "state")

@@ -1,0 +1,47 @@
+"""What a manifest says of a file: its size and checksum."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist.checkpoint.errors import BrokenError
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size and checksum.
+
+    Attributes:
+      size_bytes: its size.
+      sha256: the SHA-256 of its content, as 64 hexadecimal digits.
+    """
+
+    size_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Reads every byte of a file."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(file.tell(), digest.hexdigest())
+
+    def check(self, path: Path, *, every_byte: bool) -> None:
+        """Compares a file with this record: its size alone, or every byte of it.
+
+        Raises:
+          BrokenError: if it differs or cannot be read.
+          PermissionError: if this user may not read it, which says nothing about the file.
+        """
+        try:
+            size = path.stat().st_size
+            if size != self.size_bytes:
+                raise BrokenError(f"{path.name} has {size} bytes, not the {self.size_bytes} that were written")
+            if every_byte and FileRecord.of(path) != self:
+                raise BrokenError(f"{path.name} is not what was written: its checksum differs")
+        except PermissionError:
+            raise
+        except FileNotFoundError as error:
+            raise BrokenError(f"{path.name} is missing") from error
+        except OSError as error:
+            raise BrokenError(f"{path.name} cannot be read: {error}") from error

@@ -1,0 +1,311 @@
+"""What an epoch iterator draws from, by kind: how its order comes about, and how to begin in its middle."""
+
+import secrets
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.input_pipeline import (
+    decisive_batches,
+    is_unseeded,
+    make_iterator,
+    share_a_shuffle,
+    shuffle_seeds,
+    without_first,
+)
+from tfdist.keras_internals.py_dataset_view import PyDatasetView
+from tfdist.private_symbols import private
+
+_ADAPTERS = "keras.src.trainers.data_adapters"
+_Arrays = private(f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter", "shuffles without a generator that can be saved")
+_Dataset = private(f"{_ADAPTERS}.tf_dataset_adapter:TFDatasetAdapter", "holds the data set that was given to `fit`")
+_PyDataset = private(f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter", "shuffles in a thread, with `random`")
+_Generator = private(f"{_ADAPTERS}.generator_data_adapter:GeneratorDataAdapter", "can be drawn from only once")
+_context = private("tensorflow.python.eager.context:context", "holds the seed that functions are traced with")
+
+Json = dict[str, Any]
+
+_SEEDS = 1 << 31
+
+
+class DataSource:
+    """A tf.data pipeline, plain or distributed, that `fit` draws from.
+
+    Attributes:
+      kind: what it is called in a position and in errors.
+      makes_ahead: whether an iterator that Keras makes at the end of an epoch, and often throws away, must be made:
+        what a shuffle draws for it counts.
+    """
+
+    kind = "tf.data.Dataset"
+    makes_ahead = True
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        self.adapter = adapter
+        self.dataset = dataset
+        self.strategy = strategy
+
+    def follow(self, steps_per_epoch: int | None) -> None:
+        """To be called once, before training: positions will be asked for."""
+        if is_unseeded(shuffle_seeds(self.dataset)):
+            warnings.warn(
+                "The order of this data cannot be had again: a shuffle, or a random operation, has no seed. After a "
+                "restart training goes on at the right step, but some samples of the epoch may come twice and others "
+                "not at all. Call `keras.utils.set_random_seed` before the data set is made, or give `shuffle(…, "
+                "seed=…)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def order(self) -> Json:
+        """What, beside the numbers drawn, decides which samples come next; JSON only."""
+        return {"seeds": shuffle_seeds(self.dataset)}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """Raises, or warns, if what `order` stood for cannot be had again; before anything is drawn."""
+        if order["seeds"] != self.order()["seeds"] and not is_unseeded(order["seeds"]):
+            warnings.warn(
+                "The data comes in another order than before the restart: some samples of this epoch may come twice "
+                f"and others not at all. Received: seeds {self.order()['seeds']} of its shuffles. Expected: "
+                f"{order['seeds']}. Call `keras.utils.set_random_seed` before the data set is made, or give "
+                "`shuffle(…, seed=…)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def begin_epoch(self, number: int) -> None:
+        """Called in the main thread before an epoch whose iterator will be number `number` of this `fit`, from 0."""
+
+    def shares_a_shuffle(self, other: "DataSource") -> bool:
+        """Whether an iterator of one moves the order of the other on."""
+        return share_a_shuffle(self.dataset, other.dataset)
+
+    def iterator(self) -> Any:
+        """A new iterator from the beginning."""
+        return iter(self.dataset)
+
+    def decisive_batches(self) -> int | None:
+        """How many batches of an iterator must be drawn for it to decide the order of later ones; `None`: all."""
+        return decisive_batches(self.dataset) if self.makes_ahead else 0
+
+    def repeat_iterators(self, drawn: Sequence[int]) -> int:
+        """Does what iterators of which these numbers of batches were drawn did to the order of later ones.
+
+        Returns:
+          How many batches were drawn for it.
+        """
+        decisive, total = self.decisive_batches(), 0
+        for number in drawn:
+            number = number if decisive is None else min(number, decisive)
+            if number:
+                total += _draw(iter(self.dataset), number)
+            else:
+                make_iterator(self.dataset)
+        return total
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """Prepares for what comes next.
+
+        Args:
+          order: what `order` had returned.
+          batches: how many batches had been drawn of the iterator in use; `None` if the next epoch makes a new one.
+          within_epoch: whether an epoch goes on, and not a new one begins.
+        """
+
+    def iterator_at(self, batches: int) -> Any:
+        """An iterator of which the first `batches` batches have been drawn."""
+        # All but the last are passed over within tf.data; drawing that one waits for it.
+        shorter = without_first(self.dataset, batches - 1) if batches > 1 else None
+        iterator = iter(self.dataset if shorter is None else shorter)
+        _draw(iterator, batches if shorter is None else 1)
+        return iterator
+
+
+class ArraySource(DataSource):
+    """NumPy arrays and tensors.
+
+    With a global seed of TensorFlow, Keras' shuffle gives every epoch the same order, from that seed. Without one the
+    orders differ and come from nowhere: then every epoch's data set is traced with a seed of its own.
+    """
+
+    kind = "arrays"
+    makes_ahead = False
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        super().__init__(adapter, dataset, strategy)
+        self._seed: int | None = _context()._seed
+        self._own_seed = secrets.randbelow(_SEEDS) if adapter._shuffle and self._seed is None else None
+        self._follows = False
+
+    def follow(self, steps_per_epoch: int | None) -> None:
+        """See the base class."""
+        self._follows = True
+
+    def order(self) -> Json:
+        """See the base class."""
+        return {"seed": self._seed if self.adapter._shuffle else None, "own_seed": self._own_seed}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """See the base class."""
+        if (order == {"seed": None, "own_seed": None}) == bool(self.adapter._shuffle):
+            raise ValueError(
+                f"The data is not shuffled as before the restart. Received: shuffle={self.adapter._shuffle!r}. "
+                f"Expected: `shuffle={not self.adapter._shuffle}`, with which the training began."
+            )
+
+    def begin_epoch(self, number: int) -> None:
+        """See the base class."""
+        if self._follows and self._own_seed is not None:
+            self._trace((self._own_seed + number) % _SEEDS)
+
+    def repeat_iterators(self, drawn: Sequence[int]) -> int:
+        """See the base class."""
+        return 0
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """See the base class."""
+        if order["seed"] is not None and order["seed"] != self._seed:
+            self._trace(order["seed"])
+        self._seed, self._own_seed = order["seed"], order["own_seed"]
+
+    def _trace(self, seed: int) -> None:
+        with _functions_seeded(seed):
+            self.dataset = self.strategy.experimental_distribute_dataset(self.adapter.get_tf_dataset())
+
+
+class PyDatasetSource(DataSource):
+    """A `keras.utils.PyDataset`; batches are passed over by their numbers, and never made."""
+
+    kind = "keras.utils.PyDataset"
+    makes_ahead = False
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        super().__init__(adapter, dataset, strategy)
+        self._view = PyDatasetView(adapter.py_dataset, adapter.shuffle)
+        adapter.py_dataset, adapter.shuffle = self._view, False
+        self._restored: tuple[int, Any] | None = None
+
+    def follow(self, steps_per_epoch: int | None) -> None:
+        """See the base class."""
+        batches = self._view.num_batches
+        if self.adapter.enqueuer is not None and batches is not None and (steps_per_epoch or batches) < batches:
+            warnings.warn(
+                "The order of this PyDataset cannot be had again: Keras ends its workers with every epoch, and with "
+                "them a pass over the data that is not yet over. After a restart some samples may come twice and "
+                f"others not at all. Received: steps_per_epoch={steps_per_epoch} of {batches} batches, with workers. "
+                "Expected: `workers=1` without multiprocessing, or whole passes. Leave `steps_per_epoch` out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def order(self) -> Json:
+        """See the base class."""
+        return {"hooks": list(self._view.hooks), "random_state": self._view.state}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """See the base class."""
+
+    def begin_epoch(self, number: int) -> None:
+        """See the base class."""
+        restored, self._restored = self._restored, None
+        self._view.begin_pass(*(restored or ()))
+        if self.adapter.enqueuer is not None:
+            # A pass that was left early, as to build the model, has batches in the old one, and perhaps a thread that
+            # still takes some.
+            view = self._view
+            self.adapter.enqueuer = type(self.adapter.enqueuer)(
+                view, view.workers, view.use_multiprocessing, view.max_queue_size
+            )
+
+    def repeat_iterators(self, drawn: Sequence[int]) -> int:
+        """See the base class."""
+        return 0
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """See the base class."""
+        begins, ends = order["hooks"]
+        self._view.replay_hooks(begins - within_epoch, ends)  # an epoch that goes on calls it again
+        self._restored = None if batches is None else (batches, order["random_state"])
+
+    def iterator_at(self, batches: int) -> Any:
+        """See the base class."""
+        return self.iterator()
+
+
+class OnceSource(DataSource):
+    """A Python generator, or what Keras gives no other hold of: its batches can only be counted."""
+
+    makes_ahead = False
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """What it is called in a position and in errors."""
+        return "generator" if isinstance(self.adapter, _Generator) else type(self.adapter).__name__
+
+    def follow(self, steps_per_epoch: int | None) -> None:
+        """See the base class."""
+
+    def order(self) -> Json:
+        """See the base class."""
+        return {}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """See the base class."""
+        if not any(drawn):
+            return
+        if not replay:
+            raise RuntimeError(
+                f"Training cannot go on where it stopped: its data is a {self.kind}, which only begins anew. Received: "
+                f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset "
+                "or arrays. Or allow `replay`, which draws and throws away as many batches; the generator must then "
+                "yield the same ones in every run."
+            )
+        if len(drawn) > 1:
+            raise RuntimeError(
+                f"The batches of a {self.kind} cannot be counted: {len(drawn)} iterators have drawn from it, each "
+                f"reading ahead. Received: {list(drawn)} batches. Expected: one iterator, by `steps_per_epoch` and a "
+                "generator without an end. Use a tf.data.Dataset or a keras.utils.PyDataset instead."
+            )
+
+
+def source_of(adapter: Any, dataset: Any, strategy: Any, *, keeps_order: bool = False) -> DataSource:
+    """The source behind one of Keras' data adapters.
+
+    Args:
+      adapter: Keras' data adapter.
+      dataset: what the epoch iterator makes its iterators of: a data set, plain or distributed.
+      strategy: the strategy of the model.
+      keeps_order: whether only a tf.data pipeline comes in another order every time, as in validation: what is special
+        about other data is then left alone.
+    """
+    kinds: dict[Any, type[DataSource]] = {_Arrays: ArraySource, _Dataset: DataSource, _PyDataset: PyDatasetSource}
+    if keeps_order:
+        return kinds[_Dataset](adapter, dataset, strategy)
+    return kinds.get(type(adapter), OnceSource)(adapter, dataset, strategy)
+
+
+def _draw(iterator: Any, batches: int) -> int:
+    """Draws so many batches, or all there are; returns how many."""
+    for drawn in range(batches):
+        try:
+            next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return drawn
+    return batches
+
+
+@contextmanager
+def _functions_seeded(seed: int) -> Iterator[None]:
+    """Gives functions that are traced within the global seed `seed`, and leaves that of the program as it is.
+
+    `tf.random.set_seed` would also begin anew what has been drawn from it.
+    """
+    before = _context()._seed
+    _context()._seed = seed
+    try:
+        yield
+    finally:
+        _context()._seed = before

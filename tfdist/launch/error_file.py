@@ -1,0 +1,128 @@
+"""The JSON file that tells programs why an attempt failed."""
+
+import datetime
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from tfdist.launch.errors import UsageError
+from tfdist.launch.failure import WorkerEnd, signal_name
+from tfdist.launch.outcome import Outcome
+
+_NAME = re.compile(r"attempt-\d+\.json")
+
+
+class ErrorFile:
+    """One file for the last failed attempt, or a file an attempt in the directory of the logs.
+
+    Args:
+        path: The file, written anew by every failed attempt; None: `attempt-<number>.json` in `directory`.
+        directory: The directory of the logs; None, and no path: nothing is written.
+        run_id: What tells this run from others.
+
+    Raises:
+        UsageError: If the file cannot be written there. Those of an earlier run are removed.
+    """
+
+    def __init__(self, path: Path | None, directory: Path | None, run_id: str) -> None:
+        self._path, self._directory, self._run_id = path, directory, run_id
+        self._earlier: list[dict[str, Any]] = []
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+            elif directory is not None:
+                for file in directory.iterdir():
+                    if _NAME.fullmatch(file.name):
+                        file.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"The error file cannot be written. Received: {path or directory} ({error.strerror}). Expected: a file "
+                "that can be made or replaced (--error-file), or none. Choose another path."
+            ) from error
+
+    def write(self, outcome: Outcome) -> str:
+        """Writes why an attempt failed, whole or not at all.
+
+        Returns:
+            Why it could not be written, or an empty string.
+        """
+        entry = describe(outcome, self._run_id, earlier=self._earlier)
+        self._earlier.append({"attempt": outcome.attempt, "cause": outcome.describe()})
+        path = self._path
+        if path is None:
+            if self._directory is None:
+                return ""
+            path = self._directory / f"attempt-{outcome.attempt}.json"
+        try:
+            _write_whole(path, json.dumps(entry, indent=2) + "\n")
+        except OSError as error:
+            return f"the error file {path} could not be written ({error.strerror})"
+        return ""
+
+
+def describe(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the file says.
+
+    Args:
+        outcome: The failed attempt.
+        run_id: The run it belongs to.
+        earlier: The number and the cause, in one line, of each failed attempt before.
+
+    >>> describe(Outcome(0, 1, (WorkerEnd(0, -9),)), "f00d", earlier=[])["cause"]["signal"]
+    'SIGKILL'
+    """
+    first = outcome.cause
+    what: dict[str, Any] = {"rank": outcome.failed_rank, "description": outcome.describe()}
+    if first is not None:
+        told = outcome.errors.get(first.rank, {})
+        what |= _end(first)
+        what |= {
+            "exception": told.get("type") or first.exception or None,
+            "message": told.get("message"),
+            "last_lines": list(first.last_lines),
+        }
+    return {
+        "run": run_id,
+        "attempt": outcome.attempt,
+        "workers": outcome.workers,
+        "host": socket.gethostname(),
+        "started": _time(outcome.started_at),
+        "failed": _time(outcome.started_at + outcome.seconds),
+        "last_step": outcome.step,
+        "last_saved": outcome.saved,
+        "cause": {"host": socket.gethostname(), **what},
+        "ends": [_end(end) for end in outcome.ends],
+        "earlier": list(earlier),
+    }
+
+
+def _end(end: WorkerEnd) -> dict[str, Any]:
+    return {
+        "rank": end.rank,
+        "exit_code": end.returncode if end.returncode >= 0 else None,
+        "signal": signal_name(-end.returncode) if end.returncode < 0 else None,
+        "was_told": end.was_told,
+        "description": end.describe(),
+        "ended": _time(end.at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(unfinished, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,190 @@
+"""Judges by the heartbeats which worker is frozen, and whether the training stands still."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+# A beat comes every 0.25 s; gaps up to 1.3 s were seen where a worker held its GIL on a loaded host.
+_SUSPICIOUS_SECONDS = 2.0
+_STALL_FACTOR = 10
+_START_SECONDS = 30.0
+# Longer than this between two looks, the launcher itself did not run: the time does not count.
+_MAX_LOOK_SECONDS = 1.0
+
+
+@dataclasses.dataclass
+class Pulse:
+    """What is known of one worker. Times are in seconds in which the launcher looked."""
+
+    step: int | None = None
+    saved: int | None = None
+    phase: str | None = None
+    error: Mapping[str, str] | None = None
+    heard_at: float | None = None  # None: not heard yet, or leaving: it is not judged
+    stepped_at: float | None = None
+    stopped_at: float | None = None  # when its process was seen to be stopped
+    has_beaten: bool = False
+    is_leaving: bool = False
+
+    @property
+    def last_step(self) -> str:
+        """What to add to a message."""
+        return "" if self.step is None else f" (last step {self.step})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What a look at the workers showed.
+
+    Args:
+        frozen: By rank, the reason.
+        stall: Why the training stands still, or an empty string.
+        news: What to tell the user.
+    """
+
+    frozen: Mapping[int, str]
+    stall: str
+    news: tuple[str, ...]
+
+
+class Liveness:
+    """The heartbeats of all workers of an attempt.
+
+    A worker is judged from its first heartbeat on: before that TensorFlow starts, and nothing else in the process runs.
+    A stopped process (SIGSTOP) is one at any time. No step of any worker for ten times the longest interval between two
+    steps so far, and at least `stall_timeout_seconds`, is a stall.
+
+    Args:
+        workers: Number of workers.
+        now: Monotonic time in seconds.
+        heartbeat_timeout_seconds: Silence after which a worker is frozen. 0: never.
+        stall_timeout_seconds: The least time without a step that is a stall. 0: never.
+
+    >>> liveness = Liveness(1, now=0.0, heartbeat_timeout_seconds=1.0, stall_timeout_seconds=0.0)
+    >>> liveness.hear(0, b'{"alive": true, "step": 41}', now=0.5)
+    >>> liveness.judge({0: False}, now=1.4).frozen, liveness.judge({0: False}, now=1.5).frozen
+    ({}, {0: 'no heartbeat for 1 s (last step 41)'})
+    """
+
+    def __init__(
+        self, workers: int, *, now: float, heartbeat_timeout_seconds: float, stall_timeout_seconds: float
+    ) -> None:
+        self._pulses = [Pulse() for _ in range(workers)]
+        self._timeout, self._stall_timeout = heartbeat_timeout_seconds, stall_timeout_seconds
+        self._now, self._time = now, 0.0
+        self._moved_at: float | None = None  # the last step or checkpoint of any worker
+        self._longest_seconds: float | None = None  # between two steps of a worker; None: not two steps yet
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether anything is judged at all."""
+        return self._timeout > 0 or self._stall_timeout > 0
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """The ranks that sent heartbeats."""
+        return frozenset(rank for rank, pulse in enumerate(self._pulses) if pulse.has_beaten)
+
+    @property
+    def step(self) -> int | None:
+        """The highest step of any worker, or None."""
+        return max((pulse.step for pulse in self._pulses if pulse.step is not None), default=None)
+
+    @property
+    def saved(self) -> int | None:
+        """The highest sequence number of a checkpoint, or None."""
+        return max((pulse.saved for pulse in self._pulses if pulse.saved is not None), default=None)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a worker has made two steps, or has had the time to."""
+        return self._longest_seconds is not None or self._time >= _START_SECONDS
+
+    @property
+    def errors(self) -> dict[int, Mapping[str, str]]:
+        """The exceptions that the workers told of, by rank."""
+        return {rank: pulse.error for rank, pulse in enumerate(self._pulses) if pulse.error is not None}
+
+    def hear(self, rank: int, datagram: bytes, *, now: float) -> None:
+        """Takes a heartbeat (see `tfdist.cluster.heartbeat`). What is not one is ignored."""
+        try:
+            said = json.loads(datagram)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(said, dict):
+            return
+        self._look(now)
+        pulse = self._pulses[rank]
+        pulse.has_beaten = True
+        pulse.is_leaving = said.get("alive") is False
+        pulse.heard_at = None if pulse.is_leaving else self._time
+        phase = said.get("phase")
+        if pulse.phase is not None:
+            # The time without steps is no interval between two of them.
+            self._moved_at, pulse.stepped_at = self._time, None
+        pulse.phase = phase if isinstance(phase, str) else None
+        if isinstance(said.get("error"), dict):
+            pulse.error = {str(key): str(value) for key, value in said["error"].items()}
+        step, saved = said.get("step"), said.get("saved")
+        if type(saved) is int and saved != pulse.saved:
+            pulse.saved, self._moved_at = saved, self._time
+        if type(step) is int and step != pulse.step:
+            if pulse.stepped_at is not None:
+                self._longest_seconds = max(self._longest_seconds or 0.0, self._time - pulse.stepped_at)
+            pulse.step, pulse.stepped_at, self._moved_at = step, self._time, self._time
+
+    def judge(self, is_stopped: Mapping[int, bool], *, now: float) -> Judgement:
+        """Looks at all workers that run.
+
+        Args:
+            is_stopped: For each running worker whether its process is stopped.
+            now: Monotonic time in seconds.
+        """
+        self._look(now)
+        news = [line for rank, stopped in is_stopped.items() for line in self._notice(rank, stopped)]
+        frozen = {rank: reason for rank in is_stopped if (reason := self._why_frozen(self._pulses[rank]))}
+        return Judgement(frozen, self._stall(is_stopped), tuple(news))
+
+    def suspects(self, is_stopped: Mapping[int, bool]) -> bool:
+        """Whether a running worker is silent for so long that it may be about to be found frozen."""
+        silences = [
+            self._time - pulse.heard_at for rank in is_stopped if (pulse := self._pulses[rank]).heard_at is not None
+        ]
+        return self._timeout > 0 and (any(is_stopped.values()) or max(silences, default=0.0) >= _SUSPICIOUS_SECONDS)
+
+    def _look(self, now: float) -> None:
+        self._time += min(max(now - self._now, 0.0), _MAX_LOOK_SECONDS)
+        self._now = now
+
+    def _notice(self, rank: int, stopped: bool) -> list[str]:
+        pulse = self._pulses[rank]
+        if stopped == (pulse.stopped_at is not None):
+            return []
+        pulse.stopped_at = self._time if stopped else None
+        if not stopped:
+            return [f"worker {rank} goes on again"]
+        then = f": frozen, unless it goes on within {self._timeout:g} s" if self._timeout else ""
+        return [f"worker {rank} is stopped (as by SIGSTOP){then}{pulse.last_step}"]
+
+    def _why_frozen(self, pulse: Pulse) -> str:
+        if self._timeout <= 0:
+            return ""
+        if pulse.stopped_at is not None and self._time - pulse.stopped_at >= self._timeout:
+            return f"stopped for {self._timeout:g} s{pulse.last_step}"
+        if pulse.heard_at is not None and self._time - pulse.heard_at >= self._timeout:
+            why = ", as it is stopped" if pulse.stopped_at is not None else ""
+            return f"no heartbeat for {self._timeout:g} s{why}{pulse.last_step}"
+        return ""
+
+    def _stall(self, is_stopped: Mapping[int, bool]) -> str:
+        if self._stall_timeout <= 0 or self._moved_at is None or self._longest_seconds is None:
+            return ""
+        # Where one has ended the others may have no step left to do.
+        waits = [pulse for pulse in self._pulses if pulse.phase is not None or pulse.is_leaving]
+        if waits or len(is_stopped) < len(self._pulses):
+            return ""
+        limit = max(self._stall_timeout, _STALL_FACTOR * self._longest_seconds)
+        if self._time - self._moved_at < limit:
+            return ""
+        steps = ", ".join(str(pulse.step) for pulse in self._pulses)
+        return f"no worker made a step for {limit:.0f} s (last steps: {steps})"

@@ -1,0 +1,1 @@
+"""What a training consists of beside its weights, and how it goes on from there: data, generators, callbacks."""

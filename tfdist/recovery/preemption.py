@@ -1,0 +1,83 @@
+"""Signals that ask the training to save and end, and the step at which all workers do."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+from tfdist.recovery.agreement import Agreement
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what Slurm sends by `--signal=USR1@60`
+_STOP, _CLOSED = "stop", "closed"  # what is said to the listening threads: a step, or that there is none
+
+
+class Preemption:
+    """Hears the signals on any worker and finds the next step that all workers have in common.
+
+    The worker that is told proposes the step after its present one and goes on only when all have heard of it. Steps
+    of synchronous training hold each other: no worker can have passed that step. TensorFlow's coordination service
+    swallows SIGTERM, so handlers must be set after the strategy is made. A second signal ends the process at once.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._told = threading.Event()
+        self._stop_step: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def listen(self) -> bool:
+        """Sets the handlers; returns whether this thread may (only the main thread can)."""
+        can_handle = threading.current_thread() is threading.main_thread()
+        if can_handle:
+            self._previous = {number: _beneath(number, signal.signal(number, self._heed)) for number in _SIGNALS}
+        if self._agreement.workers > 1:
+            threading.Thread(target=self._hear_others, name="tfdist-preemption", daemon=True).start()
+        return can_handle
+
+    def is_due(self, step: int, steps_at_once: int) -> bool:
+        """Whether the training should save and end after `step`; to be asked by all workers after every step."""
+        if self._told.is_set() and self._stop_step is None:
+            self._propose(step, steps_at_once)
+        return self._stop_step is not None and step >= self._stop_step
+
+    def stop_listening(self) -> None:
+        """Puts the former handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def close(self) -> None:
+        """To be called by all workers when the training is over, so that nobody waits for a step any more."""
+        if self._agreement.workers > 1 and self._agreement.rank == 0:
+            self._agreement.first(_STOP, _CLOSED)  # ends the others' threads
+
+    def _heed(self, number: int, frame: Any) -> None:
+        if self._told.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._told.set()
+
+    def _propose(self, step: int, steps_at_once: int) -> None:
+        if self._agreement.workers == 1:
+            self._stop_step = step
+            return
+        agreed = self._agreement.first(_STOP, step + steps_at_once)
+        if agreed == _CLOSED:
+            self._told.clear()
+            return
+        self._agreement.wait_for_all("heard")  # by the threads below, this worker's, too
+
+    def _hear_others(self) -> None:
+        try:
+            agreed = self._agreement.hear(_STOP)
+        except Exception:  # the cluster has ended
+            return
+        if agreed != _CLOSED:
+            self._stop_step = int(agreed)
+            self._agreement.arrive("heard")
+
+
+def _beneath(number: int, handler: Any) -> Any:
+    """`handler`, or what was there before it if it belongs to a `fit` that an exception has ended."""
+    owner = getattr(handler, "__self__", None)
+    return owner._previous.get(number, signal.SIG_DFL) if isinstance(owner, Preemption) else handler

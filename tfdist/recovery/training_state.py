@@ -1,0 +1,92 @@
+"""All that a training consists of beside its data, as the shards of a checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist.checkpoint import Checkpoint, Shard
+from tfdist.keras_internals.accumulation import Accumulation
+from tfdist.recovery import callback_state, generators
+from tfdist.recovery.replicas import merge
+from tfdist.recovery.variables import TrainingVariables
+
+
+class TrainingState:
+    """The variables of a model's training, its callbacks, and the random generators of this process."""
+
+    def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any) -> None:
+        """Makes the variables that Keras would make in the first step.
+
+        Args:
+          model: a compiled model.
+          callbacks: those that `fit` calls, but for the one that recovers.
+          element_spec: of the batches; see `TrainingVariables.build`.
+
+        Raises:
+          ValueError: a callback would restore the training, too.
+          RuntimeError: the shapes of a batch are not known.
+        """
+        callback_state.refuse_others(callbacks)
+        self._model, self._callbacks = model, callbacks
+        self._replicas = int(model.distribute_strategy.num_replicas_in_sync)
+        self._variables = TrainingVariables(model)
+        self._variables.build(element_spec)
+
+    @property
+    def callbacks_that_start_anew(self) -> list[str]:
+        """The classes of callbacks of which nothing tells what they remember."""
+        return callback_state.without_state(self._callbacks)
+
+    def snapshot(self, notes: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
+        """Copies to host memory: what all ranks share, of which the chief takes care, and what this one has.
+
+        Args:
+          notes: of this rank, to be saved with it.
+          is_chief: whether this is rank 0.
+        """
+        remembered = callback_state.state_of(self._callbacks)
+        random_state = generators.python_and_numpy_state()
+        own = Shard(self._variables.own(), {**notes, "generators": random_state, "callbacks": remembered.notes})
+        if not is_chief:
+            return None, own
+        tensors = {**self._variables.shared(), **remembered.tensors}
+        return Shard(tensors, {"description": self._variables.description()}), own
+
+    def accumulate_as_in(self, checkpoint: Checkpoint) -> None:
+        """Makes an update of as many micro-steps as when the checkpoint was saved."""
+        accumulation = Accumulation(self._model)
+        saved_steps = checkpoint.shared().notes["description"]["accumulation_steps"]
+        if accumulation.steps != saved_steps:
+            accumulation.change(saved_steps)
+
+    def restore(self, checkpoint: Checkpoint, rank: int, workers: int, *, metrics: bool) -> None:
+        """Puts back what a checkpoint has, for other ranks and replicas than saved it, too.
+
+        Args:
+          checkpoint: whole.
+          rank: of this worker.
+          workers: how many there are now.
+          metrics: whether the metrics, too, of an epoch that goes on.
+
+        Raises:
+          ValueError: the checkpoint is of another training; nothing was touched then.
+        """
+        shared = checkpoint.shared()
+        description = shared.notes["description"]
+        same_workers = checkpoint.world == workers and description["replicas"] == self._replicas
+        shard = checkpoint.of_rank(rank if same_workers else 0)
+        own = shard.tensors
+        if not same_workers:
+            own = merge([checkpoint.of_rank(other).tensors for other in range(checkpoint.world)])
+        variables = {name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")}
+        self._variables.check(variables, own, description)
+        callback_state.check(self._callbacks, shard.notes["callbacks"], all_present=same_workers)
+        generators.check(shard.notes["generators"])
+
+        self._variables.restore_shared(variables, description)
+        self._variables.restore_own(own, description)
+        if metrics:
+            self._variables.restore_metrics(own, description)
+        callback_state.restore(self._callbacks, shard.notes["callbacks"], shared.tensors)
+        generators.restore(shard.notes["generators"])
