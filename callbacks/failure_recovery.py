@@ -227,7 +227,7 @@ class FailureRecovery(LastCallback):
 
         def write() -> None:
             self._store.save(sequence, self._attempt, rank=rank, world=workers, own=own, shared=shared, facts=facts)
-            if self._heartbeat is not None:
+            if self._heartbeat is not None and rank == 0:  # the chief's write is over when all are
                 self._heartbeat.saved(sequence)
 
         self._writer.submit(write)

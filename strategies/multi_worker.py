@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import zlib
 from typing import Any
 
 import tensorflow as tf
@@ -120,12 +121,13 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         """Gives all workers one global seed of TensorFlow unless the user has set one.
 
         Every worker shuffles the whole data set and takes its part: with seeds of their own some samples of an epoch
-        would be seen twice and others not at all.
+        would be seen twice and others not at all. All attempts of one `tfdist run` have the same seed, so that a
+        training that goes on after a failure goes on in the same order.
         """
         if self.num_workers > 1 and global_seed() is None:
             name = f"tfdist/seed/{self._collective_key_base}"
             if self.rank == 0:
-                share(name, str(secrets.randbits(31)))
+                share(name, str(_seed_of_run()))
             tf.random.set_seed(int(shared(name)))
 
     def _agreed_batches(self, own_batches: int | None) -> int | None:
@@ -138,6 +140,11 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         own = tf.constant([_UNKNOWN if own_batches is None else own_batches], tf.int64)
         batches = self.gather(own, axis=0).numpy().tolist()
         return None if _UNKNOWN in batches else max(batches)
+
+
+def _seed_of_run() -> int:
+    run = os.environ.get("TFDIST_RUN_ID")
+    return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1
 
 
 def _resolver_of_environment() -> Any:

@@ -182,4 +182,5 @@ def test_error_that_echoes_a_peers_end_gives_the_peer_time(run):
     """
     ended = run(script, "--max-restarts", "1")
     assert ended.code == 7
+    assert not any(line.startswith("worker 0 failed first") for line in ended.said)
     assert "worker 1 failed first: exit code 7. It printed nothing." in ended.said

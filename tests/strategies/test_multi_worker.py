@@ -147,3 +147,13 @@ def test_without_a_cluster_it_trains_alone():
 def test_a_start_timeout_must_be_positive(value):
     finished = run(MAKE.format(f"start_timeout={value}"))
     assert "ValueError: `start_timeout` is not a time" in finished.stderr
+
+
+def test_the_attempts_of_a_run_have_one_seed(monkeypatch):
+    from tfdist.strategies.multi_worker import _seed_of_run
+
+    monkeypatch.setenv("TFDIST_RUN_ID", "one")
+    first = _seed_of_run()
+    assert first == _seed_of_run()
+    monkeypatch.setenv("TFDIST_RUN_ID", "another")
+    assert first != _seed_of_run()

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tfdist.keras_internals.data_sources import DataSource, source_of
+from tfdist.keras_internals.data_source import DataSource
+from tfdist.keras_internals.data_sources import source_of
 from tfdist.keras_internals.running_fit import claim_fit, fit_validated_by, install_running_fit
 from tfdist.keras_internals.symbols import trainer
 from tfdist.private_symbols import private

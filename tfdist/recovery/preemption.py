@@ -3,11 +3,14 @@
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 from tfdist.recovery.agreement import Agreement
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what Slurm sends by `--signal=USR1@60`
+# A scheduler may signal every process, and the supervisor pass its own signal on: that is one notice.
+_ONE_NOTICE_SECONDS = 1.0
 _STOP, _CLOSED = "stop", "closed"  # what is said to the listening threads: a step, or that there is none
 
 
@@ -16,12 +19,14 @@ class Preemption:
 
     The worker that is told proposes the step after its present one and goes on only when all have heard of it. Steps
     of synchronous training hold each other: no worker can have passed that step. TensorFlow's coordination service
-    swallows SIGTERM, so handlers must be set after the strategy is made. A second signal ends the process at once.
+    swallows SIGTERM, so handlers must be set after the strategy is made. A second signal, a second later or more, ends
+    the process at once.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._told = threading.Event()
+        self._told_at = 0.0
         self._stop_step: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -52,10 +57,13 @@ class Preemption:
             self._agreement.first(_STOP, _CLOSED)  # ends the others' threads
 
     def _heed(self, number: int, frame: Any) -> None:
-        if self._told.is_set():
+        now = time.monotonic()
+        if not self._told.is_set():
+            self._told_at = now
+            self._told.set()
+        elif now > self._told_at + _ONE_NOTICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._told.set()
 
     def _propose(self, step: int, steps_at_once: int) -> None:
         if self._agreement.workers == 1:
