@@ -1,5 +1,6 @@
 # make demo    train on real images with two workers, compare with one process, then kill a worker and compare again
 # make test    lint, types, doctests and tests
+# make test-long  a few tests more of the same kinds
 # make parity  N replicas against one process, case by case, as a table
 #
 # Each makes its own environment in .venv first. Needs only make and a Python of 3.11 to 3.13: those for which TensorFlow
@@ -35,7 +36,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test lint doctest format parity clean
+.PHONY: help install demo test test-long lint doctest format parity clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -59,6 +60,9 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

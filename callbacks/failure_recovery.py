@@ -110,6 +110,7 @@ class FailureRecovery(LastCallback):
             self._warn_of_callbacks()
         sequence, self._attempt = self._agreement.from_chief("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
+        self._was_complete = False
         self._progress, self._logs = Progress(), None
         if sequence is not None:
             self._resume(self._open(sequence))
@@ -159,9 +160,10 @@ class FailureRecovery(LastCallback):
             self._heartbeat.phase("validation")
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._progress = self._progress.finished(stopped=bool(self.model.stop_training))
-        self._save()
-        self._writer.wait()
+        if not self._was_complete:
+            self._progress = self._progress.finished(stopped=bool(self.model.stop_training))
+            self._save()
+            self._writer.wait()
         self._preemption.close()
         if self._heartbeat is not None:
             self._heartbeat.phase("finished")
@@ -185,8 +187,8 @@ class FailureRecovery(LastCallback):
     def _resume(self, checkpoint: Checkpoint) -> None:
         progress, rank = Progress(**checkpoint.facts["progress"]), self._agreement.rank
         epochs = self.params.get("epochs", 0)
-        is_complete = progress.stopped or progress.epoch >= epochs
-        if is_complete:
+        self._was_complete = progress.stopped or progress.epoch >= epochs
+        if self._was_complete:
             start_at_epoch(self.model, epochs)
             self._say(f"the training is complete ({progress.epoch} epochs), nothing is left to train")
         else:
@@ -197,7 +199,7 @@ class FailureRecovery(LastCallback):
             self._say(f"going on in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
         if any(isinstance(other, GradientAccumulation) for other in self.others):
             self._state.accumulate_as_in(checkpoint)  # else that callback would only do so when the epoch begins
-        self._state.restore(checkpoint, rank, self._agreement.workers, metrics=is_complete)
+        self._state.restore(checkpoint, rank, self._agreement.workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint
 
     def _open(self, sequence: int) -> Checkpoint:

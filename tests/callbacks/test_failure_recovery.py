@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
 
 from tfdist.callbacks import CommunicationReport, FailureRecovery
@@ -56,7 +57,7 @@ TRAININGS = {
     "unknown cardinality": {"kind": "unknown"},
     "accumulation": {"accumulation": 3},
     "two replicas": {"strategy": mirrored()},
-    "two replicas, stock": {"strategy": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])},
+    "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
     "two replicas, PowerSGD, accumulation": {"strategy": mirrored(compression="powersgd:2"), "accumulation": 2},
 }
 INTERRUPTIONS = {
@@ -132,9 +133,11 @@ def test_a_signal_saves_after_the_step_and_ends_with_its_code(tmp_path, undistur
 
 def test_a_finished_training_trains_nothing(tmp_path, undisturbed):
     train(tmp_path)
+    saved = sorted((tmp_path / "checkpoints").iterdir())
     steps = Interrupt("on_train_batch_end", 1)
     assert differences(undisturbed("one process"), train(tmp_path, callbacks=[steps])) == []
     assert steps.count == 1
+    assert sorted((tmp_path / "checkpoints").iterdir()) == saved
 
 
 class Stop(keras.callbacks.Callback):

@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("workers", PLANS)
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, undisturbed, workers):
     said = run(tmp_path, workers, PLANS[workers])
     for expected, result in zip(undisturbed(workers), results(tmp_path, workers), strict=True):

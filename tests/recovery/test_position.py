@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from data_runs import BATCH, EPOCHS, Start, dataset, train
 from position_cases import CASES, ON_ONE_DEVICE
+from stock_strategy import stock_mirrored
 
 from tfdist.keras_internals.input_pipeline import without_first
 from tfdist.strategies import MirroredStrategy
@@ -21,7 +22,7 @@ from tfdist.strategies import MirroredStrategy
 def strategies(cpus):
     return {
         "none": tf.distribute.get_strategy(),
-        "stock": tf.distribute.MirroredStrategy(cpus[:2]),
+        "stock": stock_mirrored(cpus[:2]),
         "tfdist": MirroredStrategy(cpus[:2]),
     }
 

@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Under TensorFlow's own strategy Keras cannot accumulate on two replicas.
 PAIRS = [
     *[(case, "none") for case in trainings.CASES],
-    *[(case, "stock") for case in ("average", "float16")],
-    *[(case, "tfdist") for case in ("average", "accumulation", "float16_accumulation", "unusual")],
+    ("float16", "stock"),
+    *[(case, "tfdist") for case in ("float16_accumulation", "unusual")],
     ("accumulation", "workers"),
     ("accumulation", "powersgd"),
     ("float16", "topk"),
+    *[pytest.param(*pair, marks=pytest.mark.long) for pair in (("average", "stock"), ("average", "tfdist"))],
 ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 
 from tfdist.compression import MomentumCorrection, Policy, TopK
 from tfdist.recovery import generators
@@ -96,7 +97,7 @@ CASES: dict[str, Callable[[], keras.Model]] = {
 }
 SETUPS: dict[str, Callable[[], Any]] = {
     "none": tf.distribute.get_strategy,
-    "stock": lambda: tf.distribute.MirroredStrategy(CPUS),
+    "stock": lambda: stock_mirrored(CPUS),
     "tfdist": lambda: MirroredStrategy(CPUS),
     "workers": MultiWorkerMirroredStrategy,  # one of them, with all devices
     "powersgd": lambda: MirroredStrategy(CPUS, compression=Policy("powersgd:2", dense_below=0, dense_steps=1)),
