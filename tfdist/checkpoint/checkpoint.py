@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from tfdist.checkpoint import container
-from tfdist.checkpoint.errors import BrokenError
+from tfdist.checkpoint.errors import BrokenError, reading
 from tfdist.checkpoint.manifest import MANIFEST, SHARED, Manifest, rank_file
 from tfdist.checkpoint.shard import Json, Shard
 
@@ -103,11 +103,6 @@ def _fingerprint(path: Path) -> tuple[int, ...]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    try:
-        return Manifest.from_bytes((path / MANIFEST).read_bytes())
-    except PermissionError:
-        raise
-    except FileNotFoundError as error:
-        raise BrokenError(f"{MANIFEST} is missing") from error
-    except OSError as error:
-        raise BrokenError(f"{MANIFEST} cannot be read: {error}") from error
+    with reading(MANIFEST):
+        content = (path / MANIFEST).read_bytes()
+    return Manifest.from_bytes(content)

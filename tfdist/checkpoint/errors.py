@@ -58,3 +58,21 @@ def _remedy(error: OSError) -> str:
     return (
         "Expected: a file system that works. Look at its health (dmesg, the server's log), or name another directory."
     )
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Tells of a file `name` that is missing or cannot be read by a BrokenError.
+
+    Raises:
+      BrokenError: as above.
+      PermissionError: if this user may not read it, which says nothing about the file.
+    """
+    try:
+        yield
+    except PermissionError:
+        raise
+    except FileNotFoundError as error:
+        raise BrokenError(f"{name} is missing") from error
+    except OSError as error:
+        raise BrokenError(f"{name} cannot be read: {error}") from error

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.checkpoint.errors import BrokenError
+from tfdist.checkpoint.errors import BrokenError, reading
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,9 @@ class FileRecord:
           BrokenError: if it differs or cannot be read.
           PermissionError: if this user may not read it, which says nothing about the file.
         """
-        try:
+        with reading(path.name):
             size = path.stat().st_size
             if size != self.size_bytes:
                 raise BrokenError(f"{path.name} has {size} bytes, not the {self.size_bytes} that were written")
             if every_byte and FileRecord.of(path) != self:
                 raise BrokenError(f"{path.name} is not what was written: its checksum differs")
-        except PermissionError:
-            raise
-        except FileNotFoundError as error:
-            raise BrokenError(f"{path.name} is missing") from error
-        except OSError as error:
-            raise BrokenError(f"{path.name} cannot be read: {error}") from error

@@ -4,9 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
-import tensorflow as tf
-
+from tfdist.keras_internals.declared_batch import declared_batch
 from tfdist.keras_internals.symbols import trainer
 
 
@@ -76,14 +74,7 @@ def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[
 
 def _declared_batch(iterator: Any) -> Any:
     """A replica's batch as symbolic tensors, or `None` if a rank is not known."""
-
-    def symbolic(spec: Any) -> Any:
-        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
-        if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
-            return None  # how a data set says that there are no targets or weights
-        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
-
     try:
-        return tf.nest.map_structure(symbolic, iterator.distributed_dataset.element_spec)
+        return declared_batch(iterator.distributed_dataset.element_spec)
     except (AttributeError, TypeError, ValueError):
         return None

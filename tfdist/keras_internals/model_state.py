@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.declared_batch import declared_batch
 from tfdist.private_symbols import private
 
 private("keras.src.trainers.trainer:Trainer._symbolic_build", "builds model, metrics and optimizer without a batch")
@@ -85,7 +86,9 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
     batch = None
     if needs_shapes:
         try:
-            batch = _symbolic_batch(element_spec)
+            if element_spec is None:
+                raise ValueError("no batch was described")
+            batch = declared_batch(element_spec)
         except (AttributeError, TypeError, ValueError) as error:
             raise RuntimeError(
                 "The variables of the model or its metrics cannot be made before the first batch. Received: batches "
@@ -94,18 +97,6 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
             ) from error
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=batch)
-
-
-def _symbolic_batch(element_spec: Any) -> Any:
-    def symbolic(spec: Any) -> Any:
-        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
-        if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
-            return None  # how a data set says that there are no targets or weights
-        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
-
-    if element_spec is None:
-        raise ValueError("no batch was described")
-    return tf.nest.map_structure(symbolic, element_spec)
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:
