@@ -4,9 +4,10 @@
 
 - **A save** of a model of 50 MB (with Adam's slots): for how long a step is held up, and how long writing, with
   checksums and flushed to the disk, would hold it up if it were not in the background.
-- **Overhead**: a training that saves every 100 steps against one that saves at its end only.
+- **Overhead**: a training that saves every 100 steps against one that saves at its end only, for that model and for one
+  whose steps are very short.
 - **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message, and to the first step of the next
-  attempt, with and without `--warm-spares`, against a plain start.
+  attempt, with and without `--warm-spares`, against a plain start; from SIGSTOP to the message.
 
 Medians; the variants take turns within one run. Writes `recovery.json` to `benchmarks/results` and prints a table.
 """
@@ -29,6 +30,12 @@ _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
 _SAVES, _STEPS, _TURNS = 12, 200, 5
 _KILL_AT_STEP = 30
+_HEARTBEAT_TIMEOUT_SECONDS = 3
+# Layers, units and samples a step.
+_TRAININGS = {
+    "50 MB, 128 samples a step": ([_UNITS] * 3, _UNITS, 128),
+    "8 MB, 16 samples a step": ([512, 512, 10], 784, 16),
+}
 
 
 def measure_saves(folder: Path) -> dict[str, float]:
@@ -67,22 +74,24 @@ def measure_saves(folder: Path) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in held_up.items()}
 
 
-def measure_overhead(folder: Path) -> dict[str, float]:
-    """Seconds of an epoch with a save every 100 steps, and without."""
+def measure_overhead(folder: Path) -> dict[str, dict[str, float]]:
+    """By training: the seconds of an epoch with a save every 100 steps, and without, and of one step."""
+    return {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
+
+
+def _overhead(folder: Path, layers: list[int], units: int, batch: int) -> dict[str, float]:
     import keras
     import numpy as np
 
     from tfdist.callbacks import FailureRecovery
 
-    inputs = np.random.default_rng(0).normal(size=(_STEPS * 16, 784)).astype("float32")
-    labels = np.random.default_rng(1).integers(0, 10, len(inputs))
+    inputs = np.random.default_rng(0).normal(size=(_STEPS * batch, units)).astype("float32")
+    targets = np.zeros([len(inputs), layers[-1]], "float32")
     models: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {"every 100 steps": [], "at the end": []}
     for name in seconds:
-        layers = [keras.layers.Dense(512, "relu"), keras.layers.Dense(512, "relu"), keras.layers.Dense(10)]
-        models[name] = keras.Sequential([keras.Input((784,)), *layers])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        models[name].compile("adam", loss=loss, jit_compile=False)
+        models[name] = keras.Sequential([keras.Input((units,)), *(keras.layers.Dense(size) for size in layers)])
+        models[name].compile("adam", loss="mse", jit_compile=False)
 
     class Clock(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -94,33 +103,39 @@ def measure_overhead(folder: Path) -> dict[str, float]:
     for turn in range(_TURNS + 1):
         for name in seconds:
             steps = 100 if name == "every 100 steps" else 10**6
-            recovery = FailureRecovery(folder / f"overhead-{name}-{turn}".replace(" ", "-"), every_steps=steps, keep=1)
+            recovery = FailureRecovery(folder / f"{name}-{turn}".replace(" ", "-"), every_steps=steps, keep=1)
             clock = Clock()
-            models[name].fit(inputs, labels, batch_size=16, shuffle=False, verbose=0, callbacks=[clock, recovery])
+            models[name].fit(inputs, targets, batch_size=batch, shuffle=False, verbose=0, callbacks=[clock, recovery])
             if turn:  # the first traces
                 seconds[name].append(clock.seconds)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return medians | {"step": medians["at the end"] / _STEPS}
 
 
 def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:
     """Seconds from a plain start to its first step, from SIGKILL to the message, and to the next first step."""
     found: dict[str, dict[str, list[float]]] = {}
+    frozen = ["--heartbeat-timeout", str(_HEARTBEAT_TIMEOUT_SECONDS)]
     for turn in range(3):
-        for name, options in (("cold", []), ("warm spares", ["--warm-spares"])):
-            times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), options)
+        for name, signal_name, options in (
+            ("cold", "SIGKILL", []),
+            ("warm spares", "SIGKILL", ["--warm-spares"]),
+            ("frozen", "SIGSTOP", frozen),
+        ):
+            times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), signal_name, options)
             for what, seconds in times.items():
                 found.setdefault(name, {}).setdefault(what, []).append(seconds)
     return {name: {what: statistics.median(seconds) for what, seconds in of.items()} for name, of in found.items()}
 
 
-def _restart(folder: Path, options: list[str]) -> dict[str, float]:
+def _restart(folder: Path, signal_name: str, options: list[str]) -> dict[str, float]:
     folder.mkdir()
     launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1", *options]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     environment.pop("TF_CONFIG", None)
     began = time.time()
     process = subprocess.Popen(
-        [*launcher, __file__, "--work", str(folder)],
+        [*launcher, __file__, "--work", str(folder), signal_name],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -129,7 +144,7 @@ def _restart(folder: Path, options: list[str]) -> dict[str, float]:
     noticed = 0.0
     assert process.stderr is not None
     for line in process.stderr:
-        if "worker 1 failed:" in line and not noticed:
+        if ("worker 1 failed:" in line or "worker 1 is frozen:" in line) and not noticed:
             noticed = time.time()
     if process.wait() != 0 or not noticed:
         raise RuntimeError(f"The workers ended with {process.returncode}. Expected: 0, after one restart.")
@@ -137,8 +152,8 @@ def _restart(folder: Path, options: list[str]) -> dict[str, float]:
     return {"start": first - began, "noticed": noticed - killed, "next step": next_first - killed}
 
 
-def work(folder: Path) -> None:
-    """A worker; rank 1 kills itself in the first attempt."""
+def work(folder: Path, signal_name: str) -> None:
+    """A worker; rank 1 sends itself the signal in the first attempt."""
     import keras
     import numpy as np
 
@@ -161,7 +176,7 @@ def work(folder: Path) -> None:
                 # Long enough for the spares to have come up, as in any real training.
                 time.sleep(20)
                 (folder / "killed").write_text(str(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals[signal_name])
 
     with strategy.scope():
         layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(1)]
@@ -177,13 +192,19 @@ def work(folder: Path) -> None:
     )
 
 
+def _extra(overhead: dict[str, float]) -> float:
+    return overhead["every 100 steps"] / overhead["at the end"] - 1
+
+
 def main() -> int:
     """Measures, prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="used by the launcher: be a worker in this directory")
+    parser.add_argument(
+        "--work", nargs=2, metavar=("DIRECTORY", "SIGNAL"), help="used by the launcher: be a worker in this directory"
+    )
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments.work)
+        work(Path(arguments.work[0]), arguments.work[1])
         return 0
     with tempfile.TemporaryDirectory() as folder:
         restarts = measure_restarts(Path(folder))
@@ -196,9 +217,16 @@ def main() -> int:
         ("a step is held up by a save of 50 MB, ms", f"{saves['background'] * 1e3:.1f}"),
         ("by the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
         ("part of it", f"{saves['background'] / saves['foreground']:.1%}"),
-        ("saving every 100 steps, overhead", f"{overhead['every 100 steps'] / overhead['at the end'] - 1:.1%}"),
+        *(
+            (f"saving every 100 steps, overhead; {name} of {of['step'] * 1e3:.1f} ms", f"{_extra(of):.1%}")
+            for name, of in overhead.items()
+        ),
         ("a plain start to its first step, s", f"{restarts['cold']['start']:.1f}"),
         ("SIGKILL to the message, s", f"{restarts['cold']['noticed']:.2f}"),
+        (
+            f"SIGSTOP to the message, --heartbeat-timeout {_HEARTBEAT_TIMEOUT_SECONDS}, s",
+            f"{restarts['frozen']['noticed']:.2f}",
+        ),
         ("SIGKILL to the next step, s", f"{restarts['cold']['next step']:.1f}"),
         ("the same with warm spares, s", f"{restarts['warm spares']['next step']:.1f}"),
     ]

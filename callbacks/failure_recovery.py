@@ -224,6 +224,7 @@ class FailureRecovery(LastCallback):
             **{name: getattr(self._progress, name) for name in ("step", "epoch")},
         }
         position = self._iterator.position(self._progress.next_step, self._logs)
+        self._writer.wait()  # it writes what the next snapshot writes over
         shared, own = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
         self._sequence += 1
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.collectives.state import share_of
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.recovery.comparison import Difference
+from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.replicas import by_name, name_of
 
 PREFIX = "compression/"
@@ -49,19 +50,18 @@ class CompressionArrays:
         """How many replicas, of all workers, compressed gradients travel between."""
         return 1 if self._state is None else int(self._state.num_replicas)
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self, host: HostCopies) -> dict[str, np.ndarray]:
         """Copies of the state of this worker's replicas; nothing before the first update."""
         if self._state is None:
             return {}
-        return {
-            name_of(f"{PREFIX}{self._keys[path]}/{entry}", int(number.removeprefix("replica_"))): np.asarray(
-                variable.numpy()
-            )
+        named = {
+            name_of(f"{PREFIX}{self._keys[path]}/{entry}", int(number.removeprefix("replica_"))): variable
             for number, replica in self._state.replicas.items()
             for path, entries in replica.entries.items()
             if path in self._keys
             for entry, variable in entries.items()
         }
+        return {name: host.of(name, variable) for name, variable in named.items()}
 
     def difference(self, own: Mapping[str, np.ndarray]) -> Difference | None:
         """The first of the saved entries that this strategy's compressors would not understand."""

@@ -30,7 +30,7 @@ class TrainingState:
         callback_state.refuse_others(callbacks)
         self._model, self._callbacks = model, callbacks
         self._replicas = int(model.distribute_strategy.num_replicas_in_sync)
-        self._variables = TrainingVariables(model)
+        self._variables = TrainingVariables(model, reuse_memory=True)
         self._variables.build(element_spec)
 
     @property
@@ -40,6 +40,8 @@ class TrainingState:
 
     def snapshot(self, notes: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
         """Copies to host memory: what all ranks share, of which the chief takes care, and what this one has.
+
+        The next snapshot writes over this one.
 
         Args:
           notes: of this rank, to be saved with it.

@@ -12,6 +12,7 @@ from tfdist.recovery.comparison import Difference, different_optimizer, differen
 from tfdist.recovery.compression_state import PREFIX as COMPRESSION
 from tfdist.recovery.compression_state import CompressionArrays
 from tfdist.recovery.generators import make_as_saved
+from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.inventory import (
     ACCUMULATORS,
     GENERATORS,
@@ -37,7 +38,8 @@ class TrainingVariables:
     accumulators, what compression remembers, moving statistics and other variables that are not trained, seed
     generators, metrics.
 
-    Copies do not share memory with a variable, neither what is saved nor what is restored.
+    Copies do not share memory with a variable, neither what is saved nor what is restored. With `reuse_memory` they
+    share it with those of the calls before.
 
     >>> import keras
     >>> from tfdist.recovery.variables import TrainingVariables
@@ -60,9 +62,15 @@ class TrainingVariables:
     True
     """
 
-    def __init__(self, model: Any) -> None:
-        """Looks at `model`, a compiled Keras model; variables that are made later are found, too."""
+    def __init__(self, model: Any, *, reuse_memory: bool = False) -> None:
+        """Looks at `model`, a compiled Keras model; variables that are made later are found, too.
+
+        Args:
+          model: a compiled Keras model.
+          reuse_memory: whether `shared` and `own` write over what they returned the time before.
+        """
         self._model = model
+        self._host = HostCopies() if reuse_memory else None
         self._strategy = model.distribute_strategy
         self._rank = int(getattr(self._strategy, "rank", 0))
         self._inventory = Inventory(model)
@@ -105,17 +113,19 @@ class TrainingVariables:
 
     def shared(self) -> dict[str, np.ndarray]:
         """Copies of what is equal on all replicas."""
-        return {name: _copy(variable.components[0]) for name, variable in self._inventory.shared().items()}
+        host = self._host or HostCopies()
+        return {name: host.of(name, variable.components[0]) for name, variable in self._inventory.shared().items()}
 
     def own(self) -> dict[str, np.ndarray]:
         """Copies of what the local replicas have for themselves, metrics included."""
+        host = self._host or HostCopies()
         first = self._rank * self._inventory.local_replicas
         copies = {
-            name_of(name, first + index): _copy(component)
+            name_of(name, first + index): host.of(name_of(name, first + index), component)
             for name, variable in {**self._inventory.own(), **self._inventory.metrics()}.items()
             for index, component in enumerate(variable.components)
         }
-        return copies | self._compression().arrays()
+        return copies | self._compression().arrays(host)
 
     def check(self, shared: Arrays, own: Arrays, description: Json) -> None:
         """Compares a checkpoint with this training, without touching a variable.
@@ -238,11 +248,6 @@ class TrainingVariables:
 
     def _compression(self) -> CompressionArrays:
         return CompressionArrays(self._model, self._inventory.keys(), self._rank, self._inventory.local_replicas)
-
-
-def _copy(component: Any) -> np.ndarray:
-    # The one copy: `numpy()` copies an array, and makes a new object of a scalar.
-    return np.asarray(component.numpy())
 
 
 def _converted(optimizer: OptimizerState, saved: Json) -> MicroSteps:
