@@ -1,0 +1,76 @@
+"""The functions that workers and servers run for one model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.parameter_server import worker_step
+from tfdist.parameter_server.encoding import Encoder
+from tfdist.parameter_server.push import push
+from tfdist.parameter_server.slots import Slots
+from tfdist.parameter_server.worker_step import Computed
+
+Results = dict[str, Any]
+
+
+class Functions:
+    """Makes and keeps the functions of a model that is compiled and built.
+
+    Not with `reduce_retracing`: what TensorFlow keeps on each worker cannot be generalized.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Any, encoder: Encoder, slots: Slots | None) -> None:
+        """Makes functions that push (`slots` is `None`), or that write to slots."""
+        self._model, self._strategy = model, strategy
+        self._encoder, self._slots = encoder, slots
+        self._pull_dtype = strategy.pull_dtype
+        self.train_on_batches = tf.function(self._train_on_batches, autograph=False)
+        self.train_on_iterator = tf.function(self._train_on_iterator, autograph=False)
+        self.update = tf.function(self._update, autograph=False)
+        self.test = tf.function(self._test, autograph=False)
+        self.predict = tf.function(self._predict, autograph=False)
+
+    def _train_on_batches(self, batches: Sequence[Any], number: tf.Tensor, slot: tf.Tensor) -> Results:
+        return self._run(lambda: self._train(list(batches), number, slot))
+
+    def _train_on_iterator(self, iterator: Any, micro_steps: int, number: tf.Tensor, slot: tf.Tensor) -> Results:
+        return self._run(lambda: self._train([next(iterator) for _ in range(micro_steps)], number, slot))
+
+    def _run(self, function: Any) -> Results:
+        return dict(self._strategy.run(function))
+
+    def _train(self, batches: list[Any], number: tf.Tensor, slot: tf.Tensor) -> Results:
+        computed = worker_step.compute(self._model, batches, number, self._pull_dtype)
+        if self._slots is None:
+            facts = push(computed, self._model.optimizer, self._encoder)
+        else:
+            facts = self._slots.write(computed, slot, self._encoder)
+        return {"facts": facts, "metrics": computed.metrics, "logs": _scalars(computed)}
+
+    def _update(self, slots: tf.Tensor, weights: tf.Tensor) -> None:
+        if self._slots is None:
+            raise RuntimeError("no slots")
+        update = self._slots.update
+        with tf.device(self._strategy.first_server):
+            self._strategy.run(lambda: update(slots, weights, self._model.optimizer))
+
+    def _test(self, batch: Any) -> Results:
+        def step() -> Results:
+            metrics, logs = worker_step.evaluate(self._model, batch)
+            return {"metrics": metrics, "logs": _scalars_of(logs)}
+
+        return self._run(step)
+
+    def _predict(self, batch: Any) -> Any:
+        return self._strategy.run(lambda: self._model.predict_step(batch))
+
+
+def _scalars(computed: Computed) -> Results:
+    return _scalars_of(computed.logs)
+
+
+def _scalars_of(logs: dict[str, Any]) -> Results:
+    tensors = {name: tf.convert_to_tensor(value) for name, value in logs.items() if not isinstance(value, dict)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.shape.rank == 0}

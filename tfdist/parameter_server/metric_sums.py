@@ -1,0 +1,53 @@
+"""The metrics of an epoch, summed up on the chief of what the workers count."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import metric_variables, metrics_result
+
+
+class MetricSums:
+    """The sums over all steps since the metrics were reset; each step counts once.
+
+    Right for metrics whose variables are sums over samples, as all of Keras' are.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        """Begins with what the metrics hold."""
+        self._model = model
+        self._sums: list[np.ndarray] | None = None
+        self._is_new = False
+        self._known: dict[str, Any] = {}
+        self._logs: dict[str, Any] = {}
+
+    def reset(self) -> None:
+        """Forgets all."""
+        self._sums, self._known, self._logs = None, {}, {}
+
+    def add(self, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
+        """Takes what a step has added to the variables of the metrics, and what it returned."""
+        if self._sums is None:
+            self._sums = [variable.numpy() for variable in metric_variables(self._model)]
+        self._sums = [total + np.asarray(part) for total, part in zip(self._sums, metrics, strict=True)]
+        self._logs = dict(logs)
+        self._is_new = True
+
+    def results(self) -> dict[str, Any]:
+        """What the last step returned, and of metrics the result over all steps."""
+        if self._is_new and self._sums is not None:
+            pairs = list(zip(metric_variables(self._model), map(tf.constant, self._sums), strict=True))
+            with keras.StatelessScope(pairs):
+                self._known = {**self._logs, **metrics_result(self._model)}
+            self._is_new = False
+        return dict(self._known)
+
+    def store(self) -> None:
+        """Writes the sums to the variables of the metrics."""
+        if self._sums is not None:
+            for variable, total in zip(metric_variables(self._model), self._sums, strict=True):
+                variable.assign(total)
+            self._sums = None

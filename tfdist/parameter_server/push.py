@@ -1,0 +1,71 @@
+"""The update that a worker makes by itself, of what it has computed."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import count_of_updates
+from tfdist.parameter_server.encoding import Encoder
+from tfdist.parameter_server.worker_step import Computed
+from tfdist.tensorflow_internals.parameter_server import worker_index
+
+
+def push(computed: Computed, model_optimizer: Any, encoder: Encoder) -> dict[str, tf.Tensor]:
+    """Updates the variables on their servers; what is added up there loses no other worker's update.
+
+    Returns:
+      What is to be told to the chief: see `facts`.
+    """
+    count = count_of_updates(model_optimizer)
+    gradients = [tf.convert_to_tensor(g) if not isinstance(g, tf.IndexedSlices) else g.values for group in
+                 computed.gradients for g in group]
+    with tf.control_dependencies(gradients):
+        staleness = tf.cast(count.read_value(), tf.int64) - computed.updates
+    sizes: list[Any] = []
+    for optimizer, of_optimizer in zip(computed.optimizers, computed.gradients, strict=True):
+        sizes += _update(optimizer, of_optimizer, encoder)
+    for variable, change in computed.changes:
+        variable.assign_add(change)
+    with tf.control_dependencies([staleness]):
+        count.assign_add(tf.ones([], count.dtype))
+    return facts(computed, staleness, sizes)
+
+
+def _update(optimizer: Any, gradients: list[Any], encoder: Encoder) -> list[Any]:
+    scale = optimizer.loss_scale
+    if scale is not None:
+        gradients = [divided(gradient, scale.value) for gradient in gradients]
+    finite = all_finite(gradients)
+    gradients = optimizer.clip(gradients)
+    encoded = [encoder.encode(gradient, path) for gradient, path in zip(gradients, optimizer.paths, strict=True)]
+    if scale is None:
+        optimizer.apply([sent for sent, _ in encoded])
+    else:
+        tf.cond(finite, lambda: optimizer.apply([sent for sent, _ in encoded]), lambda: None)
+        scale.update(finite)
+    return [size for _, size in encoded]
+
+
+def facts(computed: Computed, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:
+    """What a worker tells the chief of a push: int64 scalars, and the sums of the metrics."""
+    return {
+        "worker": tf.cast(worker_index(), tf.int64),
+        "staleness": staleness,
+        "samples": computed.samples,
+        "bytes_pushed": tf.add_n([tf.cast(size, tf.int64) for size in sizes] or [tf.constant(0, tf.int64)]),
+        "bytes_pulled": computed.bytes_pulled,
+    }
+
+
+def all_finite(gradients: list[Any]) -> tf.Tensor:
+    """Whether no value of the gradients is NaN or Inf."""
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+
+def divided(gradient: Any, divisor: tf.Tensor) -> Any:
+    """The gradient, dense or not, divided by a scalar."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values / tf.cast(divisor, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(divisor, gradient.dtype)

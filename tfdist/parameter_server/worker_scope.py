@@ -1,0 +1,124 @@
+"""What a Keras step does on a worker: it reads variables of the servers, and changes none of them."""
+
+import contextvars
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import is_seed, server_variable
+from tfdist.tensorflow_internals.parameter_server import pulled, sent_as
+
+_current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
+_SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have seeds of their own
+
+
+class WorkerScope(keras.StatelessScope):
+    """Collects the changes that one or more steps of a Keras model would make.
+
+    Variables are read from the servers as ever, but for the metrics, which begin at zero, and the states of seed
+    generators, which depend on the number of the step. What a step assigns is seen by what it reads after that, and is
+    otherwise kept back; so are the updates of optimizers (`push`).
+    """
+
+    def __init__(self, metrics: Sequence[keras.Variable], number: tf.Tensor, pull_dtype: tf.DType | None) -> None:
+        """Begins with no changes.
+
+        Args:
+          metrics: the variables of the model's metrics.
+          number: of the step in this training, an int64 scalar.
+          pull_dtype: as which trainable float32 variables cross the network; `None`: as they are.
+        """
+        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
+        super().__init__(zeros, initialize_variables=False)
+        self.bytes_pulled = 0
+        self.rows_bytes_pulled: list[tf.Tensor] = []
+        self._read: set[int] = set()
+        self.pull_dtype = pull_dtype
+        self._metrics = {id(variable) for variable in metrics}
+        self._number = number
+        self._changed: dict[int, keras.Variable] = {}
+        self._pushed: list[list[tuple[Any, list[Any]]]] = []
+
+    @staticmethod
+    def current() -> "WorkerScope | None":
+        """The scope of the step that is being traced, if there is one."""
+        return _current.get()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the model runs in this."""
+        self._pushed.append([])
+        self._read = set()
+        token = _current.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _current.reset(token)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """What `variable` is in this scope; `None`: what the server has."""
+        known = super().get_current_value(variable)
+        if known is not None:
+            return known
+        if is_seed(variable):
+            value = tf.convert_to_tensor(server_variable(variable))
+            seed = tf.cast(tf.bitwise.bitwise_and(self._number * _SEED_STEP, 0xFFFFFFFF), value.dtype)
+            self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
+            return seeded
+        self._count(variable)
+        if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
+            return pulled(server_variable(variable), self.pull_dtype)
+        return None
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Takes what is assigned to a variable."""
+        variable, value = update
+        super().add_update((variable, tf.cast(value, variable.dtype)))
+        if id(variable) not in self._metrics and not is_seed(variable):
+            self._changed[id(variable)] = variable
+
+    def push(self, optimizer: Any, gradients: list[Any]) -> None:
+        """Takes the gradients that an optimizer is given."""
+        self._pushed[-1].append((optimizer, gradients))
+
+    @property
+    def pushed(self) -> list[list[tuple[Any, list[Any]]]]:
+        """By step, the optimizers and their gradients, in order."""
+        return self._pushed
+
+    def changes(self, aside: Sequence[tf.Variable]) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Variables of the servers, and by how much the steps would change them; but for those in `aside`."""
+        known = {id(variable) for variable in aside}
+        found = []
+        for variable in self._changed.values():
+            server = server_variable(variable)
+            if id(server) not in known:
+                after = tf.cast(self.state_mapping[id(variable)], server.dtype)
+                found.append((server, after - server.read_value()))
+        return found
+
+    def look_up(self, table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+        """The rows `ids` of `table`, looked up by its server, so that only they cross the network."""
+        variable = server_variable(table)
+        with tf.device(variable.device):
+            unique, positions = tf.unique(tf.reshape(ids, [-1]))
+            rows = tf.nn.embedding_lookup(variable, unique)
+        self._read.add(id(table))
+        dtype = self.pull_dtype if self.pull_dtype is not None and rows.dtype == tf.float32 else rows.dtype
+        row_bytes = dtype.size * (table.shape[1:].num_elements() or 0)
+        self.rows_bytes_pulled.append(tf.size(unique, out_type=tf.int64) * row_bytes)
+        if dtype != rows.dtype:
+            rows = sent_as(rows, variable.device, dtype)
+        return tf.reshape(tf.gather(rows, positions), tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+
+    def _count(self, variable: keras.Variable) -> None:
+        if id(variable) not in self._read:
+            self._read.add(id(variable))
+            size = tf.as_dtype(variable.dtype).size
+            if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
+                size = self.pull_dtype.size
+            self.bytes_pulled += (tf.TensorShape(variable.shape).num_elements() or 0) * size

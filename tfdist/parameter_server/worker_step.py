@@ -1,0 +1,98 @@
+"""What a worker computes of the batches that it is given."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.models import first_input
+from tfdist.keras_internals.scheduled_training import count_of_updates, metric_variables
+from tfdist.parameter_server.worker_scope import WorkerScope
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What the micro-steps of a worker have computed.
+
+    Attributes:
+      gradients: by optimizer, in the order in which the steps used them, and by variable: the mean over the samples.
+      optimizers: these optimizers' updates.
+      changes: variables of the servers, and by how much the steps would change them.
+      metrics: what the steps have added to the variables of the metrics.
+      logs: what the last step returned.
+      samples: how many samples there were, an int64 scalar.
+      updates: the count of updates when the variables were pulled, an int64 scalar.
+      bytes_pulled: an int64 scalar.
+    """
+
+    gradients: list[list[Any]]
+    optimizers: list[Any]
+    changes: list[tuple[tf.Variable, tf.Tensor]]
+    metrics: list[tf.Tensor]
+    logs: dict[str, Any]
+    samples: tf.Tensor
+    updates: tf.Tensor
+    bytes_pulled: tf.Tensor
+
+
+def compute(model: keras.Model, batches: Sequence[Any], number: tf.Tensor, pull_dtype: tf.DType | None) -> Computed:
+    """Runs `model.train_step` on each of `batches`, one after another, and changes nothing.
+
+    Args:
+      model: compiled and built.
+      batches: of micro-steps: inputs, targets, weights, as `train_step` takes them.
+      number: of the step, an int64 scalar; see `WorkerScope`.
+      pull_dtype: as which trainable variables cross the network.
+    """
+    count = count_of_updates(model.optimizer)
+    updates = tf.cast(count.read_value(), tf.int64)
+    scope = WorkerScope(metric_variables(model), number, pull_dtype)
+    sizes: list[tf.Tensor] = []
+    logs: Any = {}
+    before: list[tf.Tensor] = [updates]
+    for batch in batches:
+        # One after another, so that the activations of one are free before the next.
+        with tf.control_dependencies(before), scope.step():
+            logs = model.train_step(batch)
+        sizes.append(tf.shape(first_input(batch), out_type=tf.int64)[0])
+        before = [tf.convert_to_tensor(value) for _, values in scope.pushed[-1] for value in values]
+    with tf.control_dependencies(before):
+        samples = tf.add_n(sizes)
+    steps = scope.pushed
+    means = [
+        [_mean([step[position][1][index] for step in steps], sizes, samples) for index in range(len(gradients))]
+        for position, (_, gradients) in enumerate(steps[0])
+    ]
+    return Computed(
+        means,
+        [optimizer for optimizer, _ in steps[0]],
+        scope.changes(aside=[count]),
+        [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in metric_variables(model)],
+        logs if isinstance(logs, dict) else {},
+        samples,
+        updates,
+        tf.add_n([tf.constant(scope.bytes_pulled, tf.int64), *scope.rows_bytes_pulled]),
+    )
+
+
+def _mean(gradients: Sequence[Any], sizes: Sequence[tf.Tensor], total: tf.Tensor) -> Any:
+    """The mean of micro-steps' gradients, each weighed by its samples."""
+    if len(gradients) == 1:
+        return gradients[0]
+    shares = [tf.cast(size / total, gradients[0].dtype) for size in sizes]
+    if isinstance(gradients[0], tf.IndexedSlices):
+        values = [gradient.values * share for gradient, share in zip(gradients, shares, strict=True)]
+        indices = tf.concat([gradient.indices for gradient in gradients], 0)
+        return tf.IndexedSlices(tf.concat(values, 0), indices, gradients[0].dense_shape)
+    return tf.add_n([gradient * share for gradient, share in zip(gradients, shares, strict=True)])
+
+
+def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
+    """Runs `model.test_step` and returns what it adds to the variables of the metrics, and its logs."""
+    scope = WorkerScope(metric_variables(model), tf.constant(0, tf.int64), None)
+    with scope.step():
+        logs = model.test_step(batch)
+    found = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in metric_variables(model)]
+    return found, logs if isinstance(logs, dict) else {}
