@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.compression import Policy
-from tfdist.keras_internals.embeddings import install_row_lookup
+from tfdist.keras_internals.embeddings import install_tables
 from tfdist.keras_internals.epoch_iterator import install_local_build
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
 from tfdist.keras_internals.scheduled_training import install_scheduled_training, training_of
 from tfdist.keras_internals.sent_updates import install_sent_updates
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.serving import serve, wait_for_servers
+from tfdist.parameter_server.tables import look_up
 from tfdist.parameter_server.tally import Tally, WorkerCount
 from tfdist.parameter_server.training import Training
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
@@ -184,9 +185,21 @@ def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
         scope.push(optimizer, gradients)
 
 
-def _rows(table: Any, ids: tf.Tensor) -> tf.Tensor | None:
-    scope = WorkerScope.current()
-    return None if scope is None else scope.look_up(table, ids)
+def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
+    return look_up(parts, ids) if _is_ours(tf.distribute.get_strategy()) else None
+
+
+def _parts_of(shape: tuple[int, int]) -> int:
+    strategy = tf.distribute.get_strategy()
+    if not _is_ours(strategy) or strategy.variable_partitioner is None:
+        return 1
+    parts = strategy.variable_partitioner(shape=tf.TensorShape(shape), dtype=tf.float32)
+    if not parts or parts[0] < 1 or any(part != 1 for part in parts[1:]):
+        raise ValueError(
+            f"A table is split by its rows. Received: {parts} from variable_partitioner for a table of {shape}. Expected: "
+            "a number of at least 1, then ones, as tf.distribute.experimental.partitioners give."
+        )
+    return min(int(parts[0]), shape[0])
 
 
 def _install_once() -> None:
@@ -195,7 +208,7 @@ def _install_once() -> None:
         install_update(_is_ours, _update, lambda apply, gradients, _: apply(gradients))
         install_sent_updates()
         install_scheduled_training(_is_ours, Training)
-        install_row_lookup(_rows)
+        install_tables(_look_up, _parts_of)
         install_local_build(_is_ours, lambda _: contextlib.nullcontext())
         _installed = True
 

@@ -44,9 +44,7 @@ def install_scheduled_training(is_ours: Callable[[Any], bool], make: Callable[[A
         return
     _installed = True
     stock = trainer.TensorFlowTrainer
-    make_functions = {
-        name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")
-    }
+    make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
 
     def replaced(name: str) -> Callable[..., Any]:

@@ -32,16 +32,16 @@ class Functions:
         self.test = tf.function(self._test, autograph=False)
         self.predict = tf.function(self._predict, autograph=False)
 
-    def _train_on_batches(self, batches: Sequence[Any], number: tf.Tensor, slot: tf.Tensor) -> Results:
+    def _train_on_batches(self, batches: Sequence[Any], number: tf.Tensor, slot: Any) -> Results:
         return self._run(lambda: self._train(list(batches), number, slot))
 
-    def _train_on_iterator(self, iterator: Any, micro_steps: int, number: tf.Tensor, slot: tf.Tensor) -> Results:
+    def _train_on_iterator(self, iterator: Any, micro_steps: int, number: tf.Tensor, slot: Any) -> Results:
         return self._run(lambda: self._train([next(iterator) for _ in range(micro_steps)], number, slot))
 
     def _run(self, function: Any) -> Results:
         return dict(self._strategy.run(function))
 
-    def _train(self, batches: list[Any], number: tf.Tensor, slot: tf.Tensor) -> Results:
+    def _train(self, batches: list[Any], number: tf.Tensor, slot: Any) -> Results:
         computed = worker_step.compute(self._model, batches, number, self._pull_dtype)
         if self._slots is None:
             facts = push(computed, self._model.optimizer, self._encoder)

@@ -17,8 +17,11 @@ def push(computed: Computed, model_optimizer: Any, encoder: Encoder) -> dict[str
       What is to be told to the chief: see `facts`.
     """
     count = count_of_updates(model_optimizer)
-    gradients = [tf.convert_to_tensor(g) if not isinstance(g, tf.IndexedSlices) else g.values for group in
-                 computed.gradients for g in group]
+    gradients = [
+        tf.convert_to_tensor(g) if not isinstance(g, tf.IndexedSlices) else g.values
+        for group in computed.gradients
+        for g in group
+    ]
     with tf.control_dependencies(gradients):
         staleness = tf.cast(count.read_value(), tf.int64) - computed.updates
     sizes: list[Any] = []

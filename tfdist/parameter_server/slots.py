@@ -90,11 +90,12 @@ class Slots:
     ) -> None:
         if key not in self._sparse:
             width = gradient.values.shape[1:]
+            # TensorFlow cannot send the handle of a variable whose rank alone is known to a server.
             with tf.init_scope():
                 self._sparse[key] = [
                     (
-                        variable_beside(tf.zeros([0, *width], gradient.values.dtype), beside, [None, *width]),
-                        variable_beside(tf.zeros([0], gradient.indices.dtype), beside, [None]),
+                        variable_beside(tf.zeros([0, *width], gradient.values.dtype), beside, tf.TensorShape(None)),
+                        variable_beside(tf.zeros([0], gradient.indices.dtype), beside, tf.TensorShape(None)),
                     )
                     for _ in range(self._number)
                 ]

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.scheduled_training import is_seed, server_variable
-from tfdist.tensorflow_internals.parameter_server import pulled, sent_as
+from tfdist.tensorflow_internals.parameter_server import pulled
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have seeds of their own
@@ -101,19 +101,10 @@ class WorkerScope(keras.StatelessScope):
                 found.append((server, after - server.read_value()))
         return found
 
-    def look_up(self, table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
-        """The rows `ids` of `table`, looked up by its server, so that only they cross the network."""
-        variable = server_variable(table)
-        with tf.device(variable.device):
-            unique, positions = tf.unique(tf.reshape(ids, [-1]))
-            rows = tf.nn.embedding_lookup(variable, unique)
+    def note_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:
+        """Counts rows that are pulled of `table`, which as a whole is not."""
         self._read.add(id(table))
-        dtype = self.pull_dtype if self.pull_dtype is not None and rows.dtype == tf.float32 else rows.dtype
-        row_bytes = dtype.size * (table.shape[1:].num_elements() or 0)
-        self.rows_bytes_pulled.append(tf.size(unique, out_type=tf.int64) * row_bytes)
-        if dtype != rows.dtype:
-            rows = sent_as(rows, variable.device, dtype)
-        return tf.reshape(tf.gather(rows, positions), tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+        self.rows_bytes_pulled.append(tf.size(ids, out_type=tf.int64) * row_bytes)
 
     def _count(self, variable: keras.Variable) -> None:
         if id(variable) not in self._read:

@@ -81,7 +81,8 @@ def pulled(variable: Any, dtype: tf.DType) -> tf.Tensor:
             small = tf.cast(variable.read_value(), dtype)
         value = tf.cast(small, variable.dtype)
     record_operation("PullAs", [value], [variable.handle], lambda gradient: [gradient])
-    value.handle = variable.handle  # by which Keras asks for the gradient
+    # By these Keras asks for the gradient, and optimizers find what they keep of the variable.
+    value.handle, value._unique_id = variable.handle, variable._unique_id
     return value
 
 
