@@ -24,11 +24,12 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
 from tfdist.keras_internals.seeds import install_replica_seeds
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 from tfdist.training.empty_batches import predict_on_replica
+from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.refusals import refuse_impossible
 from tfdist.training.replica_steps import step_on_replicas
 from tfdist.training.rows import is_distributed, rows_of_part
 from tfdist.training.step import current_step
-from tfdist.training.update import update_over_replicas
+from tfdist.training.update import once_for_all_micro_batches, update_over_replicas
 from tfdist.versions import check_versions
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class KerasStrategy(_Strategy):
             return ReplicaReduction(Levels(everyone, between, local, number), exchange, bucket_bytes, policy, state)
 
         return reduction
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each replica computes of its part of a training step, one after another."""
+        return 1
 
     @property
     def communication(self) -> TrafficCount:
@@ -191,6 +197,11 @@ def _local_values(strategy: Any) -> Iterator[None]:
         yield
 
 
+def _part() -> Any:
+    micro_batch = current_micro_batch()
+    return tf.distribute.get_replica_context().replica_id_in_sync_group if micro_batch is None else micro_batch.part
+
+
 def _agree(strategy: Any, own_batches: int | None) -> int | None:
     return strategy._agreed_batches(own_batches) if isinstance(strategy, KerasStrategy) else own_batches
 
@@ -200,8 +211,8 @@ def _install_once() -> None:
     global _installed
     if not _installed:
         install_loss_scaling(current_step)
-        install_update(_is_ours, _update)
-        install_replica_seeds(_is_ours)
+        install_update(_is_ours, _update, once_for_all_micro_batches)
+        install_replica_seeds(_is_ours, _part)
         install_predict_on_batch(_is_ours, KerasStrategy._rows_shared_out)
         install_epoch_iterator(_agree)
         install_local_build(_is_ours, _local_values)

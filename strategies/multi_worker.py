@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.cluster.environment import optional_integer
 from tfdist.strategies.keras_strategy import Compression, KerasStrategy
 from tfdist.tensorflow_internals.extended import (
     ReplicaMultiWorkerExtended,
@@ -50,6 +51,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         compression: Compression = None,
         bucket_bytes: int | None = None,
         start_timeout: float | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         """Makes the strategy; to be called before anything else makes TensorFlow's devices.
 
@@ -65,6 +67,9 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
             0 sends all at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
           start_timeout: how many seconds the other workers may take to come up; `tfdist run --start-timeout` by
             default, else 300.
+          micro_batches: how many micro-batches each replica computes of its part of a training step, one after
+            another, for one update. By default 1; under `tfdist run --min-workers`, where the workers asked for are a
+            multiple of those that are left, as many as make up for the missing ones.
 
         Raises:
           ValueError: an argument or the environment's description of the cluster is wrong.
@@ -85,13 +90,24 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
                 "`tf.config.list_logical_devices()`; `tf.config.set_logical_device_configuration` may come before."
             )
         limit_seconds = _start_timeout_seconds(start_timeout)
+        if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
+            raise ValueError(
+                f"`micro_batches` is not a number of them. Received: {micro_batches!r}. Expected: an integer of at "
+                "least 1, or None."
+            )
         peers = {} if cluster_is_running() else _addresses_of_others(spec, resolver)
         if peers:
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
         with exit_after(limit_seconds) if peers else contextlib.nullcontext():
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
+        self._micro_batches = _micro_batches(self.num_workers) if micro_batches is None else int(micro_batches)
         self._agree_on_random_seed()
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each replica computes of its part of a training step, one after another."""
+        return self._micro_batches
 
     @property
     def num_workers(self) -> int:
@@ -140,6 +156,13 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
         own = tf.constant([_UNKNOWN if own_batches is None else own_batches], tf.int64)
         batches = self.gather(own, axis=0).numpy().tolist()
         return None if _UNKNOWN in batches else max(batches)
+
+
+def _micro_batches(workers: int) -> int:
+    """As many as make up for the workers that are missing, where these are a multiple of those that are left."""
+    remedy = "Start the workers by `tfdist run`, which sets it, or unset it."
+    full = optional_integer(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or workers
+    return full // workers if full % workers == 0 else 1
 
 
 def _seed_of_run() -> int:

@@ -33,10 +33,10 @@ _DEFAULT_START_TIMEOUT_SECONDS = 300.0
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Training whose variables live on servers, and whose workers may come, go, and be of any speed.
 
-    A `tf.distribute.ParameterServerStrategy` under which Keras 3 works: `compile`, `fit`, `evaluate` and `predict` of an
-    unchanged program, on the chief. Started by `tfdist run --workers N --parameter-servers M script.py`; under any other
-    launcher that sets `TF_CONFIG` the script may run as every task: in a worker's or server's process this constructor
-    serves until the chief is done, and ends the process.
+    A `tf.distribute.ParameterServerStrategy` under which Keras 3 works: `compile`, `fit`, `evaluate` and `predict` of
+    an unchanged program, on the chief. Started by `tfdist run --workers N --parameter-servers M script.py`; under any
+    other launcher that sets `TF_CONFIG` the script may run as every task: in a worker's or server's process this
+    constructor serves until the chief is done, and ends the process.
 
     ```python
     strategy = ParameterServerStrategy(mode=Synchronous(), compression="int8")
@@ -136,9 +136,9 @@ def _resolver_of_environment() -> Any:
     if config is None or "ps" not in config.cluster.jobs:
         raise ValueError(
             "There is no cluster with parameter servers. Received: "
-            f"{'no TF_CONFIG' if config is None else f'a cluster of {sorted(config.cluster.jobs)}'}. Expected: TF_CONFIG "
-            "with the jobs chief, worker and ps. Start the script by tfdist run --workers 2 --parameter-servers 1 "
-            "script.py."
+            f"{'no TF_CONFIG' if config is None else f'a cluster of {sorted(config.cluster.jobs)}'}. Expected: "
+            "TF_CONFIG with the jobs chief, worker and ps. Start the script by tfdist run --workers 2 "
+            "--parameter-servers 1 script.py."
         )
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
@@ -196,8 +196,8 @@ def _parts_of(shape: tuple[int, int]) -> int:
     parts = strategy.variable_partitioner(shape=tf.TensorShape(shape), dtype=tf.float32)
     if not parts or parts[0] < 1 or any(part != 1 for part in parts[1:]):
         raise ValueError(
-            f"A table is split by its rows. Received: {parts} from variable_partitioner for a table of {shape}. Expected: "
-            "a number of at least 1, then ones, as tf.distribute.experimental.partitioners give."
+            f"A table is split by its rows. Received: {parts} from variable_partitioner for a table of {shape}. "
+            "Expected: a number of at least 1, then ones, as tf.distribute.experimental.partitioners give."
         )
     return min(int(parts[0]), shape[0])
 

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "training": frozenset({"collectives", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset(),
-    "parameter_server": frozenset({"compression", "internals"}),
+    "parameter_server": frozenset({"cluster", "compression", "internals"}),
     "callbacks": frozenset({"checkpoint", "cluster", "collectives", "internals", "recovery", "training"}),
     "recovery": frozenset({"checkpoint", "collectives", "compression", "internals", "training"}),
     "checkpoint": frozenset(),

@@ -156,8 +156,8 @@ class OnceSource(DataSource):
             raise RuntimeError(
                 f"Training cannot go on where it stopped: its data is a {self.kind}, which only begins anew. Received: "
                 f"{sum(drawn)} batches drawn before the restart. Expected: a tf.data.Dataset, a keras.utils.PyDataset "
-                "or arrays. Or allow `replay`, which draws and throws away as many batches; the generator must then "
-                "yield the same ones in every run."
+                "or arrays. Or allow `replay` (`replay_data=True` of FailureRecovery), which draws and throws away as "
+                "many batches; the generator must then yield the same ones in every run."
             )
         if len(drawn) > 1:
             raise RuntimeError(

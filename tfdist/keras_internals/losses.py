@@ -16,6 +16,7 @@ class LossStep(Protocol):
     """What the losses need to know of the step that runs on this replica."""
 
     has_scaled: bool
+    parts_of_replica: int
 
     @property
     def fraction(self) -> Any:
@@ -83,7 +84,8 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
         step = current_step()
         if step is None or step.samples_are_static:
             return losses.unscale_loss_for_distribution(value)
-        return value * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, value.dtype)
+        parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
+        return value * tf.cast(parts, value.dtype)
 
     # The mean of an output's loss weighs all replicas alike where the batch dimension is not static, so that each
     # must give its share.

@@ -58,6 +58,20 @@ def batch_statistics(model: Any) -> list[keras.Variable]:
     return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
 
 
+def step_states(model: Any) -> list[keras.Variable]:
+    """What the model's layers change in a step beside weights and sums: statistics, counts, seeds."""
+    found: dict[int, keras.Variable] = {}
+    for layer in model._flatten_layers():
+        seeds = [generator.state for generator in layer._seed_generators]
+        for variable in [*layer._non_trainable_variables, *seeds]:
+            if variable.aggregation != "sum":
+                found[id(variable)] = variable
+    for metric in model.metrics:
+        for variable in metric.variables:
+            found.pop(id(variable), None)
+    return list(found.values())
+
+
 def computes_over_all_replicas(model: Any) -> bool:
     """Whether a layer of the model uses the samples of all replicas: synchronized batch normalization."""
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())

@@ -79,6 +79,11 @@ class OptimizerUpdate:
         return [tf.TensorShape(variable.shape) for variable in self._variables]
 
     @property
+    def servers_variables(self) -> list[tf.Variable]:
+        """What holds the values of the variables."""
+        return [getattr(variable, "_value", variable) for variable in self._variables]
+
+    @property
     def accumulation_steps(self) -> int:
         """How many micro-steps make an update."""
         return int(self._optimizer.gradient_accumulation_steps or 1)
@@ -128,17 +133,39 @@ class OptimizerUpdate:
                 )
 
 
-def install_update(is_ours: Callable[[Any], bool], update: Callable[[OptimizerUpdate, list[Any]], None]) -> None:
+def install_update(
+    is_ours: Callable[[Any], bool],
+    update: Callable[[OptimizerUpdate, list[Any]], None],
+    together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
+) -> None:
     """Gives the update of optimizers whose strategy `is_ours` to `update`; others go on as ever.
+
+    Args:
+      is_ours: whether a strategy is one of tfdist's.
+      update: called with the optimizer and the gradients of a replica.
+      together: called with a function, gradients, and for each whether it is a new value of its variable instead;
+        calls the function once with the gradients of all micro-batches.
 
     Keras' own order (clip, reduce, average on every micro-step; decide on an overflow by a replica's own gradients)
     lies in private methods of its optimizer classes, and custom loops reach them without passing the strategy.
     """
-    apply_gradients = TFOptimizer._backend_apply_gradients
+    apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
     current_learning_rate = TFOptimizer._get_current_learning_rate
     apply_scaled = LossScaleOptimizer.apply
     reduce_gradients = TFOptimizer._all_reduce_sum_gradients
     overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
+
+    def once_a_step(apply: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(apply)
+        def apply_once(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            if not is_ours(self._distribution_strategy):
+                return apply(self, grads, trainable_variables)
+            variables = None if trainable_variables is None else list(trainable_variables)
+            of_all = self._trainable_variables if variables is None and self.built else variables or []
+            are_values = [self._overwrite_variable_with_gradient(variable) for variable in of_all]
+            return together(lambda total: apply(self, total, variables), list(grads), are_values)
+
+        return apply_once
 
     @functools.wraps(apply_gradients)
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -186,7 +213,8 @@ def install_update(is_ours: Callable[[Any], bool], update: Callable[[OptimizerUp
     TFOptimizer._all_reduce_sum_gradients = reduce_gradients_once
     TFOptimizer._backend_apply_gradients = update_over_replicas
     TFOptimizer._get_current_learning_rate = learning_rate_by_updates
-    LossScaleOptimizer.apply = apply_scaled_over_replicas
+    TFOptimizer.apply = once_a_step(apply)
+    LossScaleOptimizer.apply = once_a_step(apply_scaled_over_replicas)
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:

@@ -13,6 +13,7 @@ TFOptimizer = private(
 LossScaleOptimizer = private(
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
 )
+Embedding = private("keras.src.layers:Embedding", "looks rows up in a copy of the whole table")
 tree = private("keras.src:tree", "flattens structures as the trainer does")
 
 # What is replaced or called by name: a Keras that renames one would silently ignore it.
@@ -31,6 +32,9 @@ for _path, _why in {
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": "averages a batch of data over all workers",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_apply_gradients": "the order of an update",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_current_learning_rate": "counts micro-steps",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variable_with_gradient": (
+        "tells what is a new value, not a gradient"
+    ),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_gradients": "clips",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay": "decays the weights",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step": "updates the variables",
@@ -38,6 +42,14 @@ for _path, _why in {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._update_model_variables_moving_average": "averages them",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_model_variables_with_average_value": "overwrites",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_variable_index": "finds a variable's accumulator",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
+        "sends gradients to the variables' servers as they are"
+    ),
+    f"{_TRAINER}:TensorFlowTrainer.make_train_function": "draws batches in the function that trains",
+    f"{_TRAINER}:TensorFlowTrainer.make_test_function": "as for training",
+    f"{_TRAINER}:TensorFlowTrainer.make_predict_function": "as for training",
+    "keras.src.trainers.trainer:Trainer.get_metrics_result": "reads metrics while workers still train",
+    "keras.src.trainers.trainer:Trainer.reset_metrics": "begins a count that workers keep",
     "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
 }.items():
     private(_path, _why)

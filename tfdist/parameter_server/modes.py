@@ -58,8 +58,8 @@ class Synchronous:
     def __post_init__(self) -> None:
         if not _is_count(self.backup_workers):
             raise ValueError(
-                f"`backup_workers` is no number of workers. Received: {self.backup_workers!r}. Expected: a whole number "
-                "of at least 0, less than the workers."
+                f"`backup_workers` is no number of workers. Received: {self.backup_workers!r}. Expected: a whole "
+                "number of at least 0, less than the workers."
             )
 
 

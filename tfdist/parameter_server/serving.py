@@ -64,8 +64,8 @@ def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float)
         if time.monotonic() > deadline:
             named = ", ".join(f"{name} at {address}" for name, address in missing.items())
             raise TimeoutError(
-                f"The cluster was not complete after {limit_seconds:g} s. Received: no answer from {named}. Expected: a "
-                "process there that serves (tfdist run starts them; else run the script as every task, or python -m "
+                f"The cluster was not complete after {limit_seconds:g} s. Received: no answer from {named}. Expected: "
+                "a process there that serves (tfdist run starts them; else run the script as every task, or python -m "
                 "tfdist.parameter_server with its TF_CONFIG). Start them, open their ports, or give more time by "
                 "start_timeout."
             )

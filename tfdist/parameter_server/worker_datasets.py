@@ -77,5 +77,5 @@ class WorkerDatasets(tf.distribute.DistributedDataset):
             self._iterators = iter(self._per_worker)
         return self._iterators
 
-    def __iter__(self) -> WorkerIterator:  # type: ignore[override]
+    def __iter__(self) -> WorkerIterator:
         return WorkerIterator(self)

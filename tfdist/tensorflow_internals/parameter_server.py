@@ -16,7 +16,7 @@ from tfdist.tensorflow_internals.symbols import (
 )
 
 
-class _BalancedExtended(ParameterServerExtended):  # type: ignore[misc, valid-type]
+class _BalancedExtended(ParameterServerExtended):
     """Places each variable on the server that holds the fewest bytes, not on one after another."""
 
     server_bytes: list[int]

@@ -32,6 +32,19 @@ get_default_graph = private(
     "tensorflow.python.framework.ops:get_default_graph", "tells whether a function is being traced"
 )
 
+ParameterServerExtended = private(
+    f"{_DISTRIBUTE}.parameter_server_strategy_v2:ParameterServerStrategyV2Extended",
+    "the implementation behind ParameterServerStrategy",
+)
+dispatch_context = private(
+    f"{_DISTRIBUTE}.coordinator.coordinator_context:get_current_dispatch_context", "tells which worker runs a function"
+)
+record_operation = private(
+    "tensorflow.python.eager.record:record_operation", "gives a value that was pulled in halves its variable's gradient"
+)
+stop_recording = private("tensorflow.python.eager.record:stop_recording", "keeps that pull off the tape")
+variable_accessed = private("tensorflow.python.eager.tape:variable_accessed", "puts its variable on the tape")
+
 # Private methods that are overridden: a TensorFlow that renames one would silently ignore the override.
 for _method, _why in {
     "mirrored_strategy:MirroredExtended._use_merge_call": "decides between replica-context and merge-call reduction",
@@ -45,5 +58,9 @@ for _method, _why in {
     "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
     "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
     "cross_device_utils:CollectiveReplicaLauncher._get_ordering_token": "decides whether collectives run one by one",
+    "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable_round_robin": (
+        "places variables one after another, whatever their size"
+    ),
+    "coordinator.values:RemoteValueImpl.get": "its copy of an output, not its status, tells that a function ended",
 }.items():
     private(f"{_DISTRIBUTE}.{_method}", _why)

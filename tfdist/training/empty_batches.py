@@ -39,6 +39,9 @@ def filled(data: Any, samples: Any) -> Any:
 @contextmanager
 def kept_if(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
     """Takes back what is assigned to `variables` of this replica unless it `contributes`."""
+    if contributes is True:
+        yield
+        return
     before = [tf.identity(variable.value) for variable in variables]
     yield
     for variable, value in zip(variables, before, strict=True):

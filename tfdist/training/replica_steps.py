@@ -1,15 +1,18 @@
 """Runs a Keras step on every replica: shares the samples out, then shares the results."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.models import computes_over_all_replicas, first_input
+from tfdist.keras_internals.models import batch_statistics, computes_over_all_replicas, first_input, step_states
 from tfdist.training.empty_batches import filled, kept_if
-from tfdist.training.rows import is_distributed, rows_of_part
+from tfdist.training.micro_batches import run_in_turns
+from tfdist.training.rows import has_rows, is_distributed, rows_of_part
 from tfdist.training.step import ReplicaStep, count_samples, static_samples, sum_over_replicas
-from tfdist.training.synchronization import synchronise
+from tfdist.training.synchronization import PartResult, synchronise
 
 
 def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:
@@ -38,14 +41,95 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             # Replicas are traced, and eagerly run, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data)
             with step.running():
-                if step.contributes is True or computes_over_all_replicas(model):
-                    logs = step_function(replica_data)
+                if training and strategy.micro_batches > 1 and _can_be_cut(replica_data):
+                    results = _in_micro_batches(model, step_function, replica_data, step, strategy)
                 else:
-                    with kept_if(step.contributes, model.metrics_variables):
-                        logs = step_function(filled(replica_data, step.samples))
-            return synchronise(model, step, logs, training=training)
+                    results = [_at_once(model, step_function, replica_data, step)]
+            return synchronise(model, step, results, training=training)
 
     return replica_step
+
+
+def _at_once(model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep) -> PartResult:
+    if step.contributes is True or computes_over_all_replicas(model):
+        logs = step_function(data)
+    else:
+        with kept_if(step.contributes, model.metrics_variables):
+            logs = step_function(filled(data, step.samples))
+    return PartResult(step, logs, [variable.value for variable in batch_statistics(model)])
+
+
+def _in_micro_batches(
+    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, strategy: Any
+) -> list[PartResult]:
+    """Runs the step on parts of a replica's data, one after another, as so many replicas would."""
+    count = strategy.micro_batches
+    value = first_input(data)
+    parts = [rows_of_part(data, value, part, count) for part in range(count)]
+    steps = [step.part(_samples(first_input(part)), count) for part in parts]
+    fills = not computes_over_all_replicas(model)
+    statistics = batch_statistics(model)
+    states = step_states(model)
+    own = [_values(states) for _ in parts]
+    is_there = 0
+
+    @contextmanager
+    def turn(part: int) -> Iterator[None]:
+        """Each begins with the states that the step began with, and goes on with those that it has left."""
+        nonlocal is_there
+        if part != is_there:
+            own[is_there] = _values(states)
+            _assign(states, own[part], strategy)
+            is_there = part
+        contributes = steps[part].contributes
+        with kept_if(contributes if fills else True, model.metrics_variables):
+            yield
+
+    def body(part: int) -> Any:
+        with tf.control_dependencies(_tensors(parts[part])), steps[part].running():
+            samples = steps[part].samples
+            is_full = steps[part].contributes is True or not fills
+            return step_function(parts[part] if is_full else filled(parts[part], samples))
+
+    logs = run_in_turns([functools.partial(body, part) for part in range(count)], turn)
+    own[is_there] = _values(states)
+    _assign(states, [_of_replica(*values) for values in zip(states, *own, strict=True)], strategy)
+    positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
+    return [
+        PartResult(step, part_logs, [kept[position] for position in positions])
+        for step, part_logs, kept in zip(steps, logs, own, strict=True)
+    ]
+
+
+def _of_replica(variable: Any, *of_parts: tf.Tensor) -> tf.Tensor:
+    """What a replica keeps of what its micro-batches have made of a variable, as its aggregation says."""
+    if variable.aggregation == "mean":
+        return tf.cast(tf.add_n(of_parts) / tf.cast(len(of_parts), of_parts[0].dtype), of_parts[0].dtype)
+    return of_parts[0] if variable.aggregation == "only_first_replica" else of_parts[-1]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor], strategy: Any) -> None:
+    """Assigns on this replica alone."""
+    for variable, value in zip(variables, values, strict=True):
+        strategy.extended.update(variable.value, _assign_one, args=(value,), group=False)
+
+
+def _assign_one(variable: tf.Variable, value: tf.Tensor) -> None:
+    variable.assign(value)
+
+
+def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.identity(variable.value) for variable in variables]
+
+
+def _samples(value: Any) -> int | tf.Tensor:
+    static = static_samples(value)
+    return count_samples(value) if static is None else static
+
+
+def _can_be_cut(data: Any) -> bool:
+    value = first_input(data)
+    return value is not None and has_rows(value)
 
 
 def _tensors(data: Any) -> list[tf.Tensor]:

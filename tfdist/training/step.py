@@ -19,18 +19,20 @@ class ReplicaStep:
     """One replica's part of a Keras step.
 
     The gradient of a global batch is the sum of the replicas' gradients if every replica's mean loss is multiplied by
-    its `fraction` of the samples; with equal parts that is Keras' `1 / N`.
+    its `fraction` of the samples; with equal parts that is Keras' `1 / N`. Micro-batches have a step each.
     """
 
-    def __init__(self, samples: int | tf.Tensor, fraction: float | tf.Tensor) -> None:
-        """Describes a replica's part.
+    def __init__(self, samples: int | tf.Tensor, fraction: float | tf.Tensor, parts_of_replica: int = 1) -> None:
+        """Describes a replica's part, or a micro-batch of it.
 
         Args:
           samples: this replica's number of samples, an int or an int32 scalar.
           fraction: `samples` divided by all replicas' samples, a float or a float32 scalar.
+          parts_of_replica: how many micro-batches the replica computes.
         """
         self.samples = samples
         self.fraction = fraction
+        self.parts_of_replica = parts_of_replica
         self.has_scaled = False
 
     @property
@@ -42,6 +44,13 @@ class ReplicaStep:
     def contributes(self) -> bool | tf.Tensor:
         """Whether this replica has any samples."""
         return self.samples > 0
+
+    def part(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
+        """One of `parts` micro-batches, which has `samples` of this step's samples."""
+        if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
+            return ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts)
+        share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
+        return ReplicaStep(samples, self.fraction * share, parts)
 
     @contextmanager
     def running(self) -> Iterator[None]:

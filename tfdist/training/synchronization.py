@@ -1,6 +1,8 @@
 """What the replicas must know of each other after a step: metrics, logs and batch statistics."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,7 +17,22 @@ from tfdist.training.step import ReplicaStep, sum_over_replicas
 _LARGEST_METRIC_STATE_BYTES = 2**18
 
 
-def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> Any:
+@dataclass(frozen=True)
+class PartResult:
+    """What a replica, or one of its micro-batches, has made of its part of a step.
+
+    Attributes:
+      step: that part.
+      logs: what the step returned.
+      statistics: the values of the model's `batch_statistics` after it.
+    """
+
+    step: ReplicaStep
+    logs: Any
+    statistics: Sequence[Any]
+
+
+def synchronise(model: Any, step: ReplicaStep, parts: Sequence[PartResult], *, training: bool) -> Any:
     """Shares the metrics, the logs and the batch statistics of `model` after a step, in one collective a dtype.
 
     A log that is the result of a metric becomes the result over all replicas' samples; Keras takes the mean of the
@@ -27,12 +44,14 @@ def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> 
     Args:
       model: a Keras model that has run a step in this replica context.
       step: that step.
-      logs: what the step returned.
+      parts: what the replica's micro-batches have made of it, in their order, or the one result of it all.
       training: whether it was a training step, which updates batch statistics.
 
     Returns:
-      The logs over all replicas, in the structure of `logs`.
+      The logs over all replicas, in the structure of the step's.
     """
+    # The metrics of the last micro-batch are those over all of them. It has samples if any has.
+    logs = parts[-1].logs
     statistics = batch_statistics(model) if training else []
     metrics = metric_variables(model)
     if sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES:
@@ -47,8 +66,8 @@ def synchronise(model: Any, step: ReplicaStep, logs: Any, *, training: bool) -> 
 
     shared = _sum_all(
         [tf.convert_to_tensor(variable.value) for variable in metrics]
-        + [_share(variable.value, step.fraction) for variable in statistics]
-        + [_share(leaves[position], step.fraction) for position in averaged]
+        + [_shares([part.statistics[index] for part in parts], parts) for index in range(len(statistics))]
+        + [_shares([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
         + [differs[name] for name in names]
     )
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
@@ -81,6 +100,13 @@ def _differences(logs: Any, local_results: dict[str, Any]) -> dict[str, tf.Tenso
 
 def _is_floating(value: Any) -> bool:
     return tf.is_tensor(value) and value.dtype.is_floating and value.shape.is_fully_defined()
+
+
+def _shares(values: Sequence[Any], parts: Sequence[PartResult]) -> tf.Tensor:
+    total = _share(values[0], parts[0].step.fraction)
+    for value, part in zip(values[1:], parts[1:], strict=True):
+        total += _share(value, part.step.fraction)
+    return total
 
 
 def _share(value: Any, fraction: Any) -> tf.Tensor:

@@ -1,13 +1,58 @@
 """One update of an optimizer over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import Exchange
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.training.micro_batches import added, current_micro_batch
 from tfdist.training.step import current_step
+
+
+def once_for_all_micro_batches(
+    apply: Callable[[list[Any]], None], gradients: list[Any], are_values: Sequence[bool]
+) -> None:
+    """Calls `apply` with `gradients`, or once for all micro-batches of this replica with their sums.
+
+    Args:
+      apply: runs an optimizer's update.
+      gradients: of this micro-batch's part of the loss, where there are micro-batches.
+      are_values: for each gradient whether it is a new value of its variable (float8's scales) instead, of which the
+        largest counts.
+    """
+    micro_batch = current_micro_batch()
+    if micro_batch is None:
+        return apply(gradients)
+    is_value = [*are_values, *[False] * (len(gradients) - len(are_values))]
+
+    def combined(total: list[Any], new: list[Any]) -> list[Any]:
+        sums = added(total, new)
+        for position, (a, b) in enumerate(zip(total, new, strict=True)):
+            if is_value[position] and a is not None:
+                sums[position] = tf.maximum(a, b)
+        return sums
+
+    micro_batch.meet("an update", _or_zeros(gradients, is_value), combined, apply)
+
+
+def _or_zeros(gradients: list[Any], is_value: Sequence[bool]) -> list[Any]:
+    """The gradients of a micro-batch that certainly has samples; zeros for those of one that has none."""
+    contributes = _contributes()
+    if contributes is None:
+        return gradients
+
+    def kept(gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(kept(gradient.values), gradient.indices, gradient.dense_shape)
+        gradient = tf.convert_to_tensor(gradient)
+        return tf.cond(contributes, lambda: tf.identity(gradient), lambda: tf.zeros_like(gradient))
+
+    return [
+        gradient if gradient is None or value else kept(gradient)
+        for gradient, value in zip(gradients, is_value, strict=True)
+    ]
 
 
 def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], exchange: Exchange) -> None:
