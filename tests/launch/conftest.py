@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -26,8 +27,9 @@ RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 ATTEMPT = int(os.environ["TFDIST_ATTEMPT"])
 
 def note(name, text=""):
-    (HERE / f".{name}").write_text(str(text))
-    (HERE / f".{name}").rename(HERE / name)
+    unfinished = HERE / f".{name}-of-{os.getpid()}"
+    unfinished.write_text(str(text))
+    unfinished.rename(HERE / name)
 
 def wait_until(condition):
     end = time.monotonic() + 60
@@ -45,7 +47,14 @@ def pid_file(rank):
 def wait_gone(rank):
     wait_for(pid_file(rank))
     stat = pathlib.Path("/proc", (HERE / pid_file(rank)).read_text(), "stat")
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+    def is_gone():
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    wait_until(is_gone)
 
 def beat(**said):
     "Sends a heartbeat."
@@ -183,3 +192,20 @@ def start(tmp_path: pathlib.Path, environ: dict[str, str]) -> Iterator[Callable[
 def run(start: Callable[..., Run]) -> Callable[..., Ended]:
     """`start`, to the end."""
     return lambda *arguments, **options: start(*arguments, **options).end()
+
+
+@pytest.fixture
+def node(start: Callable[..., Run]) -> Callable[..., Run]:
+    """`node(rank, script, *options, …)`: starts the launcher of a host; see `start`."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+
+    def begin(rank, script, *options, workers=1, nodes=2, env=None, **more) -> Run:
+        where = ("--nodes", str(nodes), "--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}")
+        return start(
+            script, *where, *options, workers=workers, env={"TFDIST_TOKEN": "0123456789abcdef", **(env or {})}, **more
+        )
+
+    begin.port = port  # type: ignore[attr-defined]
+    return begin

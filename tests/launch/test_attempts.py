@@ -163,9 +163,10 @@ def test_threads_of_fewer_workers(run):
     """A resized attempt shares the cores among those that are left."""
     script = """
         print(os.environ["TF_NUM_INTRAOP_THREADS"], len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]))
+        note(f"printed-{ATTEMPT}-{RANK}")
         beat(step=ATTEMPT)
         if ATTEMPT < 2:
-            wait_for(pid_file(0))
+            wait_for(f"printed-{ATTEMPT}-0")
             die() if RANK == 1 else hang()
     """
     ended = run(script, "--max-restarts", "3", "--min-workers", "1", *NO_DELAY)
@@ -179,9 +180,10 @@ def test_threads_of_fewer_workers(run):
 def test_all_workers_again_after_a_smaller_attempt(run):
     script = """
         print(len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]))
+        note(f"printed-{ATTEMPT}-{RANK}")
         beat(step=ATTEMPT)
         if ATTEMPT < 3:
-            wait_for(pid_file(0))
+            wait_for(f"printed-{ATTEMPT}-0")
             die() if RANK == (1 if ATTEMPT < 2 else 0) else hang()
     """
     ended = run(script, "--max-restarts", "3", "--min-workers", "1", *NO_DELAY)

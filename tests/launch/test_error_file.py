@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tfdist.launch.error_file import ErrorFile
+from tfdist.launch.error_file import ErrorFile, describe
 from tfdist.launch.errors import UsageError
 from tfdist.launch.failure import WorkerEnd
 from tfdist.launch.outcome import Outcome
@@ -147,3 +147,8 @@ def test_worker_that_could_not_be_started():
     outcome = Outcome(1, 2, (), unstarted=(1, OSError(12, "Cannot allocate memory")))
     assert outcome.describe() == "worker 1 could not be started: [Errno 12] Cannot allocate memory"
     assert (outcome.failed_rank, outcome.exit_code, outcome.has_failed) == (1, 1, True)
+
+
+def test_host_of_the_cause_is_that_of_its_worker():
+    ended = WorkerEnd(1, 3, host="another host")
+    assert describe(Outcome(0, 2, (ended,)), "f00d", earlier=[])["cause"]["host"] == "another host"

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import threading
 
@@ -5,6 +6,7 @@ import pytest
 
 from tfdist.launch.errors import UsageError
 from tfdist.launch.output import Console, OutputClosed, open_logs
+from tfdist.launch.roles import peers
 
 TIME_LIMIT = 30
 
@@ -93,7 +95,7 @@ def test_log_file_grows_while_the_worker_runs(start, tmp_path):
 def test_log_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="log files cannot be made. Received: --log-dir .*file .*Expected: .* Choose"):
-        open_logs(tmp_path / "file", 1)
+        open_logs(tmp_path / "file", peers(1))
 
 
 def test_reader_that_goes_away_ends_the_run(start):
@@ -128,4 +130,25 @@ def test_console_says_that_nobody_reads():
     os.close(reader)
     with pytest.raises(OutputClosed):
         Console(writer, writer).say("x")
+    os.close(writer)
+
+
+def test_line_that_nobody_reads_is_not_waited_for():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    Console(writer, writer).say_unless_stuck("dropped")
+    os.close(reader)
+    Console(writer, writer).say_unless_stuck("nobody")
+    os.close(writer)
+
+
+def test_line_that_somebody_reads_is_shown():
+    reader, writer = os.pipe()
+    Console(writer, writer).say_unless_stuck("line")
+    assert os.read(reader, 100) == b"tfdist: line\n"
+    os.close(reader)
     os.close(writer)

@@ -1,19 +1,23 @@
 """One start of all workers: passes their output on, watches them, and ends all of them when one fails."""
 
-import functools
-import os
-import selectors
+import dataclasses
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+from tfdist.launch.channels import Channels
 from tfdist.launch.crew import Crew
-from tfdist.launch.failure import WorkerEnd, cause, signal_name, tells_of_a_lost_peer
+from tfdist.launch.ending import Ending
+from tfdist.launch.failure import WorkerEnd, signal_name, tells_of_a_lost_peer
+from tfdist.launch.findings import Findings
 from tfdist.launch.limits import Graces
 from tfdist.launch.liveness import Liveness
+from tfdist.launch.others import Alone, Others
 from tfdist.launch.outcome import Outcome
 from tfdist.launch.output import Console, OutputClosed, WorkerOutput
+from tfdist.launch.replacements import Replacements
+from tfdist.launch.roles import Role
 from tfdist.launch.stop_signals import StopSignals
 from tfdist.launch.worker_process import WorkerProcess
 
@@ -21,8 +25,6 @@ _ENDING_POLL_SECONDS = 0.05
 _UNFINISHED_POLL_SECONDS = 0.25
 _LIVENESS_POLL_SECONDS = 0.25
 _NO_PIDFD_POLL_SECONDS = 0.01
-# What the kernel does not let die even of SIGKILL (a stuck disk) is not waited for for ever.
-_UNKILLABLE_SECONDS = 30.0
 
 
 class Attempt:
@@ -34,44 +36,48 @@ class Attempt:
 
     Args:
         number: Which attempt it is, 0 first.
+        roles: What each process is. What is said of workers here is true of processes of all roles.
         environments: The whole environment of each worker, by rank.
         console: Where output and messages go.
         logs: A log file for each worker, or None.
+        replacements: When workers that are started again alone are.
         crew: Starts the workers.
         signals: Those that end the run.
         graces: How long workers are given.
         liveness: Takes their heartbeats.
+        first_rank: The rank of the first of them.
+        others: The other hosts of the run.
     """
 
     def __init__(
         self,
         number: int,
+        roles: Sequence[Role],
         environments: Sequence[Mapping[str, str]],
         console: Console,
         logs: Sequence[BinaryIO | None],
         *,
+        replacements: Replacements,
         crew: Crew,
         signals: StopSignals,
         graces: Graces,
         liveness: Liveness,
+        first_rank: int = 0,
+        others: Others | None = None,
     ) -> None:
-        self._number, self._environments = number, environments
-        self._console, self._signals = console, signals
+        self._environments, self._roles = environments, dict(enumerate(roles, first_rank))
+        self._console, self._logs, self._signals = console, logs, signals
         self._graces, self._liveness = graces, liveness
-        self._outputs = [WorkerOutput(rank, console, log) for rank, log in enumerate(logs[: len(environments)])]
-        self._crew = crew
-        self._ends: list[WorkerEnd] = []  # in the order of time
-        self._verdicts: dict[int, str] = {}
-        self._stall = ""
-        self._unstarted: tuple[int, OSError] | None = None
-        self._selector = selectors.DefaultSelector()
-        self._failed_at: float | None = None
-        self._kill_at: float | None = None  # set: the workers have been told to end
+        self._first_rank = first_rank
+        self._others: Others = Alone() if others is None else others
+        self._others_fd = self._others.descriptor
+        self._crew, self._replacements = crew, replacements
+        self._ending, self._findings = Ending(crew), Findings(number, self._roles)
+        self._channels = Channels(self._hear)
         self._patience_until: float | None = None  # set: the only failures so far are echoes
-        self._killed_at: float | None = None
-        self._stop_signal: int | None = None
         self._heeded_signals = 0
         self._judge_at = 0.0
+        self._suspects = False  # a worker is silent for so long that it may be about to be found frozen
 
     def run(self) -> Outcome:
         """Runs the workers until all are gone.
@@ -79,92 +85,70 @@ class Attempt:
         Raises:
             OutputClosed: If nobody reads the output any more.
         """
-        started_at, began = time.time(), time.monotonic()
-        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals.clear_wakeup)
+        self._channels.watch(self._signals.fd, self._signals.clear_wakeup)
+        if self._others_fd is not None:
+            self._channels.watch(self._others_fd, lambda: None)
         try:
             self._start()
             self._heed_signals()  # none may have been started
-            while not self._is_over():
+            while not self._ending.is_over():
                 self._step()
             for worker in self._crew.workers:
-                self._drain(worker)
+                self._channels.drain(worker)
         except OutputClosed:
-            self._stop_signal = signal.SIGPIPE
+            self._findings.stop_signal = signal.SIGPIPE
             raise
         finally:
-            self._end_silently()
-            self._selector.close()
-        failed_at = self._failed_at or time.monotonic()
-        return Outcome(
-            self._number,
-            len(self._environments),
-            tuple(self._ends),
-            started_at=started_at,
-            failed_at=failed_at,
-            seconds=failed_at - began,
-            stop_signal=self._stop_signal,
-            stall=self._stall,
-            unstarted=self._unstarted,
-            heard=self._liveness.heard,
-            step=self._liveness.step,
-            saved=self._liveness.saved,
-            errors=self._liveness.errors,
-        )
+            is_unread = self._findings.stop_signal == signal.SIGPIPE
+            self._ending.end_silently(self._graces.failure if is_unread else 0.0)
+            self._channels.close()
+        return self._findings.outcome(self._ending.began_at, self._liveness)
 
     def kill(self) -> None:
         """Kills all workers at once. It may be called between any two instructions of `run`."""
-        if self._kill_at is None:
-            self._kill_at = time.monotonic()
-        self._killed_at = time.monotonic()
-        self._crew.tell(signal.SIGKILL)
+        self._ending.kill()
 
     def _start(self) -> None:
-        for rank, environ in enumerate(self._environments):
+        for rank in self._roles:
             if self._signals.received:
                 return
             try:
-                worker = self._crew.hire(rank, environ)
+                self._hire(rank)
             except OSError as error:
-                self._unstarted = (rank, error)
-                self._tell_to_end(self._graces.failure)
+                self._findings.unstarted = (rank, error)
+                self._fail(f"{self._roles[rank].name} could not be started: {error}")
                 return
-            for fd, is_error in worker.streams.items():
-                self._selector.register(fd, selectors.EVENT_READ, (worker, is_error))
-            self._selector.register(worker.heartbeats, selectors.EVENT_READ, functools.partial(self._hear, worker))
-            if worker.pidfd is not None:
-                self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+
+    def _hire(self, rank: int) -> None:
+        self._replacements.note_start(rank, now=time.monotonic())
+        place = rank - self._first_rank
+        worker = self._crew.hire(rank, self._environments[place], self._roles[rank])
+        self._liveness.forget(rank)
+        self._channels.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[place]))
 
     def _step(self) -> None:
-        for key, _ in self._selector.select(self._poll_seconds()):
-            if isinstance(key.data, WorkerProcess):
-                self._collect(key.data)
-            elif isinstance(key.data, tuple):
-                self._read(key.fd, *key.data)
-            else:
-                key.data()
+        self._channels.wait(self._poll_seconds(), self._collect)
         for worker in self._crew.running:
             if worker.pidfd is None:
                 self._collect(worker)
-        now = time.monotonic()
-        for output in self._outputs:
-            output.show_unfinished(now=now)
+        self._channels.show_unfinished(now=time.monotonic())
         self._heed_signals()
-        if self._kill_at is None:
-            if not self._crew.running:
-                self._tell_to_end(self._graces.failure)  # for what they left behind
-            else:
-                self._judge()
-        if self._kill_at is not None and self._killed_at is None and now >= self._kill_at:
-            self.kill()
+        self._heed_others()
+        self._end_what_is_through()
+        self._replace()
+        if not self._ending.has_begun:
+            self._judge()
+        self._ending.kill_in_time()
 
     def _poll_seconds(self) -> float | None:
         if any(worker.pidfd is None for worker in self._crew.running):
             return _NO_PIDFD_POLL_SECONDS
-        if self._kill_at is not None or self._patience_until is not None or not self._crew.running:
+        if self._ending.has_begun or self._patience_until is not None or not self._crew.running:
             return _ENDING_POLL_SECONDS
-        if self._liveness.is_judging:
+        if self._liveness.is_judging or self._others_fd is not None:
             return _LIVENESS_POLL_SECONDS
-        return _UNFINISHED_POLL_SECONDS if any(output.is_pending for output in self._outputs) else None
+        is_pending = self._channels.is_pending or self._replacements.is_pending
+        return _UNFINISHED_POLL_SECONDS if is_pending else None
 
     def _judge(self) -> None:
         """Ends the attempt where a worker is frozen, all stand still, or patience is over."""
@@ -180,15 +164,21 @@ class Attempt:
         judgement = self._liveness.judge(is_stopped, now=now)
         self._console.say(*judgement.news)
         for rank, reason in judgement.frozen.items():
-            self._verdicts[rank] = f"frozen: {reason}"
-            self._console.say(f"worker {rank} is frozen: {reason}")
-            self._crew.workers[rank].tell(signal.SIGKILL)  # it would hear nothing else
-        self._stall = "" if judgement.frozen else judgement.stall
-        if self._stall:
-            self._console.say(self._stall)
-        is_patient = self._patience_until is None or now < self._patience_until or self._liveness.suspects(is_stopped)
-        if judgement.frozen or self._stall or not is_patient:
-            self._tell_to_end(self._graces.failure)
+            self._findings.freeze(rank, reason)
+            if not self._roles[rank].is_replaced:
+                self._console.say(f"{self._roles[rank].name} is frozen: {reason}")
+            self._crew.workers[rank - self._first_rank].tell(signal.SIGKILL)  # it would hear nothing else
+        frozen = self._findings.frozen
+        stall = self._findings.stall = "" if frozen else judgement.stall
+        if stall:
+            self._console.say(stall)
+        is_stopped = {rank: stopped for rank, stopped in is_stopped.items() if not self._roles[rank].is_replaced}
+        self._suspects = self._liveness.suspects(is_stopped)
+        is_patient = self._patience_until is None or now < self._patience_until or self._suspects
+        if frozen or stall:
+            self._fail(stall or "; ".join(f"{name} is frozen" for name in frozen))
+        elif not is_patient:
+            self._end_of_patience()
         elif self._liveness.is_training:
             self._crew.prepare_next(self._environments[0])
 
@@ -196,103 +186,111 @@ class Attempt:
         knew = len(self._liveness.errors)
         for datagram in worker.heard():
             self._liveness.hear(worker.rank, datagram, now=time.monotonic())
+        if self._roles[worker.rank].is_replaced:
+            return
         if len(self._liveness.errors) > knew and self._patience_until is None:
             # Its interpreter may take long to end. The others are not to wait for that, nor it for them.
             is_echo = tells_of_a_lost_peer(" ".join(self._liveness.errors[worker.rank].values()))
             self._patience_until = time.monotonic() + (self._graces.patience if is_echo else self._graces.failure)
 
-    def _read(self, fd: int, worker: WorkerProcess, is_error: bool) -> bool:
-        """Passes one piece of output on. Returns whether there may be more."""
-        try:
-            data = os.read(fd, 65_536)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(fd)
-            return False
-        self._outputs[worker.rank].feed(data, is_error=is_error, now=time.monotonic())
-        return True
-
     def _collect(self, worker: WorkerProcess) -> None:
         returncode = worker.reap()
         if returncode is None:
             return
-        ended_at = time.time()
         self._hear(worker)
-        for source in (worker.heartbeats, worker.pidfd):
-            if source is not None:
-                self._selector.unregister(source)
-        self._drain(worker)
-        verdict = self._verdicts.get(worker.rank, "")
-        was_told = bool(worker.told) and not verdict
-        lines = self._outputs[worker.rank].last_lines
-        end = WorkerEnd(worker.rank, returncode, lines, was_told=was_told, verdict=verdict, at=ended_at)
-        self._ends.append(end)
-        if not end.failed or self._kill_at is not None:
+        lines, are_all_told = self._channels.finish(worker), self._ending.are_all_told
+        end = self._findings.end_of(worker, returncode, lines, are_all_told=are_all_told)
+        if self._roles[end.rank].is_replaced and not are_all_told:
+            worker.tell(signal.SIGKILL)  # what it has left behind
+            self._lose(end)
             return
+        self._findings.ends.append(end)
+        if end.failed and not self._ending.has_begun:
+            self._weigh(end)
+        self._end_what_is_through()
+
+    def _weigh(self, end: WorkerEnd) -> None:
         if end.is_preempted:
             # The others are saving, too. A signal now would be their second, which ends them at once.
-            self._console.say(f"worker {end.rank} was preempted: it saved and left ({end.describe()})")
+            self._console.say(f"{end.name} was preempted: it saved and left ({end.describe()})")
             self._patience_until = self._patience_until or time.monotonic() + self._graces.stop
             return
-        self._console.say(f"worker {end.rank} failed: {end.describe()}")
+        self._console.say(f"{end.name} failed: {end.describe()}")
         if not end.is_echo:
-            self._tell_to_end(self._graces.failure)
+            self._fail(f"{end.name}: {end.describe()}")
         elif self._patience_until is None:
             # It only tells that a peer is gone. Told to end now, that peer could not say any more why.
             self._patience_until = time.monotonic() + self._graces.patience
 
-    def _drain(self, worker: WorkerProcess) -> None:
-        for fd, is_error in worker.streams.items():
-            while fd in self._selector.get_map() and self._read(fd, worker, is_error):
-                pass
-        self._outputs[worker.rank].flush(now=time.monotonic())
+    def _lose(self, end: WorkerEnd) -> None:
+        """Goes on without a worker that is started again alone."""
+        how, follows = end.describe(), self._replacements.after_end(end.rank, now=time.monotonic())
+        self._console.say(f"{end.name} {'failed' if end.failed else 'ended'}: {how}; {follows}")
+        if self._replacements.are_used_up:
+            self._findings.ends.append(dataclasses.replace(end, verdict=f"{how}; {follows}", was_told=False))
+            self._fail(f"{end.name}: {how}; {follows}")
+
+    def _replace(self) -> None:
+        if self._ending.are_all_told or not self._crew.runs_script:
+            return
+        for rank in self._replacements.due(now=time.monotonic()):
+            self._channels.remove(self._crew.workers[rank - self._first_rank])
+            try:
+                self._hire(rank)
+            except OSError as error:
+                self._lose(
+                    WorkerEnd(rank, 1, verdict=f"it could not be started ({error})", task=self._roles[rank].name)
+                )
+
+    def _end_what_is_through(self) -> None:
+        """Ends what is left once no process runs the script any more: servers, or what the workers left behind."""
+        if self._ending.are_all_told or self._crew.runs_script:
+            return
+        running = self._crew.running
+        if running and not self._ending.has_begun and self._findings.is_echo:
+            return  # who is lost may be about to be seen
+        self._ending.tell(self._graces.patience if running else self._graces.failure)
 
     def _heed_signals(self) -> None:
         received = self._signals.received
         if len(received) == self._heeded_signals:
             return
         self._heeded_signals = len(received)
-        if self._stop_signal is None and not self._is_failing():
-            self._stop_signal = received[0]
-        if self._killed_at is not None:
+        if self._findings.stop_signal is None and not self._findings.is_failing:
+            self._findings.stop_signal = received[0]
+        if self._ending.has_killed:
             self.kill()  # those that were being started when the signal came again
-        elif self._kill_at is None:
+        elif not self._ending.has_begun:
             self._console.say(
                 f"{signal_name(received[0])}: ending the workers (SIGTERM, after {self._graces.stop:g} s SIGKILL; at "
                 "once if it comes again)"
             )
-            self._tell_to_end(self._graces.stop)
+            self._ending.tell(self._graces.stop, only_script=True)  # which needs the others to save
         else:
             self._console.say(
                 f"{signal_name(received[-1])}: the workers are being ended already (SIGKILL if it comes again)"
             )
 
-    def _is_failing(self) -> bool:
-        first = cause(self._ends)
-        return bool(self._stall or self._unstarted or self._verdicts) or (first is not None and not first.is_preempted)
-
-    def _tell_to_end(self, grace_seconds: float) -> None:
-        self._failed_at = time.monotonic()
-        self._kill_at = self._failed_at + grace_seconds
-        self._crew.tell(signal.SIGTERM)
-
-    def _is_over(self) -> bool:
-        if self._killed_at is not None and time.monotonic() > self._killed_at + _UNKILLABLE_SECONDS:
-            return True
-        return self._crew.are_gone()
-
-    def _end_silently(self) -> None:
-        """Leaves nothing behind, whatever went wrong before."""
-        deadline = 0.0
-        if self._stop_signal == signal.SIGPIPE:
-            deadline = time.monotonic() + self._graces.failure
-            self._tell_to_end(self._graces.failure)
-        while not self._crew.collect() and time.monotonic() < deadline:
-            time.sleep(_ENDING_POLL_SECONDS)
-        if not self._crew.collect():
+    def _heed_others(self) -> None:
+        self._others.tell_stop(self._signals.received)
+        self._others.exchange(suspects=self._suspects)
+        if self._others.descriptor is None and self._others_fd is not None:
+            self._channels.forget(self._others_fd)
+            self._others_fd = None
+        order = self._others.order
+        if order is None:
+            return
+        if not self._ending.has_begun:
+            self._console.say(f"ending the workers: {order.reason}")
+            self._findings.stop_signal = order.stop_signal
+            self._ending.tell(self._graces.failure if order.stop_signal is None else self._graces.stop)
+        if order.kill and not self._ending.has_killed:
             self.kill()
-        while not self._is_over():
-            self._crew.collect()
-            time.sleep(_ENDING_POLL_SECONDS)
-        self._crew.close()
+
+    def _fail(self, reason: str) -> None:
+        self._others.tell_failure(reason)
+        self._ending.tell(self._graces.failure)
+
+    def _end_of_patience(self) -> None:
+        if not self._others.tell_echo(self._findings.describe()):
+            self._ending.tell(self._graces.failure)

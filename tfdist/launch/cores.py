@@ -25,6 +25,7 @@ class ThreadShare:
         cores: Number of usable cores.
         chosen: Threads of each worker where the user said so: it beats the environment.
         environ: The launcher's environment. What it sets already is left alone.
+        who: What they are, for the user, where they are not all workers.
 
     >>> share = ThreadShare(2, 4, None, {"OMP_NUM_THREADS": "1"})
     >>> share.environment()
@@ -33,8 +34,10 @@ class ThreadShare:
     '2 workers, 1 thread each (2 usable cores)'
     """
 
-    def __init__(self, workers: int, cores: int, chosen: int | None, environ: Mapping[str, str]) -> None:
-        self._workers, self._cores = workers, cores
+    def __init__(
+        self, workers: int, cores: int, chosen: int | None, environ: Mapping[str, str], *, who: str = ""
+    ) -> None:
+        self._who, self._cores = who or _counted(workers, "worker"), cores
         self._threads = max(1, cores // workers) if chosen is None else chosen
         self._kept = {} if chosen is not None else {name: environ[name] for name in THREAD_VARIABLES if name in environ}
 
@@ -49,7 +52,7 @@ class ThreadShare:
             kept = ", ".join(f"{name}={value}" for name, value in self._kept.items())
             all_kept = len(self._kept) == len(THREAD_VARIABLES)
             share = f"{kept} from the environment" + ("" if all_kept else f", otherwise {share}")
-        return f"{_counted(self._workers, 'worker')}, {share} ({_counted(self._cores, 'usable core')})"
+        return f"{self._who}, {share} ({_counted(self._cores, 'usable core')})"
 
 
 def _counted(number: int, noun: str) -> str:

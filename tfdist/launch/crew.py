@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.roles import SERVER_COMMAND, Role
 from tfdist.launch.spares import Spares
 from tfdist.launch.worker_process import WorkerProcess
 
@@ -12,7 +13,7 @@ class Crew:
 
     Args:
         guardian: Ends those that are left when this process is killed.
-        spares: Where the workers come from.
+        spares: Where those come from that run the script.
         keeps_spares: Whether spares are made for a next attempt.
     """
 
@@ -20,15 +21,27 @@ class Crew:
         self.workers: list[WorkerProcess] = []
         self._guardian, self._spares, self._keeps_spares = guardian, spares, keeps_spares
         self._guarded: set[int] = set()  # the groups that are not gone
+        self._roles: dict[int, Role] = {}
+        self._former: list[WorkerProcess] = []  # those of which something may be left
 
-    def hire(self, rank: int, environ: Mapping[str, str]) -> WorkerProcess:
-        """Starts a worker.
+    def hire(self, rank: int, environ: Mapping[str, str], role: Role) -> WorkerProcess:
+        """Starts a worker, in the place of the one of that rank that has ended.
 
         Raises:
             OSError: If the system has no room for another process.
         """
-        worker = self._spares.hire(rank, environ)
-        self.workers.append(worker)
+        if role.runs_script:
+            worker = self._spares.hire(rank, environ)
+        else:
+            worker = WorkerProcess(rank, SERVER_COMMAND, environ)
+        former = next((place for place, before in enumerate(self.workers) if before.rank == rank), None)
+        if former is None:
+            self.workers.append(worker)
+        else:
+            self.workers[former].close()
+            self._former.append(self.workers[former])
+            self.workers[former] = worker
+        self._roles[rank] = role
         self._guardian.watch(worker.pid)
         self._guarded.add(worker.pid)
         return worker
@@ -43,17 +56,29 @@ class Crew:
         """The workers that have not been reaped."""
         return [worker for worker in self.workers if worker.returncode is None]
 
-    def tell(self, number: int) -> None:
-        """Sends a signal to all workers and what they started."""
-        for worker in self.workers:
-            worker.tell(number)
+    @property
+    def runs_script(self) -> bool:
+        """Whether any of those that run the script has not been reaped."""
+        return any(self._roles[worker.rank].runs_script for worker in self.running)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all run the script."""
+        return all(role.runs_script for role in self._roles.values())
+
+    def tell(self, number: int, *, only_script: bool = False) -> None:
+        """Sends a signal to all workers and what they started, or to those that run the script."""
+        for worker in [*self.workers, *self._former]:
+            if self._roles[worker.rank].runs_script or not only_script:
+                worker.tell(number)
 
     def are_gone(self) -> bool:
         """Whether all have been reaped and nothing of their groups is left."""
-        for worker in self.workers:
+        for worker in [*self.workers, *self._former]:
             if worker.pid in self._guarded and worker.is_gone():
                 self._guarded.remove(worker.pid)
                 self._guardian.forget(worker.pid)
+        self._former = [worker for worker in self._former if worker.pid in self._guarded]
         return not self._guarded
 
     def collect(self) -> bool:

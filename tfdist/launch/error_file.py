@@ -52,11 +52,19 @@ class ErrorFile:
         """
         entry = describe(outcome, self._run_id, earlier=self._earlier)
         self._earlier.append({"attempt": outcome.attempt, "cause": outcome.describe()})
+        return self.write_entry(entry)
+
+    def write_entry(self, entry: dict[str, Any]) -> str:
+        """Writes what `describe` has returned, whole or not at all.
+
+        Returns:
+            Why it could not be written, or an empty string.
+        """
         path = self._path
         if path is None:
             if self._directory is None:
                 return ""
-            path = self._directory / f"attempt-{outcome.attempt}.json"
+            path = self._directory / f"attempt-{entry['attempt']}.json"
         try:
             _write_whole(path, json.dumps(entry, indent=2) + "\n")
         except OSError as error:
@@ -76,7 +84,12 @@ def describe(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) ->
     'SIGKILL'
     """
     first = outcome.cause
-    what: dict[str, Any] = {"rank": outcome.failed_rank, "description": outcome.describe()}
+    rank = outcome.failed_rank
+    what: dict[str, Any] = {
+        "rank": rank,
+        "task": None if rank is None else outcome.task(rank),
+        "description": outcome.describe(),
+    }
     if first is not None:
         told = outcome.errors.get(first.rank, {})
         what |= _end(first)
@@ -94,7 +107,7 @@ def describe(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) ->
         "failed": _time(outcome.started_at + outcome.seconds),
         "last_step": outcome.step,
         "last_saved": outcome.saved,
-        "cause": {"host": socket.gethostname(), **what},
+        "cause": {"host": (first.host if first else "") or socket.gethostname(), **what},
         "ends": [_end(end) for end in outcome.ends],
         "earlier": list(earlier),
     }
@@ -103,6 +116,7 @@ def describe(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) ->
 def _end(end: WorkerEnd) -> dict[str, Any]:
     return {
         "rank": end.rank,
+        "task": end.task or f"worker {end.rank}",
         "exit_code": end.returncode if end.returncode >= 0 else None,
         "signal": signal_name(-end.returncode) if end.returncode < 0 else None,
         "was_told": end.was_told,

@@ -29,6 +29,8 @@ class WorkerEnd:
         was_told: Whether the launcher had told it to end before it did.
         verdict: Why the launcher itself ended it, for example "frozen: no heartbeat for 10 s", or an empty string.
         at: When it ended, in seconds since 1970.
+        task: What users are told instead of the rank, for example "ps 0", or an empty string.
+        host: The name of its host where the run has several, or an empty string.
     """
 
     rank: int
@@ -37,6 +39,18 @@ class WorkerEnd:
     was_told: bool = False
     verdict: str = ""
     at: float = 0.0
+    task: str = ""
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        """What users are told.
+
+        >>> WorkerEnd(3, 1).name, WorkerEnd(3, 1, host="b").name, WorkerEnd(3, 1, task="ps 0").name
+        ('worker 3', 'worker 3 on b', 'ps 0')
+        """
+        name = self.task or f"worker {self.rank}"
+        return f"{name} on {self.host}" if self.host else name
 
     @property
     def failed(self) -> bool:
@@ -100,9 +114,9 @@ class WorkerEnd:
         if self.was_told and not self.verdict:
             how = "an error, while it was still shutting down"
         if not self.last_lines:
-            return [f"worker {self.rank} failed first: {how}. It printed nothing."]
+            return [f"{self.name} failed first: {how}. It printed nothing."]
         shown = self.last_lines[-_SHOWN_LINES:]
-        return [f"worker {self.rank} failed first: {how}. Its last lines:", *(f"  | {line}" for line in shown)]
+        return [f"{self.name} failed first: {how}. Its last lines:", *(f"  | {line}" for line in shown)]
 
     def _last_words(self) -> tuple[str, ...]:
         starts = [i for i, line in enumerate(self.last_lines) if line.startswith(_TRACEBACK)]

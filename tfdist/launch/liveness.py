@@ -4,6 +4,8 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from tfdist.launch.roles import Role, peers
+
 # A beat comes every 0.25 s; gaps up to 1.3 s were seen where a worker held its GIL on a loaded host.
 _SUSPICIOUS_SECONDS = 2.0
 _STALL_FACTOR = 10
@@ -56,6 +58,8 @@ class Liveness:
 
     Args:
         workers: Number of workers.
+        first_rank: The rank of the first of them.
+        roles: What each process is, by rank; empty: all are workers that make steps.
         now: Monotonic time in seconds.
         heartbeat_timeout_seconds: Silence after which a worker is frozen. 0: never.
         stall_timeout_seconds: The least time without a step that is a stall. 0: never.
@@ -67,9 +71,17 @@ class Liveness:
     """
 
     def __init__(
-        self, workers: int, *, now: float, heartbeat_timeout_seconds: float, stall_timeout_seconds: float
+        self,
+        workers: int,
+        *,
+        first_rank: int = 0,
+        roles: Mapping[int, Role] | None = None,
+        now: float,
+        heartbeat_timeout_seconds: float,
+        stall_timeout_seconds: float,
     ) -> None:
-        self._pulses = [Pulse() for _ in range(workers)]
+        self._roles = roles or dict(enumerate(peers(workers, first_rank), first_rank))
+        self._pulses = {rank: Pulse() for rank in self._roles}
         self._timeout, self._stall_timeout = heartbeat_timeout_seconds, stall_timeout_seconds
         self._now, self._time = now, 0.0
         self._moved_at: float | None = None  # the last step or checkpoint of any worker
@@ -83,17 +95,17 @@ class Liveness:
     @property
     def heard(self) -> frozenset[int]:
         """The ranks that sent heartbeats."""
-        return frozenset(rank for rank, pulse in enumerate(self._pulses) if pulse.has_beaten)
+        return frozenset(rank for rank, pulse in self._pulses.items() if pulse.has_beaten)
 
     @property
     def step(self) -> int | None:
         """The highest step of any worker, or None."""
-        return max((pulse.step for pulse in self._pulses if pulse.step is not None), default=None)
+        return max((pulse.step for pulse in self._pulses.values() if pulse.step is not None), default=None)
 
     @property
     def saved(self) -> int | None:
         """The highest sequence number of a checkpoint, or None."""
-        return max((pulse.saved for pulse in self._pulses if pulse.saved is not None), default=None)
+        return max((pulse.saved for pulse in self._pulses.values() if pulse.saved is not None), default=None)
 
     @property
     def is_training(self) -> bool:
@@ -103,7 +115,11 @@ class Liveness:
     @property
     def errors(self) -> dict[int, Mapping[str, str]]:
         """The exceptions that the workers told of, by rank."""
-        return {rank: pulse.error for rank, pulse in enumerate(self._pulses) if pulse.error is not None}
+        return {rank: pulse.error for rank, pulse in self._pulses.items() if pulse.error is not None}
+
+    def forget(self, rank: int) -> None:
+        """Takes note that another process has the rank now."""
+        self._pulses[rank] = Pulse()
 
     def hear(self, rank: int, datagram: bytes, *, now: float) -> None:
         """Takes a heartbeat (see `tfdist.cluster.heartbeat`). What is not one is ignored."""
@@ -118,13 +134,15 @@ class Liveness:
         pulse.has_beaten = True
         pulse.is_leaving = said.get("alive") is False
         pulse.heard_at = None if pulse.is_leaving else self._time
+        if isinstance(said.get("error"), dict):
+            pulse.error = {str(key): str(value) for key, value in said["error"].items()}
+        if not self._roles[rank].runs_script:
+            return
         phase = said.get("phase")
         if pulse.phase is not None:
             # The time without steps is no interval between two of them.
             self._moved_at, pulse.stepped_at = self._time, None
         pulse.phase = phase if isinstance(phase, str) else None
-        if isinstance(said.get("error"), dict):
-            pulse.error = {str(key): str(value) for key, value in said["error"].items()}
         step, saved = said.get("step"), said.get("saved")
         if type(saved) is int and saved != pulse.saved:
             pulse.saved, self._moved_at = saved, self._time
@@ -162,9 +180,9 @@ class Liveness:
             return []
         pulse.stopped_at = self._time if stopped else None
         if not stopped:
-            return [f"worker {rank} goes on again"]
+            return [f"{self._roles[rank].name} goes on again"]
         then = f": frozen, unless it goes on within {self._timeout:g} s" if self._timeout else ""
-        return [f"worker {rank} is stopped (as by SIGSTOP){then}{pulse.last_step}"]
+        return [f"{self._roles[rank].name} is stopped (as by SIGSTOP){then}{pulse.last_step}"]
 
     def _why_frozen(self, pulse: Pulse) -> str:
         if self._timeout <= 0:
@@ -180,11 +198,12 @@ class Liveness:
         if self._stall_timeout <= 0 or self._moved_at is None or self._longest_seconds is None:
             return ""
         # Where one has ended the others may have no step left to do.
-        waits = [pulse for pulse in self._pulses if pulse.phase is not None or pulse.is_leaving]
-        if waits or len(is_stopped) < len(self._pulses):
+        training = {rank: pulse for rank, pulse in self._pulses.items() if self._roles[rank].runs_script}
+        waits = [pulse for pulse in training.values() if pulse.phase is not None or pulse.is_leaving]
+        if waits or not training.keys() <= is_stopped.keys():
             return ""
         limit = max(self._stall_timeout, _STALL_FACTOR * self._longest_seconds)
         if self._time - self._moved_at < limit:
             return ""
-        steps = ", ".join(str(pulse.step) for pulse in self._pulses)
+        steps = ", ".join(str(pulse.step) for pulse in training.values())
         return f"no worker made a step for {limit:.0f} s (last steps: {steps})"

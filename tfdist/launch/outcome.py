@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from tfdist.launch.failure import WorkerEnd, cause
+from tfdist.launch.roles import Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +15,13 @@ class Outcome:
         attempt: Its number, 0 first.
         workers: How many workers it had.
         ends: How they ended, in the order in which they did.
+        roles: What each process was, by rank; empty: all of them workers that run the script.
         started_at: Seconds since 1970.
         failed_at: Monotonic time in seconds at which the workers were told to end, or had ended.
         seconds: From the start to `failed_at`.
         stop_signal: The signal that told this command to end, or None.
         stall: Why the training stood still, or an empty string.
+        lost: Which host was lost, and why, or an empty string.
         unstarted: The rank that could not be started, and why, or None.
         heard: The ranks that sent heartbeats.
         step: The highest step of any worker, or None.
@@ -29,11 +32,13 @@ class Outcome:
     attempt: int
     workers: int
     ends: tuple[WorkerEnd, ...]
+    roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)
     started_at: float = 0.0
     failed_at: float = 0.0
     seconds: float = 0.0
     stop_signal: int | None = None
     stall: str = ""
+    lost: str = ""
     unstarted: tuple[int, OSError] | None = None
     heard: frozenset[int] = frozenset()
     step: int | None = None
@@ -43,7 +48,7 @@ class Outcome:
     @property
     def cause(self) -> WorkerEnd | None:
         """The worker that failed first, or None where no single one did."""
-        if self.stall or self.unstarted or self.stop_signal is not None:
+        if self.stall or self.lost or self.unstarted or self.stop_signal is not None:
             return None
         # Who told of an exception may have printed nothing before it had to be ended.
         return cause(self.ends) or next((end for end in self.ends if end.rank in self.errors and end.was_told), None)
@@ -64,17 +69,28 @@ class Outcome:
         >>> Outcome(0, 2, (WorkerEnd(0, 75), WorkerEnd(1, 1))).is_preempted
         False
         """
-        codes = [end.returncode for end in self.ends]
+        ends = [end for end in self.ends if self.runs_script(end.rank)]
+        others_failed = any(end.failed for end in self.ends if not self.runs_script(end.rank))
+        expected = sum(role.runs_script for role in self.roles.values()) if self.roles else self.workers
         return (
-            any(end.is_preempted for end in self.ends)
-            and all(end.is_preempted or end.returncode == 0 for end in self.ends)
-            and len(codes) == self.workers
+            any(end.is_preempted for end in ends)
+            and all(end.is_preempted or end.returncode == 0 for end in ends)
+            and len(ends) == expected
+            and (self.stop_signal is not None or not others_failed)
         )
+
+    def task(self, rank: int) -> str:
+        """What users are told, for example "worker 0" or "ps 0"."""
+        return self.roles[rank].name if self.roles else f"worker {rank}"
+
+    def runs_script(self, rank: int) -> bool:
+        """Whether a process ran the user's script."""
+        return not self.roles or self.roles[rank].runs_script
 
     @property
     def has_failed(self) -> bool:
         """Whether anything but success ended it, a signal to this command aside."""
-        return self.stop_signal is None and bool(self.stall or self.unstarted or self.cause)
+        return self.stop_signal is None and bool(self.stall or self.lost or self.unstarted or self.cause)
 
     @property
     def exit_code(self) -> int:
@@ -94,14 +110,15 @@ class Outcome:
         >>> Outcome(0, 1, (WorkerEnd(0, 3),)).describe()
         'worker 0: exit code 3'
         """
-        if self.stall:
-            return self.stall
+        if self.stall or self.lost:
+            return self.stall or self.lost
         if self.unstarted is not None:
-            return f"worker {self.unstarted[0]} could not be started: {self.unstarted[1]}"
-        return "no failure" if self.cause is None else f"worker {self.cause.rank}: {self.cause.describe()}"
+            rank, error = self.unstarted
+            return f"{self.task(rank)} could not be started: {error}"
+        return "no failure" if self.cause is None else f"{self.cause.name}: {self.cause.describe()}"
 
     def report(self) -> list[str]:
         """Returns the lines that tell the user of the failure, the cause last."""
         first = self.cause
-        others = [f"worker {end.rank} ended after that: {end.describe()}" for end in self.ends if end != first]
+        others = [f"{end.name} ended after that: {end.describe()}" for end in self.ends if end != first]
         return [*others, *(first.report() if first is not None else [f"the attempt failed: {self.describe()}"])]

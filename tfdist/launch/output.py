@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import contextlib
 import os
 import select
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.launch.errors import UsageError
+from tfdist.launch.roles import Role
 from tfdist.launch.screen_line import ScreenLines
 
 _UNFINISHED_SECONDS = 2.0
@@ -35,6 +37,12 @@ class Console:
         """Shows lines of the launcher itself."""
         self.write("tfdist: ", lines, is_error=True)
 
+    def say_unless_stuck(self, line: str) -> None:
+        """Shows a line of the launcher, but not where that would have to wait for a reader, or there is none."""
+        if select.select([], [self._stderr], [], 0)[1]:
+            with contextlib.suppress(OutputClosed):
+                self.say(line)
+
     def write(self, prefix: str, lines: Sequence[str], *, is_error: bool) -> None:
         """Shows lines behind a prefix, all in one piece where the system allows.
 
@@ -46,21 +54,21 @@ class Console:
             _write_all(self._stderr if is_error else self._stdout, text.encode(errors="replace"))
 
 
-def open_logs(directory: Path | None, workers: int) -> list[BinaryIO | None]:
-    """Opens `rank-<rank>.log` for each worker, emptying those of an earlier run.
+def open_logs(directory: Path | None, roles: Sequence[Role]) -> list[BinaryIO | None]:
+    """Opens a file for each process, for example `rank-0.log`, emptying those of an earlier run.
 
     Args:
         directory: Made where it does not exist. None: no files.
-        workers: Number of workers.
+        roles: What the processes are.
 
     Raises:
         UsageError: If a file cannot be made.
     """
     if directory is None:
-        return [None] * workers
+        return [None] * len(roles)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return [open(directory / f"rank-{rank}.log", "wb", buffering=0) for rank in range(workers)]
+        return [open(directory / role.log_name, "wb", buffering=0) for role in roles]
     except OSError as error:
         raise UsageError(
             f"The log files cannot be made. Received: --log-dir {directory} ({error.strerror}). Expected: a directory "
@@ -72,13 +80,13 @@ class WorkerOutput:
     """The two streams of one worker.
 
     Args:
-        rank: The worker's rank, the prefix of its lines.
+        label: What stands before its lines, in brackets.
         console: Where the lines are shown.
         log: Where both streams are written without the prefix.
     """
 
-    def __init__(self, rank: int, console: Console, log: BinaryIO | None) -> None:
-        self._prefix = f"[{rank}] "
+    def __init__(self, label: str, console: Console, log: BinaryIO | None) -> None:
+        self._prefix = f"[{label}] "
         self._console, self._log = console, log
         self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         decoder = codecs.getincrementaldecoder("utf-8")

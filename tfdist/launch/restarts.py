@@ -65,8 +65,13 @@ class Restarts:
         """Whether a failure now may be followed by a restart."""
         return self._done < self._max
 
-    def after(self, outcome: Outcome) -> Decision:
-        """Decides what follows after a failed attempt. To be asked once an attempt."""
+    def after(self, outcome: Outcome, *, available: int | None = None) -> Decision:
+        """Decides what follows after a failed attempt. To be asked once an attempt.
+
+        Args:
+            outcome: The failed attempt.
+            available: How many workers there is room for; None: all.
+        """
         if self._max == 0:
             return Decision(0, 0.0, "")
         self._note_progress(outcome)
@@ -74,14 +79,14 @@ class Restarts:
         if reason:
             return Decision(0, 0.0, f"not started again: {reason}")
         self._done += 1
-        workers = self._resize(outcome)
+        workers = min(self._resize(outcome), self._workers if available is None else available)
         when = f"in {self._delay:g} s" if self._delay else "at once"
         fewer = f", {self._workers - workers} fewer than asked for" if workers < self._workers else ""
         counted = "1 worker" if workers == 1 else f"{workers} workers"
         return Decision(workers, self._delay, f"restart {self._done} of {self._max} {when} with {counted}{fewer}")
 
     def _note_progress(self, outcome: Outcome) -> None:
-        self._heard = self._heard or bool(outcome.heard)
+        self._heard = self._heard or any(map(outcome.runs_script, outcome.heard))
         step = -1 if outcome.step is None else outcome.step
         saved = -1 if outcome.saved is None else outcome.saved
         if self._heard:
@@ -101,7 +106,7 @@ class Restarts:
         first = outcome.cause
         if first is not None and self._failed_before_it_began(outcome, first):
             return (
-                f"worker {first.rank} ended by itself {outcome.seconds:.0f} s after the first start and before its "
+                f"{first.name} ended by itself {outcome.seconds:.0f} s after the first start and before its "
                 "first heartbeat, and would do so again"
             )
         if self._attempts_without_progress < _MAX_ATTEMPTS_WITHOUT_PROGRESS:

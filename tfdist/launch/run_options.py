@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.limits import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
+from tfdist.launch.nodes.options import add_node_options
 from tfdist.launch.restarts import MAX_DELAY_SECONDS
 
 _DESCRIPTION = """\
@@ -19,13 +20,18 @@ outlives this command.
 
 With --max-restarts all workers are then started again; a script with tfdist.callbacks.FailureRecovery goes on from its
 newest checkpoint. SIGTERM and SIGUSR1 announce the end of the host: they are passed on, such a script saves and ends
-with 75, and so does this command."""
+with 75, and so does this command.
+
+With --parameter-servers M one more process, the chief, runs the script, and the N workers and M parameter servers run
+TensorFlow's server for it. When the chief has ended, all are ended. A parameter server that ends is a failure, as the
+chief's is; a worker that ends or is frozen is started again alone, and the training goes on meanwhile."""
 
 _EPILOG = """\
 examples:
   tfdist run --workers 2 train.py --epochs 10
   tfdist run --workers 4 --max-restarts 3 --log-dir logs -m my_package.train --epochs 10
   tfdist run --workers 2 --network host download_and_train.py
+  tfdist run --workers 2 --parameter-servers 1 train.py
 
 Everything after the script (or after -m MODULE) is the script's own."""
 
@@ -36,7 +42,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     count = _number(int, at_least=0, expected="a whole number of at least 0, for example 3")
     seconds = _number(float, at_least=0, expected="seconds, a number of at least 0, for example 5")
     parser.add_argument("--workers", type=at_least_one, required=True, metavar="N", help="number of workers to start")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write DIR/rank-<rank>.log (default: none)")
+    parser.add_argument(
+        "--parameter-servers",
+        type=count,
+        default=0,
+        metavar="M",
+        help="start a chief, which runs the script, and N workers and M parameter servers, which it uses "
+        "(default: 0, N workers that all run the script)",
+    )
+    parser.add_argument(
+        "--worker-restarts",
+        type=count,
+        metavar="K",
+        help="with parameter servers: start each worker again at most K times in an attempt; the training goes on "
+        "meanwhile, and --max-restarts does not count it (default: always)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write DIR/rank-<rank>.log; with parameter servers chief.log, worker-0.log, ps-0.log (default: none)",
+    )
     parser.add_argument(
         "--start-timeout",
         type=seconds,
@@ -116,6 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="threads of each worker (default: usable cores / workers, unless the environment already says)",
     )
+    add_node_options(parser, at_least_one=at_least_one, count=count)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its arguments")
 

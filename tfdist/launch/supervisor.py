@@ -16,9 +16,12 @@ from tfdist.launch.guardian import Guardian
 from tfdist.launch.limits import Limits
 from tfdist.launch.linux import become_subreaper
 from tfdist.launch.liveness import Liveness
+from tfdist.launch.others import Others
 from tfdist.launch.outcome import Outcome
 from tfdist.launch.output import Console, OutputClosed
+from tfdist.launch.replacements import Replacements
 from tfdist.launch.restarts import Restarts
+from tfdist.launch.roles import Role, peers
 from tfdist.launch.spares import Spares
 from tfdist.launch.stop_signals import StopSignals
 from tfdist.launch.worker_process import children, end_strays
@@ -33,6 +36,8 @@ class Supervisor:
         console: Where output and messages go.
         logs: A log file for each worker, or None.
         workers: Number of workers of the first attempt.
+        roles: Returns what the processes are, given the number of workers and the rank of the first.
+        worker_restarts: How often a worker that is started again alone is, in an attempt; None: always.
         limits: When workers are judged or ended.
         restarts: Decides what follows after a failure.
         error_file: Tells programs of failures.
@@ -47,6 +52,8 @@ class Supervisor:
         logs: Sequence[BinaryIO | None],
         *,
         workers: int,
+        roles: Callable[[int, int], Sequence[Role]] = peers,
+        worker_restarts: int | None = None,
         limits: Limits,
         restarts: Restarts,
         error_file: ErrorFile,
@@ -55,6 +62,7 @@ class Supervisor:
         self._command, self._environments = command, environments
         self._console, self._logs, self._workers = console, logs, workers
         self._limits, self._restarts, self._error_file = limits, restarts, error_file
+        self._roles, self._worker_restarts = roles, worker_restarts
         self._warm_spares = warm_spares
         self._attempt: Attempt | None = None
 
@@ -72,7 +80,8 @@ class Supervisor:
         spared = children()
         self._guardian = Guardian()
         self._spared = {*spared, self._guardian.pid}
-        self._spares = Spares(self._command, self._workers if self._warm_spares else 0)
+        running_script = sum(role.runs_script for role in self._roles(self._workers, 0))
+        self._spares = Spares(self._command, running_script if self._warm_spares else 0)
         try:
             with StopSignals(on_repeat=self._kill) as self._signals:
                 return self._run_attempts()
@@ -89,7 +98,7 @@ class Supervisor:
     def _run_attempts(self) -> int:
         number, workers = 0, self._workers
         while True:
-            outcome = self._run_attempt(number, workers)
+            outcome = self._run_attempt(number, workers, may_restart=self._restarts.are_left)
             if outcome.unstarted is not None and number == 0 and not self._signals.received:
                 raise outcome.unstarted[1]
             if outcome.is_preempted and (self._signals.received or not self._restarts.are_left):
@@ -110,23 +119,33 @@ class Supervisor:
                 return 128 + self._signals.received[0]
             number, workers = number + 1, decision.workers
 
-    def _run_attempt(self, number: int, workers: int) -> Outcome:
+    def _run_attempt(
+        self, number: int, workers: int, *, may_restart: bool, first_rank: int = 0, others: Others | None = None
+    ) -> Outcome:
         if number:
             self._separate_logs(number)
+        roles = self._roles(workers, first_rank)
+        replaced = [rank for rank, role in enumerate(roles, first_rank) if role.is_replaced]
         attempt = Attempt(
             number,
+            roles,
             self._environments(workers, number),
             self._console,
             self._logs,
-            crew=Crew(self._guardian, self._spares, keeps_spares=self._restarts.are_left),
+            replacements=Replacements(replaced, limit=self._worker_restarts),
+            crew=Crew(self._guardian, self._spares, keeps_spares=may_restart),
             signals=self._signals,
-            graces=self._limits.graces(may_restart=self._restarts.are_left),
+            graces=self._limits.graces(may_restart=may_restart),
             liveness=Liveness(
                 workers,
+                first_rank=first_rank,
+                roles=dict(enumerate(roles, first_rank)),
                 now=time.monotonic(),
                 heartbeat_timeout_seconds=self._limits.heartbeat_timeout,
                 stall_timeout_seconds=self._limits.stall_timeout,
             ),
+            first_rank=first_rank,
+            others=others,
         )
         self._attempt = attempt
         try:

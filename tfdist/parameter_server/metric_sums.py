@@ -23,6 +23,8 @@ class MetricSums:
         self._is_new = False
         self._known: dict[str, Any] = {}
         self._logs: dict[str, Any] = {}
+        # Eagerly, a result takes longer than the chief has for a batch.
+        self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
         """Forgets all."""
@@ -39,11 +41,13 @@ class MetricSums:
     def results(self) -> dict[str, Any]:
         """What the last step returned, and of metrics the result over all steps."""
         if self._is_new and self._sums is not None:
-            pairs = list(zip(metric_variables(self._model), map(tf.constant, self._sums), strict=True))
-            with keras.StatelessScope(pairs):
-                self._known = {**self._logs, **metrics_result(self._model)}
+            self._known = {**self._logs, **self._result_of([tf.constant(total) for total in self._sums])}
             self._is_new = False
         return dict(self._known)
+
+    def _results_of(self, sums: list[tf.Tensor]) -> dict[str, Any]:
+        with keras.StatelessScope(list(zip(metric_variables(self._model), sums, strict=True))):
+            return metrics_result(self._model)
 
     def store(self) -> None:
         """Writes the sums to the variables of the metrics."""

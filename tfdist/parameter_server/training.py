@@ -103,7 +103,7 @@ class Training:
         """Makes the functions anew, as the model has been compiled anew."""
         if name == "train":
             self._finish_work()
-            self._functions = None
+            self._functions, self._sums = None, MetricSums(self._model)
 
     # What it does.
 
@@ -134,20 +134,24 @@ class Training:
         batches, self._pending = self._pending, []
         if isinstance(self._mode, Asynchronous):
             self._make_room()
-            self._schedule(functions, batches, 0, None)
+            self._schedule(functions, batches, self._next_number(), 0, None)
         else:
             self._run_round(functions, batches)
 
-    def _schedule(self, functions: Functions, batches: list[Any], slot: int, note: Any) -> None:
+    def _next_number(self) -> int:
+        """Of the updates that are scheduled: as many as there were before it, also in a training that goes on."""
         if self._number is None:
             raise RuntimeError("nothing is prepared")
-        number, at = tf.constant(self._number, tf.int64), tf.constant(slot, tf.int32)
         self._number += 1
+        return self._number - 1
+
+    def _schedule(self, functions: Functions, batches: list[Any], number: int, slot: int, note: Any) -> None:
+        step, at = tf.constant(number, tf.int64), tf.constant(slot, tf.int32)
         if isinstance(batches[0], WorkerIterator):
-            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), number, at)
+            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), step, at)
             self._work.schedule(functions.train_on_iterator, args, note)
         else:
-            self._work.schedule(functions.train_on_batches, (tuple(batches), number, at), note)
+            self._work.schedule(functions.train_on_batches, (tuple(batches), step, at), note)
 
     def _run_round(self, functions: Functions, batches: list[Any]) -> None:
         mode = self._mode
@@ -163,15 +167,16 @@ class Training:
         self._round += 1
         slots, self._free = self._free[: len(parts)], self._free[len(parts) :]
         self._done: dict[int, int] = {}  # samples, by slot
-        for slot, part in zip(slots, parts, strict=True):
-            self._schedule(functions, part, slot, (self._round, slot))
+        first = self._next_number() * self._workers
+        for number, (slot, part) in enumerate(zip(slots, parts, strict=True), first):
+            self._schedule(functions, part, number, slot, (self._round, slot))
         needed = max(1, len(parts) - max(0, mode.backup_workers - len(self._late)))
         self._work.wait(lambda: len(self._done) >= needed, self._take)
         taken = dict(sorted(self._done.items()))
         self._late |= set(slots) - set(taken)
         weights = shares(list(taken.values()))
         functions.update(tf.constant(list(taken), tf.int32), tf.constant(weights, tf.float64))
-        self._free += list(taken)
+        self._free = sorted([*self._free, *taken])  # so that sums are made in the same order after a restart
         self._round += 1
 
     def _make_room(self) -> None:
