@@ -14,7 +14,8 @@ class HostCopies:
     >>> import tensorflow as tf
     >>> variable, copies = tf.Variable([1.0, 2.0]), HostCopies()
     >>> first = copies.of("kernel", variable)
-    >>> variable.assign_add([1.0, 1.0]) and first
+    >>> changed = variable.assign_add([1.0, 1.0])
+    >>> first
     array([1., 2.], dtype=float32)
     >>> copies.of("kernel", variable) is first, first
     (True, array([2., 3.], dtype=float32))
