@@ -12,6 +12,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 WORKERS ?= 2
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -58,8 +59,9 @@ demo: $(STAMP)
 	$(BIN)/tfdist run --workers $(WORKERS) examples/digits.py
 	$(BIN)/python examples/recovery.py --epochs 3
 
+# Two processes: most tests wait for the processes that they have started. A file's tests stay together.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long

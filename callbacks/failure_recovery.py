@@ -16,6 +16,7 @@ from tfdist.checkpoint import BackgroundWriter, Checkpoint, CheckpointError, Che
 from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.keras_internals.callback_list import LastCallback
+from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.agreement import Agreement
 from tfdist.recovery.position import Position, install_resumable_iterator, start_at_epoch, training_iterator
 from tfdist.recovery.preemption import Preemption
@@ -140,7 +141,7 @@ class FailureRecovery(LastCallback):
         if self._heartbeat is not None:
             self._heartbeat.step(step)
         # Whether a step saves must be known to all workers, each for itself.
-        is_due, is_preempted = self._schedule.is_due(step), self._is_preempted()
+        is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(self._progress.step)
         if is_due or is_preempted:
             self._save()
         if is_preempted:
@@ -148,7 +149,7 @@ class FailureRecovery(LastCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
-        is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._is_preempted()
+        is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._preemption.is_due(self._progress.step)
         is_last = self.model.stop_training or epoch + 1 >= self.params.get("epochs", 0)
         if (is_due or is_preempted) and not is_last:  # else `on_train_end` saves
             self._save()
@@ -185,6 +186,8 @@ class FailureRecovery(LastCallback):
         return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
+        if (training := training_of(self.model)) is not None:
+            training.abandon()
         progress, rank = Progress(**checkpoint.facts["progress"]), self._agreement.rank
         epochs = self.params.get("epochs", 0)
         self._was_complete = progress.stopped or progress.epoch >= epochs
@@ -214,15 +217,14 @@ class FailureRecovery(LastCallback):
                 "FailureRecovery."
             ) from error
 
-    def _is_preempted(self) -> bool:
-        return self._preemption.is_due(self._progress.step, self._iterator.steps_per_execution)
-
     def _save(self) -> None:
         sequence, rank, workers = self._sequence, self._agreement.rank, self._agreement.workers
         facts = {
             "progress": asdict(self._progress),
             **{name: getattr(self._progress, name) for name in ("step", "epoch")},
         }
+        if (training := training_of(self.model)) is not None:
+            training.wait()  # for steps that workers of parameter servers are still at
         position = self._iterator.position(self._progress.next_step, self._logs)
         self._writer.wait()  # it writes what the next snapshot writes over
         shared, own = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
@@ -270,6 +272,8 @@ def _place_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """The rank of this worker and the number of workers."""
     if hasattr(strategy, "num_workers"):
         return strategy.rank, strategy.num_workers
+    if hasattr(strategy, "worker_counts"):  # the chief trains for the workers, which only compute
+        return 0, 1
     kinds = (tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.ParameterServerStrategy)
     if isinstance(strategy, kinds):
         raise ValueError(

@@ -1,50 +1,19 @@
 """FailureRecovery in one process: whatever ends a training, the next `fit` ends as if nothing had happened."""
 
-import os
 import signal
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interruptions import Interrupt, Interrupted, disturbed, names
 from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
 
 from tfdist.callbacks import CommunicationReport, FailureRecovery
-from tfdist.checkpoint import CheckpointError
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
-
-
-class Interrupted(Exception):
-    """What ends a training here."""
-
-
-class Interrupt(keras.callbacks.Callback):
-    """Ends the training when a hook is called for the n-th time, or only sends this process a signal."""
-
-    def __init__(self, hook, count, number=None):
-        super().__init__()
-        self.hook, self.count, self.number = hook, count, number
-
-    def __getattribute__(self, name):
-        if name == object.__getattribute__(self, "__dict__").get("hook"):
-            return self.called
-        return super().__getattribute__(name)
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Overridden, so that Keras calls it."""
-
-    def on_test_batch_end(self, batch, logs=None):
-        """Overridden, so that Keras calls it."""
-
-    def called(self, *_, **__):
-        self.count -= 1
-        if self.count == 0:
-            if self.number is None:
-                raise Interrupted
-            os.kill(os.getpid(), self.number)
 
 
 def mirrored(**arguments):
@@ -55,6 +24,8 @@ TRAININGS = {
     "one process": {},
     "arrays": {"kind": "arrays"},
     "unknown cardinality": {"kind": "unknown"},
+    "PyDataset": {"kind": "PyDataset"},
+    "PyDataset with threads": {"kind": "PyDataset with threads"},
     "accumulation": {"accumulation": 3},
     "two replicas": {"strategy": mirrored()},
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
@@ -85,30 +56,45 @@ def undisturbed(tmp_path_factory):
     return result
 
 
-def disturbed(folder, name, *interruptions, **intervals):
-    for interruption in interruptions:
-        with pytest.raises(Interrupted):
-            train(folder, callbacks=[Interrupt(*interruption)], **intervals, **TRAININGS[name])
-    return train(folder, **intervals, **TRAININGS[name])
-
-
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
     # In the first epoch, on its last step, and in the validation of the second.
     result = disturbed(
         tmp_path,
-        name,
         ("on_train_batch_end", 5),
         ("on_train_batch_end", 3),
         ("on_test_batch_end", 3),
         every_steps=2,
+        **TRAININGS[name],
     )
     assert differences(undisturbed(name), result) == []
 
 
+def test_two_steps_an_execution(tmp_path):
+    expected = train(tmp_path / "undisturbed", steps_per_execution=2, every_epochs=100)
+    # Of 7 steps, after 6 with the last save after 4, and within the next epoch.
+    interruptions = ("on_train_batch_end", 3), ("on_train_batch_end", 4)
+    result = disturbed(tmp_path / "disturbed", *interruptions, steps_per_execution=2, every_steps=3)
+    assert differences(expected, result) == []
+
+
+def test_a_generator_goes_on_where_it_may_be_drawn_again(tmp_path):
+    expected = train(tmp_path / "undisturbed", kind="generator", every_epochs=100)
+    folder = tmp_path / "disturbed"
+    with pytest.raises(Interrupted):
+        train(folder, kind="generator", callbacks=[Interrupt("on_train_batch_end", STEPS + 3)], every_steps=2)
+    for _ in range(2):  # the first leaves what the second finds
+        with pytest.raises(RuntimeError, match=f"data is a generator.*Received: {STEPS + 1} batches.*replay_data=True"):
+            train(folder, kind="generator", every_steps=2)
+    # Within the second epoch, and on its last step.
+    interruptions = ("on_train_batch_end", 2), ("on_train_batch_end", STEPS - 2)
+    result = disturbed(folder, *interruptions, kind="generator", every_steps=1, replay_data=True)
+    assert differences(expected, result) == []
+
+
 @pytest.mark.parametrize("when", INTERRUPTIONS)
 def test_every_moment(tmp_path, undisturbed, when):
-    result = disturbed(tmp_path, "one process", INTERRUPTIONS[when], every_steps=3)
+    result = disturbed(tmp_path, INTERRUPTIONS[when], every_steps=3)
     assert differences(undisturbed("one process"), result) == []
 
 
@@ -118,51 +104,33 @@ def test_every_moment(tmp_path, undisturbed, when):
     ids=["last step, every step", "validation, every step", "end of an epoch, every epoch"],
 )
 def test_other_intervals(tmp_path, undisturbed, when, intervals):
-    result = disturbed(tmp_path, "one process", INTERRUPTIONS[when], **intervals)
+    result = disturbed(tmp_path, INTERRUPTIONS[when], **intervals)
     assert differences(undisturbed("one process"), result) == []
 
 
-def test_a_signal_saves_after_the_step_and_ends_with_its_code(tmp_path, undisturbed):
+@pytest.mark.parametrize("moment", [("on_train_batch_end", 4), ("on_test_batch_end", 1)], ids=str)
+def test_a_signal_saves_and_ends_with_its_code(tmp_path, undisturbed, moment):
     with pytest.raises(SystemExit) as ending:
-        train(tmp_path, callbacks=[Interrupt("on_train_batch_end", 4, signal.SIGTERM)], every_epochs=100)
-    assert ending.value.code == 75
+        train(tmp_path, callbacks=[Interrupt(*moment, signal.SIGTERM)], every_epochs=100)
+    assert ending.value.code == 75 and names(tmp_path) == ["ckpt-0000000000"]
     result = train(tmp_path, every_epochs=100)
     assert differences(undisturbed("one process"), result) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_finished_training_trains_nothing(tmp_path, undisturbed):
-    train(tmp_path)
-    saved = sorted((tmp_path / "checkpoints").iterdir())
-    steps = Interrupt("on_train_batch_end", 1)
-    assert differences(undisturbed("one process"), train(tmp_path, callbacks=[steps])) == []
-    assert steps.count == 1
-    assert sorted((tmp_path / "checkpoints").iterdir()) == saved
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path, undisturbed):
+    told = Interrupt("on_test_batch_end", 2 * EPOCHS, signal.SIGTERM)
+    result = train(tmp_path, callbacks=[told], every_epochs=100)
+    assert told.count == 0 and differences(undisturbed("one process"), result) == []
+    assert differences(result, train(tmp_path, every_epochs=100)) == []
 
 
-class Stop(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = epoch == 0
-
-
-def test_a_stopped_training_stays_stopped(tmp_path):
-    stopped = train(tmp_path, callbacks=[Stop()])
-    assert stopped["epochs"].tolist() == [0]
-    assert differences(stopped, train(tmp_path, callbacks=[Stop()])) == []
-
-
-def test_seconds(tmp_path, undisturbed):
-    result = disturbed(tmp_path, "one process", ("on_train_batch_end", 5), every_seconds=1e-6)
-    assert differences(undisturbed("one process"), result) == []
-    assert len(list((tmp_path / "checkpoints").glob("ckpt-*"))) == 3
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"every_steps": 0}, {"every_steps": 1.5}, {"every_epochs": True}, {"every_seconds": -1}], ids=str
-)
-def test_intervals_that_are_none(tmp_path, arguments):
-    with pytest.raises(ValueError, match="is no interval. Received: every_"):
-        FailureRecovery(tmp_path, **arguments)
+@pytest.mark.parametrize("handle", [True, False])
+def test_signals_are_left_alone_where_that_is_asked_for(tmp_path, monkeypatch, handle):
+    listening = []
+    monkeypatch.setattr("tfdist.recovery.preemption.Preemption.listen", lambda self: listening.append(self) or True)
+    train(tmp_path, handle_signals=handle, epochs=1)
+    assert len(listening) == handle
 
 
 def test_another_model_is_an_error_before_anything_is_touched(tmp_path):
@@ -179,15 +147,6 @@ def test_another_model_is_an_error_before_anything_is_touched(tmp_path):
     with pytest.raises(ValueError, match="(?s)Received.*Expected"):
         again()
     assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
-
-
-def test_an_error_of_a_write_is_raised_by_fit(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise CheckpointError("the disk is full")
-
-    monkeypatch.setattr("tfdist.checkpoint.CheckpointStore.save", fail)
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        train(tmp_path, every_steps=1)
 
 
 def test_stock_strategies_of_several_workers_are_refused(monkeypatch):

@@ -1,89 +1,59 @@
-"""A worker of `test_workers.py`: trains, and does to itself what the plan says for this attempt.
+"""A worker of `test_workers.py` and `test_random_kills.py`: trains, keeps a journal, and is disturbed.
 
-    python on_workers.py FOLDER PLAN
+    python on_workers.py FOLDER PLAN KIND EPOCHS
 
-PLAN is a JSON list, by attempts, of `{"rank", "at", "count", "do"}`: `do` is the name of a signal or "raise"; `at` is
-a hook of a callback, "fsync" (in the midst of a save), or "restore".
+PLAN is a JSON list, by attempts, of `{"rank", "at", "count", "do"}`: what a worker does to itself; `faults.arm` tells.
+KIND is "workers", or "replicas": two logical CPUs of one process.
 """
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
-import keras
-import numpy as np
-import training
-
-from tfdist.recovery.training_state import TrainingState
-from tfdist.strategies import MultiWorkerMirroredStrategy
+from worker_journal import Journal
 
 
-def strike(fault):
-    print(f"fault: {fault}", flush=True)
-    if fault["do"] == "raise":
-        raise RuntimeError("on purpose")
-    os.kill(os.getpid(), getattr(signal, fault["do"]))
+def main(folder, plan, kind, epochs):
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    journal = Journal(folder / "journals" / str(rank))
+    journal.phase("imports")
+    import faults
+    import numpy as np
+    import tensorflow as tf
+    import training
+    from step_journal import StepJournal
 
+    from tfdist.checkpoint import CheckpointStore
+    from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-class Fault(keras.callbacks.Callback):
-    """Strikes when a hook is called for the n-th time."""
-
-    def __init__(self, fault):
-        super().__init__()
-        self.fault, self.left = fault, fault["count"]
-
-    def _called(self, hook):
-        if hook == self.fault["at"]:
-            self.left -= 1
-            if self.left == 0:
-                strike(self.fault)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._called("on_train_batch_end")
-
-    def on_test_batch_end(self, batch, logs=None):
-        self._called("on_test_batch_end")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._called("on_epoch_end")
-
-
-def patch(owner, name, fault):
-    """Strikes when `owner.name` is called for the n-th time."""
-    original, left = getattr(owner, name), [fault["count"]]
-
-    def patched(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == 0:
-            strike(fault)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, patched)
-
-
-def main(folder, plan):
-    strategy = MultiWorkerMirroredStrategy(compression="powersgd:2")
-    attempt, callbacks = int(os.environ.get("TFDIST_ATTEMPT", "0")), []
-    fault = plan[attempt] if attempt < len(plan) else None
-    if fault is not None and fault["rank"] == strategy.rank:
-        if fault["at"] == "fsync":
-            patch(os, "fsync", fault)
-        elif fault["at"] == "restore":
-            patch(TrainingState, "restore", fault)
-        else:
-            callbacks.append(Fault(fault))
+    journal.watch(CheckpointStore, "save", "while a save was written")
+    journal.phase("start of the cluster")
+    if kind == "replicas":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression="powersgd:2")
+    else:
+        strategy = MultiWorkerMirroredStrategy(compression="powersgd:2")
+    journal.phase("making of the model")
+    attempt, steps = int(os.environ["TFDIST_ATTEMPT"]), StepJournal(journal)
+    callbacks = [steps]
+    if attempt < len(plan) and plan[attempt]["rank"] == rank:
+        callbacks += faults.arm(plan[attempt])
     result = training.train(
         folder,
         strategy=lambda: strategy,
         accumulation=2,
-        log=f"log-{strategy.rank}.csv",
+        log=f"log-{rank}.csv",
         callbacks=callbacks,
+        epochs=epochs,
+        tell=steps.tell,
         every_steps=3,
     )
-    np.savez(folder / f"result-{strategy.rank}.npz", **result)
+    journal.phase("results")
+    np.savez(folder / f"result-{rank}.npz", **result)
+    journal.phase("end of the process")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

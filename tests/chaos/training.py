@@ -12,20 +12,81 @@ SAMPLES, BATCH, EPOCHS = 56, 8, 3
 STEPS = SAMPLES // BATCH
 
 
+class Batches(keras.utils.PyDataset):
+    """Arrays in batches, the samples in an order of its own in every epoch."""
+
+    def __init__(self, *arrays, **arguments):
+        super().__init__(**arguments)
+        self._arrays, self._order = arrays, np.arange(SAMPLES)
+        self._random = np.random.default_rng(5)
+
+    @property
+    def num_batches(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        rows = self._order[index * BATCH : (index + 1) * BATCH]
+        return tuple(array[rows] for array in self._arrays)
+
+    def on_epoch_end(self):
+        self._random.shuffle(self._order)
+
+
+def endlessly(*arrays):
+    """Batches of arrays, in other orders, from a generator."""
+    random = np.random.default_rng(5)
+    while True:
+        rows = random.choice(SAMPLES, BATCH, replace=False)
+        yield tuple(array[rows] for array in arrays)
+
+
+class Samples(keras.layers.Layer):
+    """Takes the ids, the first column, from samples, and tells `tell(replica, ids)` of those that are trained on."""
+
+    def __init__(self, tell):
+        super().__init__(dtype="float32")
+        self.tell = tell
+
+    def call(self, inputs, training=False):
+        if training and self.tell:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            tf.py_function(lambda *values: self.tell(*(value.numpy() for value in values)), [replica, inputs[:, 0]], [])
+        return inputs[:, 1:]
+
+
 def data(kind):
-    """Images of noise with labels, as arrays or as a shuffled `tf.data.Dataset`."""
+    """Noise with labels, as arguments of `fit`: a shuffled data set if no other kind. Its ids, from 1, come first."""
     random = np.random.default_rng(0)
     inputs = random.normal(size=(SAMPLES, 6)).astype("float32")
     labels = (inputs.sum(axis=1) > 0).astype("int32")
+    inputs = np.concatenate([np.arange(1, SAMPLES + 1, dtype="float32")[:, None], inputs], axis=1)
     if kind == "arrays":
         return {"x": inputs, "y": labels, "batch_size": BATCH}
+    if kind == "PyDataset":
+        return {"x": Batches(inputs, labels), "shuffle": True}
+    if kind == "PyDataset with threads":
+        return {"x": Batches(inputs, labels, workers=2), "shuffle": True}
+    if kind == "generator":
+        return {"x": endlessly(inputs, labels), "steps_per_epoch": STEPS}
     dataset = tf.data.Dataset.from_tensor_slices((inputs, labels)).shuffle(SAMPLES, seed=7).batch(BATCH)
     if kind == "unknown":
         dataset = dataset.filter(lambda *_: True)
     return {"x": dataset}
 
 
-def train(folder, *, kind="tf.data", strategy=None, callbacks=(), accumulation=None, log="log.csv", **intervals):
+def train(
+    folder,
+    *,
+    kind="tf.data",
+    strategy=None,
+    callbacks=(),
+    accumulation=None,
+    steps_per_execution=1,
+    log="log.csv",
+    epochs=EPOCHS,
+    tell=None,
+    **intervals,
+):
     """Trains to the end, or until a callback raises; returns all that came of it."""
     folder, log = Path(folder), Path(folder, log)
     folder.mkdir(exist_ok=True)
@@ -34,7 +95,8 @@ def train(folder, *, kind="tf.data", strategy=None, callbacks=(), accumulation=N
     with strategy.scope():
         model = keras.Sequential(
             [
-                keras.Input((6,)),
+                keras.Input((7,)),
+                Samples(tell),
                 keras.layers.Dense(40),
                 keras.layers.BatchNormalization(),
                 keras.layers.ReLU(),
@@ -46,12 +108,17 @@ def train(folder, *, kind="tf.data", strategy=None, callbacks=(), accumulation=N
         optimizer = keras.optimizers.Adam(
             0.01, clipnorm=1.0, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=accumulation
         )
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+        )
     random = np.random.default_rng(1)
-    held_out = random.normal(size=(16, 6)).astype("float32"), random.integers(0, 2, 16).astype("int32")
+    held_out = random.normal(size=(16, 7)).astype("float32"), random.integers(0, 2, 16).astype("int32")
     history = model.fit(
         **data(kind),
-        epochs=EPOCHS,
+        epochs=epochs,
         verbose=0,
         validation_data=held_out,
         validation_batch_size=8,
@@ -69,6 +136,7 @@ def train(folder, *, kind="tf.data", strategy=None, callbacks=(), accumulation=N
             f"optimizer {index} {variable.name.rpartition('_')[2]}": variable.numpy()
             for index, variable in enumerate(model.optimizer.variables)
         },
+        **{f"metric {name}": np.array(value) for name, value in model.get_metrics_result().items()},
         **{f"history {name}": np.array(values) for name, values in history.history.items()},
         "epochs": np.array(history.epoch),
         "rows": np.array(log.read_text().splitlines()),

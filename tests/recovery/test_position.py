@@ -85,6 +85,8 @@ def test_goes_on_with_the_samples_that_are_left(case, name, strategies):
         assert rest.ids == whole.ids[number:], where
         assert rest.steps == whole.steps[number:], where
         assert rest.logs == whole.logs[start.epoch :], where
+        positions = [[at.position for at in run.positions] for run in (rest, whole)]
+        assert positions[0][1:] == positions[1][number + 1 :], where
         assert [end for _, end in rest.ends] == [end for _, end in whole.ends[start.epoch :]], where
 
 

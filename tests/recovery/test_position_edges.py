@@ -49,6 +49,17 @@ def fresh_model():
     return model
 
 
+def test_the_batch_that_a_model_is_built_with_is_drawn_once(strategy):
+    def train_new(start=None):
+        with (one := tf.distribute.OneDeviceStrategy("CPU:0")).scope():
+            return train(CASES["data set reshuffled"], one, start, model=fresh_model())
+
+    whole = train_new()
+    assert whole.positions[1].position["finished"] == [1], "which stock strategies draw"
+    for number in (3, 8):
+        assert train_new(after(whole, number)).ids == whole.ids[number:]
+
+
 def test_arrays_without_a_seed_come_in_their_order_again_which_differs_by_epoch(strategy):
     whole = train(arrays, strategy, seed=None)
     epochs = [whole.ids[first : first + 6] for first in (0, 6, 12)]
@@ -252,7 +263,10 @@ def test_only_training_data_has_a_position(strategy):
 def test_the_next_fit_begins_at_the_beginning(strategy):
     model = fresh_model()
     whole = train(arrays, strategy, model=model)
+    attributes = set(vars(model))
     assert len(train(arrays, strategy, after(whole, 8), model=model).steps) == 10
+    assert set(vars(model)) == attributes
+    assert len(train(arrays, strategy, after(whole, 8), model=model, fail_after=2).steps) == 2
     assert train(arrays, strategy, model=model).steps == whole.steps
 
 

@@ -167,6 +167,34 @@ class OnceSource(DataSource):
             )
 
 
+class WorkersSource(DataSource):
+    """Data sets that workers of parameter servers make for themselves: endless, and of no position.
+
+    Who draws how many batches is chance; after a restart the workers' data sets begin anew.
+    """
+
+    kind = "data of workers"
+    makes_ahead = False
+
+    def follow(self, steps_per_epoch: int | None) -> None:
+        """See the base class."""
+
+    def order(self) -> Json:
+        """See the base class."""
+        return {}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """See the base class."""
+
+    def repeat_iterators(self, drawn: Sequence[int]) -> int:
+        """See the base class."""
+        return 0
+
+    def iterator_at(self, batches: int) -> Any:
+        """See the base class."""
+        return self.iterator()
+
+
 def source_of(adapter: Any, dataset: Any, strategy: Any, *, keeps_order: bool = False) -> DataSource:
     """The source behind one of Keras' data adapters.
 
@@ -180,6 +208,8 @@ def source_of(adapter: Any, dataset: Any, strategy: Any, *, keeps_order: bool = 
     kinds: dict[Any, type[DataSource]] = {_Arrays: ArraySource, _Dataset: DataSource, _PyDataset: PyDatasetSource}
     if keeps_order:
         return kinds[_Dataset](adapter, dataset, strategy)
+    if getattr(adapter, "is_drawn_by_workers", False):
+        return WorkersSource(adapter, dataset, strategy)
     return kinds.get(type(adapter), OnceSource)(adapter, dataset, strategy)
 
 

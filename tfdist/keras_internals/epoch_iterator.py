@@ -75,6 +75,6 @@ def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[
 def _declared_batch(iterator: Any) -> Any:
     """A replica's batch as symbolic tensors, or `None` if a rank is not known."""
     try:
-        return declared_batch(iterator.distributed_dataset.element_spec)
+        return declared_batch(iterator._distributed_dataset.element_spec)
     except (AttributeError, TypeError, ValueError):
         return None

@@ -14,6 +14,9 @@ LossScaleOptimizer = private(
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
 )
 Embedding = private("keras.src.layers:Embedding", "looks rows up in a copy of the whole table")
+DataAdapter = private(
+    "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "takes no data set but TensorFlow's and its own"
+)
 tree = private("keras.src:tree", "flattens structures as the trainer does")
 
 # What is replaced or called by name: a Keras that renames one would silently ignore it.

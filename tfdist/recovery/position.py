@@ -84,11 +84,6 @@ class TrainingIterator:
         self._iterator: ResumableIterator = fit.iterator
 
     @property
-    def steps_per_execution(self) -> int:
-        """How many steps are made before callbacks are called."""
-        return self._iterator.steps_per_execution
-
-    @property
     def skipped(self) -> Skipped:
         """What `resume_at` has cost so far; whole once the first batch has begun."""
         return self._iterator.skipped

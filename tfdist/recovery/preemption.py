@@ -39,10 +39,10 @@ class Preemption:
             threading.Thread(target=self._hear_others, name="tfdist-preemption", daemon=True).start()
         return can_handle
 
-    def is_due(self, step: int, steps_at_once: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the training should save and end after `step`; to be asked by all workers after every step."""
         if self._told.is_set() and self._stop_step is None:
-            self._propose(step, steps_at_once)
+            self._propose(step)
         return self._stop_step is not None and step >= self._stop_step
 
     def stop_listening(self) -> None:
@@ -65,11 +65,11 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _propose(self, step: int, steps_at_once: int) -> None:
+    def _propose(self, step: int) -> None:
         if self._agreement.workers == 1:
             self._stop_step = step
             return
-        agreed = self._agreement.first(_STOP, step + steps_at_once)
+        agreed = self._agreement.first(_STOP, step + 1)  # or the first one behind it that they ask at
         if agreed == _CLOSED:
             self._told.clear()
             return

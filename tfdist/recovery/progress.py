@@ -16,6 +16,8 @@ class Progress:
     >>> progress = Progress().after_batch(0).after_batch(1)
     >>> progress.step, progress.next_step, progress.after_epoch()
     (2, 2, Progress(step=2, epoch=1, next_step=0, stopped=False))
+    >>> progress.after_batch(5).step, progress.after_epoch().after_batch(1).step  # four and two steps in one execution
+    (6, 4)
     """
 
     step: int = 0

@@ -1,0 +1,112 @@
+"""FailureRecovery in one process: when it saves, what it leaves behind, and errors of writes."""
+
+import threading
+import types
+
+import keras
+import pytest
+from interruptions import Interrupt, Interrupted, disturbed, names
+from training import EPOCHS, STEPS, differences, train
+
+from tfdist.callbacks import FailureRecovery
+from tfdist.checkpoint import CheckpointError, CheckpointStore
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What comes of a training that nothing disturbs."""
+    return train(tmp_path_factory.mktemp("undisturbed"), every_epochs=100)
+
+
+def test_a_finished_training_trains_nothing(tmp_path, undisturbed):
+    train(tmp_path)
+    saved = names(tmp_path)
+    assert saved == [f"ckpt-{number:010d}" for number in range(EPOCHS)], "one an epoch, the last at the end"
+    steps = Interrupt("on_train_batch_end", 1)
+    assert differences(undisturbed, train(tmp_path, callbacks=[steps])) == []
+    assert steps.count == 1
+    assert names(tmp_path) == saved
+
+
+class Stop(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 0
+
+
+def test_a_stopped_training_stays_stopped(tmp_path):
+    stopped = train(tmp_path, callbacks=[Stop()])
+    assert stopped["epochs"].tolist() == [0] and names(tmp_path) == ["ckpt-0000000000"]
+    assert differences(stopped, train(tmp_path, callbacks=[Stop()])) == []
+
+
+def test_seconds(tmp_path, undisturbed):
+    result = disturbed(tmp_path, ("on_train_batch_end", 5), every_seconds=1e-6)
+    assert differences(undisturbed, result) == []
+    assert len(list((tmp_path / "checkpoints").glob("ckpt-*"))) == 3
+
+
+def test_seconds_count_from_the_last_save(tmp_path, monkeypatch):
+    now = [0]
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            now[0] += 1
+
+    monkeypatch.setattr("tfdist.recovery.schedule.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    train(tmp_path, callbacks=[Clock()], every_seconds=8, keep=100)
+    assert len(names(tmp_path)) == STEPS * EPOCHS // 8 + 1, "and one at the end"
+
+
+def test_a_write_of_an_interrupted_fit_is_waited_for(tmp_path, undisturbed, monkeypatch):
+    save, may_write = CheckpointStore.save, threading.Event()
+
+    def late(*arguments, **keywords):
+        may_write.wait(20)
+        return save(*arguments, **keywords)
+
+    monkeypatch.setattr(CheckpointStore, "save", late)
+    with pytest.raises(Interrupted):
+        train(tmp_path, callbacks=[Interrupt("on_train_batch_end", 4)], every_steps=3)
+    assert not (tmp_path / "checkpoints").exists()
+    threading.Timer(0.3, may_write.set).start()
+    steps = Interrupt("on_train_batch_end", 1000)
+    assert differences(undisturbed, train(tmp_path, callbacks=[steps], every_steps=3)) == []
+    assert 1000 - steps.count == STEPS * EPOCHS - 3
+
+
+def test_what_an_earlier_attempt_left_unfinished_is_removed(tmp_path):
+    leftover = tmp_path / "checkpoints" / ".unfinished-0000000099-0123456789abcdef"
+    leftover.mkdir(parents=True)
+    (leftover / "shared.safetensors").write_bytes(b"torn")
+    train(tmp_path)
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every_steps": 0}, {"every_steps": 1.5}, {"every_epochs": True}, {"every_seconds": -1}], ids=str
+)
+def test_intervals_that_are_none(tmp_path, arguments):
+    with pytest.raises(ValueError, match="is no interval. Received: every_"):
+        FailureRecovery(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "steps"),
+    [
+        ({"every_steps": 2}, 4),  # at the next save
+        ({"every_steps": 2, "background": False}, 2),  # at once
+        ({"every_epochs": 100}, STEPS * EPOCHS),  # at the end
+    ],
+    ids=str,
+)
+def test_an_error_of_a_write_is_raised_by_fit(tmp_path, monkeypatch, intervals, steps):
+    def fail(*_, **__):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr("tfdist.checkpoint.CheckpointStore.save", fail)
+    made = Interrupt("on_train_batch_end", 1000)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        train(tmp_path, callbacks=[made], **intervals)
+    assert 1000 - made.count == steps

@@ -1,0 +1,25 @@
+"""Trainings that nothing disturbs, each made once for all tests."""
+
+import subprocess
+
+import pytest
+from training import EPOCHS
+from worker_runs import assert_is_whole, command, counting_steps
+
+
+@pytest.fixture(scope="session")
+def undisturbed_workers(tmp_path_factory):
+    """Called with the number of workers, returns the folder of a training that nothing has disturbed."""
+    known = {}
+
+    def of(workers, *, kind="workers", epochs=EPOCHS):
+        if (workers, kind, epochs) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            arguments, environ = command(folder, kind, workers, epochs=epochs)
+            run = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=280, check=False)
+            assert run.returncode == 0, run.stderr[-6000:]
+            assert_is_whole(counting_steps(folder, workers), epochs)
+            known[workers, kind, epochs] = folder
+        return known[workers, kind, epochs]
+
+    return of

@@ -1,0 +1,145 @@
+"""Kills random workers of a `tfdist run` at random moments, from outside, until enough have been killed."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import worker_journal
+from worker_runs import SCRIPT, command
+
+_LIMIT_SECONDS = 240  # for whatever is waited for
+_POLL_SECONDS = 0.02
+_START_SECONDS = 6.0
+_AT_START, _IN_STEPS = 0.4, 0.5
+_GAVE_UP = "the last two restarts made no progress"
+
+
+class RandomKills:
+    """Runs `on_workers.py` in a folder until its training is through, and kills.
+
+    Of two kills in a row one at least waits until training has come further, or `tfdist run` would give up. Where it
+    does so all the same, because the kill came before it heard of that step, the command is run again.
+
+    A kill comes up to `_START_SECONDS` after the start of the workers, which is about when training begins, or up to
+    `steps_seconds` after the first step beyond those of all attempts before. Most of that time is spent between epochs;
+    so half of these kills come less than a 20th of it after one of the next steps.
+
+    Attributes:
+      moments: what each worker that was killed was doing.
+    """
+
+    def __init__(self, folder, kind, workers, epochs, random, steps_seconds=2.0):
+        self.moments = []
+        self._folder, self._workers, self._random = folder, workers, random
+        self._kind, self._epochs = kind, epochs
+        self._journals = folder / "journals"
+        self._steps_seconds = steps_seconds
+        self._waits_for_steps, self._best = True, [-1, 0]
+        folder.mkdir()
+
+    def run(self, kills):
+        """Trains to the end, which may come before as many workers as `kills` are killed; returns what was shown."""
+        shown = ""
+        while True:
+            before = len(self.moments)
+            code, text = self._run_command(kills)
+            shown += text
+            failed = text.count("failed: killed by SIGKILL (if nobody")
+            assert failed == len(self.moments) - before, f"{failed} of {self.moments[before:]} were noticed:\n{text}"
+            if code == 0:
+                return shown
+            assert _GAVE_UP in text, text[-6000:]
+
+    def _run_command(self, kills):
+        options = ["--max-restarts", "1000", "--restart-delay", "0"]
+        arguments, environ = command(self._folder, self._kind, self._workers, *options, epochs=self._epochs)
+        with open(self._folder / "output", "w+") as output:
+            run = subprocess.Popen(arguments, env=environ, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                while len(self.moments) < kills and self._strike(run):
+                    pass
+                code = run.wait(timeout=_LIMIT_SECONDS)
+            finally:
+                if run.poll() is None:
+                    run.terminate()
+                    run.wait()
+            output.seek(0)
+            return code, output.read()
+
+    def _strike(self, run):
+        """Kills one worker of the next attempt; returns whether there was one to kill."""
+        best = self._best = max([self._best, *self._steps()])
+        workers = self._wait(run, lambda: (found := _workers_of(run.pid)) and len(found) == self._workers and found)
+        if not workers:
+            return False
+        at_start = not self._waits_for_steps and self._random.random() < _AT_START
+        rank = self._random.randrange(self._workers)
+        delay = self._random.uniform(0, _START_SECONDS if at_start else self._steps_seconds)
+        if not at_start and self._random.random() < _IN_STEPS:
+            best, delay = [best[0], best[1] + self._random.randrange(9)], delay / 20
+        if not at_start:
+            self._wait(run, lambda: max([best, *self._steps()]) > best)
+        end = time.monotonic() + delay
+        self._wait(run, lambda: time.monotonic() > end)
+        pid = workers[rank]
+        if not _is_alive(pid):
+            return run.poll() is None  # it was through; another attempt, or the end, follows
+        os.kill(pid, signal.SIGKILL)
+        self._wait(run, lambda: not _is_alive(pid))
+        self.moments.append(f"rank {rank}: {self._moment(rank, pid)}")
+        self._waits_for_steps = at_start
+        self._wait(run, lambda: not set(_workers_of(run.pid).values()) & set(workers.values()))
+        return True
+
+    def _wait(self, run, condition):
+        """Waits until `condition()` is true and returns it; or something false once the command has ended."""
+        end = time.monotonic() + _LIMIT_SECONDS
+        while not (found := condition()):
+            if run.poll() is not None:
+                return None
+            assert time.monotonic() < end, (self._folder / "output").read_text()[-6000:]
+            time.sleep(_POLL_SECONDS)
+        return found
+
+    def _steps(self):
+        """The steps of the chief's newest attempt."""
+        newest = sorted((self._journals / "0").glob("*.jsonl"))[-1:]
+        return [event["step"] for path in newest for event in worker_journal.read(path) if "step" in event]
+
+    def _moment(self, rank, pid):
+        found = list((self._journals / str(rank)).glob(f"*-pid-{pid}.jsonl"))
+        return worker_journal.last_moment(worker_journal.read(found[0]) if found else [])
+
+
+def _workers_of(launcher):
+    """The process ids of the workers that a launcher runs, by rank."""
+    found = {}
+    for pid in _descendants(launcher):
+        try:
+            if str(SCRIPT).encode() not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                continue
+            pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        environ = dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
+        if b"TFDIST_ATTEMPT" in environ:
+            found[json.loads(environ[b"TF_CONFIG"])["task"]["index"]] = pid
+    return found
+
+
+def _descendants(pid):
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(other for child in children for other in _descendants(child))]
+
+
+def _is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
+    except OSError:
+        return False

@@ -1,0 +1,50 @@
+"""What a worker that may be killed at any moment leaves behind: where it was, and which samples each step saw."""
+
+import json
+import os
+import time
+
+
+class Journal:
+    """A file of this process in `folder`, with a line of JSON an event, written at once.
+
+    Its name begins with the time of the start, so that the attempts lie in their order.
+    """
+
+    def __init__(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{time.time_ns()}-pid-{os.getpid()}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, **event):
+        os.write(self._file, (json.dumps(event) + "\n").encode())
+
+    def phase(self, name):
+        """Says what this process does from now on."""
+        self.write(phase=name)
+
+    def watch(self, owner, name, what):
+        """Says from now on when `owner.name` begins and ends, which may be in another thread."""
+        original = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            self.write(begins=what)
+            result = original(*args, **kwargs)
+            self.write(ends=what)
+            return result
+
+        setattr(owner, name, watched)
+
+
+def read(path):
+    """The events of a journal. A kill may have cut its last line off, which is left out."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def last_moment(events):
+    """What a process was doing, by its journal."""
+    phases = [event["phase"] for event in events if "phase" in event] or ["start of the interpreter"]
+    changes = [event for event in events if "begins" in event or "ends" in event]
+    during = f", {changes[-1]['begins']}" if changes and "begins" in changes[-1] else ""
+    steps = [event["step"] for event in events if "step" in event]
+    return phases[-1] + (f" (epoch {steps[-1][0]}, step {steps[-1][1]} done)" if steps else "") + during

@@ -1,0 +1,59 @@
+"""Runs of `on_workers.py`, and what comes of them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import worker_journal
+from training import EPOCHS, SAMPLES, STEPS, differences
+
+SCRIPT = Path(__file__).with_name("on_workers.py")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(folder, kind, workers, *options, plan=(), epochs=EPOCHS):
+    """The arguments of a process that runs `tfdist run`, and its environment."""
+    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environ |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
+    return [*launcher, str(SCRIPT), str(folder), json.dumps(plan), kind, str(epochs)], environ
+
+
+def results(folder, workers):
+    """By rank, what `train` returned."""
+    return [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(workers)]
+
+
+def counting_steps(folder, workers):
+    """By rank, the steps that have led to the final weights, in order, with the ids that its replicas saw.
+
+    Every attempt goes on behind some step of those before it, whose later steps were lost.
+    """
+    by_rank = []
+    for rank in range(workers):
+        counting = []
+        for path in sorted((folder / "journals" / str(rank)).iterdir()):
+            steps = [(event["step"], event["seen"]) for event in worker_journal.read(path) if "step" in event]
+            if steps:
+                counting = [one for one in counting if one[0] < steps[0][0]] + steps
+        by_rank.append(counting)
+    return by_rank
+
+
+def assert_is_whole(steps, epochs=EPOCHS):
+    """Every rank has made every step, in order, and together they have seen each sample once an epoch."""
+    expected = [[epoch, step] for epoch in range(epochs) for step in range(STEPS)]
+    assert [[step for step, _ in counting] for counting in steps] == [expected] * len(steps)
+    for epoch in range(epochs):
+        seen = [seen for counting in steps for (of, _), seen in counting if of == epoch]
+        assert sorted(number for one in seen for ids in one.values() for number in ids) == [*range(1, SAMPLES + 1)]
+
+
+def assert_as_undisturbed(undisturbed, folder, workers, said):
+    """A training has ended as another in the folder `undisturbed`: the same bits, after the same steps."""
+    for rank, pair in enumerate(zip(results(undisturbed, workers), results(folder, workers), strict=True)):
+        assert differences(*pair) == [], f"rank {rank}\n{said[-3000:]}"
+    assert counting_steps(folder, workers) == counting_steps(undisturbed, workers)
