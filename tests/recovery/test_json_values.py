@@ -70,7 +70,11 @@ def test_tensors_become_numbers():
     assert from_json(to_json(tf.constant(0.5))) == np.float32(0.5)
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {3}, np.array(["text"]), np.array([None]), b"bytes"], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1: 2}, {3}, np.array(["text"]), np.array([None]), b"bytes"],
+    ids=["object", "numbers as keys", "set", "strings", "objects", "bytes"],
+)
 def test_what_cannot_be_saved_is_named(value):
     with pytest.raises(ValueError, match=r"'state/seen/0' cannot be saved. Received: .*Expected: None, bool"):
         to_json({"seen": [value]}, {}, "state")
