@@ -3,5 +3,6 @@
 from tfdist.callbacks.communication_report import CommunicationReport
 from tfdist.callbacks.failure_recovery import FailureRecovery
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
+from tfdist.callbacks.worker_report import WorkerReport
 
-__all__ = ["CommunicationReport", "FailureRecovery", "GradientAccumulation"]
+__all__ = ["CommunicationReport", "FailureRecovery", "GradientAccumulation", "WorkerReport"]

@@ -1,20 +1,17 @@
 """What the exchange of gradients costs: bytes and, on request, seconds of an update, in the logs and as a table."""
 
-import inspect
 import sys
-import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.callbacks.log_writers import warn_of_earlier_writers
+from tfdist.callbacks.tables import aligned, unit_of
 from tfdist.collectives import Durations, TrafficCount
 from tfdist.collectives.traffic import GRADIENTS
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 class CommunicationReport(keras.callbacks.Callback):
@@ -91,7 +88,7 @@ class CommunicationReport(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         _refuse_others(strategy)
-        self._warn_of_earlier_writers()
+        warn_of_earlier_writers(self)
         if self._timing and _is_counted(strategy):
             strategy.time_communication(True)
             self.model.make_train_function(force=True)
@@ -150,23 +147,13 @@ class CommunicationReport(keras.callbacks.Callback):
             f"Gradients sent per update by this worker's first replica ({reading.updates:,} "
             f"update{'s' * (reading.updates > 1)}, {strategy.num_replicas_in_sync} replicas):"
         )
-        return "\n".join([title, *_aligned(_rows(reading, values, self._timing))])
+        return "\n".join([title, *aligned(_rows(reading, values, self._timing))])
 
     def _report(self, reading: "_Reading", logs: Any) -> None:
         if reading.updates:
             self._last_logs = reading.logs(self._timing)
         if logs is not None:
             logs.update(self._last_logs)
-
-    def _warn_of_earlier_writers(self) -> None:
-        earlier = [type(callback).__name__ for callback in _called_before(self) if isinstance(callback, _log_writers())]
-        if earlier:
-            warnings.warn(
-                "Callbacks that stand before CommunicationReport do not see what it adds to the logs. "
-                f"Received: {', '.join(earlier)} before it. Expected: CommunicationReport before them. Move it to the "
-                "front of the list of callbacks.",
-                stacklevel=3,
-            )
 
 
 @dataclass(frozen=True)
@@ -217,7 +204,7 @@ def _rows(reading: _Reading, values: dict[str, list[int]], timing: bool) -> list
     """The cells of the table: its head, a row a method, and the total."""
     counts = {method: count for method, count in reading.counts.items() if count.dense_bytes or count.wire_bytes}
     largest = sum(count.dense_bytes for count in counts.values()) / reading.updates
-    unit_bytes, unit = next((size, name) for size, name in _UNITS if largest >= size or size == 1)
+    unit_bytes, unit = unit_of(largest)
 
     def row(name: str, numbers: list[int], count: TrafficCount, time: Durations) -> list[str]:
         cells = [name, f"{len(numbers):,}", f"{sum(numbers):,}"]
@@ -235,44 +222,21 @@ def _rows(reading: _Reading, values: dict[str, list[int]], timing: bool) -> list
     return [*rows, row("total", all_values, *total)]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    rule = "-" * len(lines[0])
-    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
-
-
 def _is_counted(strategy: Any) -> bool:
     return hasattr(strategy, "communication_by_method")
 
 
 def _refuse_others(strategy: Any) -> None:
-    is_alone = strategy.num_replicas_in_sync == 1 and not isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    if not _is_counted(strategy) and not is_alone:
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        raise ValueError(
+            "Under parameter servers each worker pushes for itself, and no sum is exchanged. Received: "
+            "CommunicationReport for a model made under ParameterServerStrategy. Expected: "
+            "`tfdist.callbacks.WorkerReport`, which tells what each worker pushes and pulls. Put that in its place."
+        )
+    if not _is_counted(strategy) and strategy.num_replicas_in_sync > 1:
         raise ValueError(
             "What this strategy sends is not counted. "
             f"Received: a model made under tf.distribute's {type(strategy).__name__} with "
             f"{strategy.num_replicas_in_sync} replicas. Expected: a strategy of `tfdist.strategies`, or one process. "
             f"Make the model under `tfdist.strategies.{type(strategy).__name__}`."
         )
-
-
-def _log_writers() -> tuple[type, ...]:
-    known = keras.callbacks
-    return known.CSVLogger, known.TensorBoard, known.RemoteMonitor, known.History, known.ProgbarLogger
-
-
-def _called_before(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """The callbacks that stand before `callback` in the list that is calling it; Keras does not show it the list."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList) and callback in caller.callbacks:
-            return caller.callbacks[: caller.callbacks.index(callback)]
-        frame = frame.f_back
-    return []

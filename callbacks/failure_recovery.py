@@ -38,7 +38,8 @@ class FailureRecovery(LastCallback):
 
     Saves are written in the background: a step waits for the copy to host memory, and for the write of the save before
     if that is still running. An error of a write is raised by `fit` at the next save, or at its end. With several
-    workers `directory` must be on a file system that they share; each writes its own part.
+    workers `directory` must be on a file system that they share; each writes its own part. Under
+    `ParameterServerStrategy` the chief writes all, when the steps before it have ended.
 
     SIGTERM, and SIGUSR1 as Slurm sends it, on any worker have all of them save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they are heeded after the next training

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.training.flush import flush
@@ -50,6 +51,13 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
+        if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            raise ValueError(
+                "Accumulators on parameter servers would take every micro-step's gradient across the network. "
+                "Received: GradientAccumulation for a model made under ParameterServerStrategy. Expected: no such "
+                "callback. Give `accumulation_steps` to `tfdist.strategies.ParameterServerStrategy`: each worker then "
+                "adds up that many batches and pushes once."
+            )
         if strategy.num_replicas_in_sync > 1 and not hasattr(strategy, "gradient_exchange"):
             raise ValueError(
                 "Keras cannot accumulate gradients under this strategy. "

@@ -13,7 +13,7 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.embeddings import install_tables
 from tfdist.keras_internals.epoch_iterator import install_local_build
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
-from tfdist.keras_internals.scheduled_training import install_scheduled_training, training_of
+from tfdist.keras_internals.scheduled_training import build_elsewhere, install_scheduled_training, training_of
 from tfdist.keras_internals.sent_updates import install_sent_updates
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.serving import serve, wait_for_servers
@@ -80,6 +80,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         resolver = cluster_resolver or _resolver_of_environment()
         spec = resolver.cluster_spec().as_dict()
         self.workers = len(spec.get("worker", ()))
+        self.server_addresses = tuple(spec.get("ps", ()))
         self.pull_dtype = _checked(self.mode, self.policy, pull, accumulation_steps, self.workers)
         check_versions()
         if resolver.task_type in ("worker", "ps"):
@@ -185,6 +186,11 @@ def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
         scope.push(optimizer, gradients)
 
 
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if WorkerScope.current() is not None:
+        build_elsewhere(optimizer, variables)
+
+
 def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
     return look_up(parts, ids) if _is_ours(tf.distribute.get_strategy()) else None
 
@@ -205,7 +211,7 @@ def _parts_of(shape: tuple[int, int]) -> int:
 def _install_once() -> None:
     global _installed
     if not _installed:
-        install_update(_is_ours, _update, lambda apply, gradients, _: apply(gradients))
+        install_update(_is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
         install_sent_updates()
         install_scheduled_training(_is_ours, Training)
         install_tables(_look_up, _parts_of)

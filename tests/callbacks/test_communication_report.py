@@ -287,7 +287,7 @@ def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
         fit(model, CommunicationReport())
 
 
-def test_parameter_servers_are_no_single_replica():
+def test_parameter_servers_have_a_report_of_their_own():
     class Servers(tf.distribute.ParameterServerStrategy):
         num_replicas_in_sync = 1
 
@@ -296,5 +296,5 @@ def test_parameter_servers_are_no_single_replica():
 
     report = CommunicationReport()
     report.set_model(SimpleNamespace(distribute_strategy=Servers()))
-    with pytest.raises(ValueError, match="What this strategy sends is not counted"):
+    with pytest.raises(ValueError, match=r"pushes for itself.*Expected: `tfdist.callbacks.WorkerReport`"):
         report.on_train_begin()

@@ -1,6 +1,7 @@
 """GradientAccumulation: turned on, changed and flushed; what it says of a remainder; what it refuses."""
 
 import warnings
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -147,3 +148,18 @@ def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
 def test_steps_must_be_numbers(steps):
     with pytest.raises(ValueError, match=r"`steps` is .*Received: steps=.*Expected: "):
         GradientAccumulation(steps)
+
+
+def test_parameter_servers_are_refused_with_the_remedy():
+    class Servers(tf.distribute.ParameterServerStrategy):
+        num_replicas_in_sync = 1
+
+        def __init__(self):
+            pass
+
+    accumulation = GradientAccumulation(2)
+    accumulation.set_model(SimpleNamespace(distribute_strategy=Servers()))
+    with pytest.raises(
+        ValueError, match=r"across the network\. .*Give `accumulation_steps` to `tfdist.strategies.Param"
+    ):
+        accumulation.on_train_begin()

@@ -84,6 +84,17 @@ class OptimizerUpdate:
         return [getattr(variable, "_value", variable) for variable in self._variables]
 
     @property
+    def constrained_variables(self) -> list[Any]:
+        """The variables that have a constraint."""
+        return [variable for variable in self._variables if getattr(variable, "constraint", None) is not None]
+
+    def constrain(self) -> None:
+        """Applies the variables' constraints, as Keras does after an update."""
+        for variable in self.constrained_variables:
+            with tf.device(variable._value.device):
+                variable._value.assign(variable.constraint(variable._value.read_value()))
+
+    @property
     def accumulation_steps(self) -> int:
         """How many micro-steps make an update."""
         return int(self._optimizer.gradient_accumulation_steps or 1)
@@ -137,6 +148,7 @@ def install_update(
     is_ours: Callable[[Any], bool],
     update: Callable[[OptimizerUpdate, list[Any]], None],
     together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
+    build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
 ) -> None:
     """Gives the update of optimizers whose strategy `is_ours` to `update`; others go on as ever.
 
@@ -145,6 +157,8 @@ def install_update(
       update: called with the optimizer and the gradients of a replica.
       together: called with a function, gradients, and for each whether it is a new value of its variable instead;
         calls the function once with the gradients of all micro-batches.
+      build: called with an optimizer that is not built yet, and its variables; if it does not
+        build it, Keras does.
 
     Keras' own order (clip, reduce, average on every micro-step; decide on an overflow by a replica's own gradients)
     lies in private methods of its optimizer classes, and custom loops reach them without passing the strategy.
@@ -161,6 +175,8 @@ def install_update(
             if not is_ours(self._distribution_strategy):
                 return apply(self, grads, trainable_variables)
             variables = None if trainable_variables is None else list(trainable_variables)
+            if not self.built and variables:
+                build(self, variables)
             of_all = self._trainable_variables if variables is None and self.built else variables or []
             are_values = [self._overwrite_variable_with_gradient(variable) for variable in of_all]
             return together(lambda total: apply(self, total, variables), list(grads), are_values)

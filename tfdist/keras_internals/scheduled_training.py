@@ -1,5 +1,6 @@
 """Where Keras asks for the functions of `fit`, `evaluate` and `predict`, and for the metrics that they count."""
 
+import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,19 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     """The optimizer, and the one that it scales the loss of."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [optimizer] if inner is None else [optimizer, inner]
+
+
+def build_elsewhere(optimizer: Any, variables: list[Any]) -> None:
+    """Builds an optimizer while a step is traced in a stateless scope, where it would get no variables."""
+
+    def build() -> None:
+        with optimizer._distribution_strategy.scope(), keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+
+    # A thread of its own is in no scope, in no replica's context, and traces nothing.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(build).result()
 
 
 def count_of_updates(optimizer: Any) -> tf.Variable:

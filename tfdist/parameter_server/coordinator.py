@@ -20,18 +20,27 @@ class Work:
     scheduled, and is raised once, by whatever is called next.
     """
 
-    def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
-        """Nothing is at work at first."""
-        self._coordinator = coordinator
-        self._at_work: list[tuple[Any, Any]] = []  # the oldest first
+    def __init__(
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, while_waiting: Callable[[], None]
+    ) -> None:
+        """Nothing is at work at first; `while_waiting()` is called again and again while that takes long."""
+        self._coordinator, self._while_waiting = coordinator, while_waiting
+        self._at_work: list[tuple[Any, Any, int]] = []  # with the number of each, the oldest first
+        self._scheduled = 0
 
     def __len__(self) -> int:
         return len(self._at_work)
 
+    @property
+    def span(self) -> int:
+        """How many have been scheduled since the oldest that is at work was, with that one; 0 if none is."""
+        return self._scheduled - self._at_work[0][2] if self._at_work else 0
+
     def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], note: Any = None) -> None:
         """Has a worker call `function(*args)`; `note` comes back with the result."""
         try:
-            self._at_work.append((self._coordinator.schedule(function, args=args), note))
+            self._at_work.append((self._coordinator.schedule(function, args=args), note, self._scheduled))
+            self._scheduled += 1
         except BaseException:
             self._at_work.clear()
             raise
@@ -41,7 +50,7 @@ class Work:
         self._raise_error()
         done = [item for item in self._at_work if is_done(item[0])]
         self._at_work = [item for item in self._at_work if not any(item is other for other in done)]
-        for value, note in done:
+        for value, note, _ in done:
             yield note, value.get()
 
     def wait(self, until: Callable[[], bool], take: Callable[[Any, Any], None]) -> None:
@@ -53,6 +62,8 @@ class Work:
             if until():
                 return
             patient = time.monotonic() - began > _PATIENCE_SECONDS
+            if patient:
+                self._while_waiting()
             time.sleep(_SLOW_POLL_SECONDS if patient else _POLL_SECONDS)
 
     def _raise_error(self) -> None:

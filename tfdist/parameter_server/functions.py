@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.parameter_server import worker_step
 from tfdist.parameter_server.encoding import Encoder
+from tfdist.parameter_server.packing import Packing
 from tfdist.parameter_server.push import push
 from tfdist.parameter_server.slots import Slots
 from tfdist.parameter_server.worker_step import Computed
@@ -21,27 +22,31 @@ class Functions:
     Not with `reduce_retracing`: what TensorFlow keeps on each worker cannot be generalized.
     """
 
-    def __init__(self, model: keras.Model, strategy: Any, encoder: Encoder, slots: Slots | None) -> None:
-        """Makes functions that push (`slots` is `None`), or that write to slots."""
+    def __init__(
+        self, model: keras.Model, strategy: Any, encoder: Encoder, slots: Slots | None, packing: Packing
+    ) -> None:
+        """Makes functions that push (`slots` is `None`), or that write to slots; they return what `packing` packs."""
         self._model, self._strategy = model, strategy
         self._encoder, self._slots = encoder, slots
         self._pull_dtype = strategy.pull_dtype
+        self.packing = packing
         self.train_on_batches = tf.function(self._train_on_batches, autograph=False)
         self.train_on_iterator = tf.function(self._train_on_iterator, autograph=False)
         self.update = tf.function(self._update, autograph=False)
         self.test = tf.function(self._test, autograph=False)
         self.predict = tf.function(self._predict, autograph=False)
 
-    def _train_on_batches(self, batches: Sequence[Any], number: tf.Tensor, slot: Any) -> Results:
-        return self._run(lambda: self._train(list(batches), number, slot))
+    def _train_on_batches(self, batches: Sequence[Any], which: tf.Tensor) -> list[tf.Tensor]:
+        return self._run(lambda: self._train(list(batches), which))
 
-    def _train_on_iterator(self, iterator: Any, micro_steps: int, number: tf.Tensor, slot: Any) -> Results:
-        return self._run(lambda: self._train([next(iterator) for _ in range(micro_steps)], number, slot))
+    def _train_on_iterator(self, iterator: Any, micro_steps: int, which: tf.Tensor) -> list[tf.Tensor]:
+        return self._run(lambda: self._train([next(iterator) for _ in range(micro_steps)], which))
 
-    def _run(self, function: Any) -> Results:
-        return dict(self._strategy.run(function))
+    def _run(self, function: Any) -> list[tf.Tensor]:
+        return list(self._strategy.run(lambda: self.packing.pack(function())))
 
-    def _train(self, batches: list[Any], number: tf.Tensor, slot: Any) -> Results:
+    def _train(self, batches: list[Any], which: tf.Tensor) -> Results:
+        number, slot = which[0], tf.cast(which[1], tf.int32)
         computed = worker_step.compute(self._model, batches, number, self._pull_dtype)
         if self._slots is None:
             facts = push(computed, self._model.optimizer, self._encoder)
@@ -56,7 +61,7 @@ class Functions:
         with tf.device(self._strategy.first_server):
             self._strategy.run(lambda: update(slots, weights, self._model.optimizer))
 
-    def _test(self, batch: Any) -> Results:
+    def _test(self, batch: Any) -> list[tf.Tensor]:
         def step() -> Results:
             metrics, logs = worker_step.evaluate(self._model, batch)
             return {"metrics": metrics, "logs": _scalars_of(logs)}
@@ -72,5 +77,4 @@ def _scalars(computed: Computed) -> Results:
 
 
 def _scalars_of(logs: dict[str, Any]) -> Results:
-    tensors = {name: tf.convert_to_tensor(value) for name, value in logs.items() if not isinstance(value, dict)}
-    return {name: tensor for name, tensor in tensors.items() if tensor.shape.rank == 0}
+    return {name: tf.convert_to_tensor(value) for name, value in logs.items() if not isinstance(value, dict)}

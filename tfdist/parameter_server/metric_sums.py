@@ -23,12 +23,16 @@ class MetricSums:
         self._is_new = False
         self._known: dict[str, Any] = {}
         self._logs: dict[str, Any] = {}
+        self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
+        self.has_results = False  # since the metrics were reset, though a step may return nothing
         # Eagerly, a result takes longer than the chief has for a batch.
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
         """Forgets all."""
         self._sums, self._known, self._logs = None, {}, {}
+        self._numbers, self._next, self._early = 0, 0, {}
+        self.has_results = False
 
     def add(self, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
         """Takes what a step has added to the variables of the metrics, and what it returned."""
@@ -36,12 +40,26 @@ class MetricSums:
             self._sums = [variable.numpy() for variable in metric_variables(self._model)]
         self._sums = [total + np.asarray(part) for total, part in zip(self._sums, metrics, strict=True)]
         self._logs = dict(logs)
-        self._is_new = True
+        self._is_new = self.has_results = True
+
+    def next_number(self) -> int:
+        """The number of another step that `add_in_order` will be given."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def add_in_order(self, number: int, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
+        """As `add`, but steps count in the order of their numbers: rounding does not tell which of them came first."""
+        self._early[number] = metrics, logs
+        while self._next in self._early:
+            self.add(*self._early.pop(self._next))
+            self._next += 1
 
     def results(self) -> dict[str, Any]:
         """What the last step returned, and of metrics the result over all steps."""
         if self._is_new and self._sums is not None:
-            self._known = {**self._logs, **self._result_of([tf.constant(total) for total in self._sums])}
+            results = self._result_of([tf.constant(total) for total in self._sums])
+            # A step of the user's own may return some of the metrics only.
+            self._known = {name: results.get(name, value) for name, value in self._logs.items()}
             self._is_new = False
         return dict(self._known)
 

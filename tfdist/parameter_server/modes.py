@@ -29,13 +29,24 @@ class Asynchronous:
             )
 
     def most_at_work(self, workers: int) -> int | None:
-        """How many batches may be at work at once, the oldest of them first to be waited for; `None`: no bound.
-
-        With `w` at work, a push meets updates of at most `w - 1` that were begun before it and `w - 1` begun after it.
-        """
+        """How many batches may be at work at once; `None`: no bound."""
         if self.max_staleness is None:
             return None
         return min(self.max_staleness // 2 + 1, 2 * workers)
+
+    def longest_span(self, workers: int) -> int | None:
+        """How many batches may be begun until the oldest at work, which is one of them, has ended; `None`: no bound.
+
+        With `w` at work at once and spans of `s`, a push meets updates of at most `w - 1` that were begun before it and
+        `s - 1` begun after it.
+
+        >>> Asynchronous(max_staleness=4).longest_span(3)
+        3
+        >>> Asynchronous(max_staleness=100).longest_span(3)
+        96
+        """
+        at_work = self.most_at_work(workers)
+        return None if self.max_staleness is None or at_work is None else self.max_staleness - at_work + 2
 
 
 @dataclasses.dataclass(frozen=True)

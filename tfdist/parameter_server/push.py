@@ -25,28 +25,37 @@ def push(computed: Computed, model_optimizer: Any, encoder: Encoder) -> dict[str
     with tf.control_dependencies(gradients):
         staleness = tf.cast(count.read_value(), tf.int64) - computed.updates
     sizes: list[Any] = []
+    made = tf.constant(True)
     for optimizer, of_optimizer in zip(computed.optimizers, computed.gradients, strict=True):
-        sizes += _update(optimizer, of_optimizer, encoder)
+        of_update, finite = _update(optimizer, of_optimizer, encoder)
+        sizes, made = sizes + of_update, tf.logical_and(made, finite)
     for variable, change in computed.changes:
         variable.assign_add(change)
     with tf.control_dependencies([staleness]):
-        count.assign_add(tf.ones([], count.dtype))
+        count.assign_add(tf.cast(made, count.dtype))
     return facts(computed, staleness, sizes)
 
 
-def _update(optimizer: Any, gradients: list[Any], encoder: Encoder) -> list[Any]:
+def _update(optimizer: Any, gradients: list[Any], encoder: Encoder) -> tuple[list[Any], tf.Tensor]:
+    """Returns the sizes of what was sent, and whether the update was made."""
     scale = optimizer.loss_scale
+    finite = tf.constant(True)
     if scale is not None:
         gradients = [divided(gradient, scale.value) for gradient in gradients]
-    finite = all_finite(gradients)
+        finite = all_finite(gradients)
     gradients = optimizer.clip(gradients)
+
+    def apply() -> None:
+        optimizer.apply([sent for sent, _ in encoded])
+        optimizer.constrain()
+
     encoded = [encoder.encode(gradient, path) for gradient, path in zip(gradients, optimizer.paths, strict=True)]
     if scale is None:
-        optimizer.apply([sent for sent, _ in encoded])
+        apply()
     else:
-        tf.cond(finite, lambda: optimizer.apply([sent for sent, _ in encoded]), lambda: None)
+        tf.cond(finite, apply, lambda: None)
         scale.update(finite)
-    return [size for _, size in encoded]
+    return [size for _, size in encoded], finite
 
 
 def facts(computed: Computed, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:

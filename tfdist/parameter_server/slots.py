@@ -56,17 +56,19 @@ class Slots:
           weights: float64, the part of the batch that each holds; their sum is 1.
           model_optimizer: whose count of updates goes up.
         """
+        made = tf.constant(True)
         for position, (optimizer, variables) in enumerate(self._optimizers):
             gradients = [
                 self._read((position, index), slots, weights, variable) for index, variable in enumerate(variables)
             ]
             scale = optimizer.loss_scale
             if scale is None:
-                optimizer.apply(optimizer.clip(gradients))
+                _apply(optimizer, gradients)
             else:
                 finite = all_finite(gradients)
-                tf.cond(finite, lambda o=optimizer, g=gradients: o.apply(o.clip(g)), lambda: None)
+                tf.cond(finite, lambda o=optimizer, g=gradients: _apply(o, g), lambda: None)
                 scale.update(finite)
+                made = tf.logical_and(made, finite)
         for index, variable in enumerate(self._changed):
             with tf.device(variable.device):
                 parts = tf.gather(self._dense["change", index], slots)
@@ -74,7 +76,7 @@ class Slots:
                 change = _weighted(parts, weights) if floating else tf.reduce_max(parts, axis=0)
                 variable.assign_add(change)
         count = count_of_updates(model_optimizer)
-        count.assign_add(tf.ones([], count.dtype))
+        count.assign_add(tf.cast(made, count.dtype))
 
     def _write(self, key: Any, slot: tf.Tensor, sent: SentGradient, dtype: tf.DType, beside: tf.Variable) -> None:
         if key not in self._dense:
@@ -130,6 +132,11 @@ class Slots:
             unique, positions = tf.unique(tf.concat(indices, 0))
             rows = tf.math.unsorted_segment_sum(tf.concat(values, 0), positions, tf.size(unique))
             return tf.IndexedSlices(rows, unique, tf.shape(variable))
+
+
+def _apply(optimizer: Any, gradients: list[Any]) -> None:
+    optimizer.apply(optimizer.clip(gradients))
+    optimizer.constrain()
 
 
 def _weighted(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:

@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.symbols import DataAdapter
+
 
 class WorkerIterator:
     """What `fit` draws from: each worker draws from its own iterator instead."""
@@ -25,8 +27,13 @@ class WorkerIterator:
         raise RuntimeError("only workers draw from a data set that they have made")
 
 
-class WorkerDatasets(tf.distribute.DistributedDataset):
-    """A data set on each worker, made there by the same function; no sample passes the chief."""
+class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
+    """A data set on each worker, made there by the same function; no sample passes the chief.
+
+    Keras takes it as its own adapter of data, which adapts nothing.
+    """
+
+    is_drawn_by_workers = True  # so that it has no position
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
         """Has each worker call `dataset_fn`.
@@ -38,25 +45,13 @@ class WorkerDatasets(tf.distribute.DistributedDataset):
         Raises:
           ValueError: the data set ends.
         """
-        self._specs: list[Any] = []
 
         def made() -> tf.data.Dataset:
-            dataset = dataset_fn(tf.distribute.InputContext(1, 0, 1))
-            if not isinstance(dataset, tf.data.Dataset):
-                raise ValueError(
-                    f"The function makes no data set. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset "
-                    "of batches."
-                )
-            if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-                raise ValueError(
-                    f"The data set of a worker ends. Received: cardinality {int(dataset.cardinality())}. Expected: an "
-                    "infinite one, as it is not known which worker trains how many of its batches. End it with "
-                    "`.repeat()` and give `fit` a `steps_per_epoch`."
-                )
-            return dataset
+            return dataset_fn(tf.distribute.InputContext(1, 0, 1))
 
         with tf.device("/job:chief/device:CPU:0"):
-            self._spec = made().element_spec
+            # Once here: on the workers it is made in a function, in which its cardinality is not known.
+            self._spec = _checked(made()).element_spec
         self._per_worker = coordinator.create_per_worker_dataset(made)
         self._iterators: Any = None
 
@@ -71,6 +66,20 @@ class WorkerDatasets(tf.distribute.DistributedDataset):
         return int(tf.data.INFINITE_CARDINALITY)
 
     @property
+    def num_batches(self) -> None:
+        """Not to be known."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of a worker's batches."""
+        return tf.nest.flatten(self._spec)[0].shape[0]
+
+    def get_tf_dataset(self) -> "WorkerDatasets":
+        """What the epoch iterator draws from."""
+        return self
+
+    @property
     def iterators(self) -> Any:
         """One iterator a worker."""
         if self._iterators is None:
@@ -79,3 +88,18 @@ class WorkerDatasets(tf.distribute.DistributedDataset):
 
     def __iter__(self) -> WorkerIterator:
         return WorkerIterator(self)
+
+
+def _checked(dataset: Any) -> tf.data.Dataset:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            f"The function makes no data set. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset of "
+            "batches."
+        )
+    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"The data set of a worker ends. Received: cardinality {int(dataset.cardinality())}. Expected: an infinite "
+            "one, as it is not known which worker trains how many of its batches. End it with `.repeat()` and give "
+            "`fit` a `steps_per_epoch`."
+        )
+    return dataset

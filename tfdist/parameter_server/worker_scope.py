@@ -40,6 +40,9 @@ class WorkerScope(keras.StatelessScope):
         self._metrics = {id(variable) for variable in metrics}
         self._number = number
         self._changed: dict[int, keras.Variable] = {}
+        self._constrained: set[int] = set()
+        self._before: dict[int, tf.Tensor] = {}
+        self._graph = tf.compat.v1.get_default_graph()
         self._pushed: list[list[tuple[Any, list[Any]]]] = []
 
     @staticmethod
@@ -52,6 +55,7 @@ class WorkerScope(keras.StatelessScope):
         """One step of the model runs in this."""
         self._pushed.append([])
         self._read = set()
+        self._constrained = set()
         token = _current.set(self)
         try:
             with self:
@@ -72,11 +76,20 @@ class WorkerScope(keras.StatelessScope):
         self._count(variable)
         if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
             return pulled(server_variable(variable), self.pull_dtype)
+        if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
+            # Read once, so that what a step changes is counted from what it has seen.
+            value = server_variable(variable).read_value()
+            self.state_mapping[id(variable)] = self._before[id(variable)] = value
+            return value
+        if variable.regularizer is not None:  # Keras gives it what this returns
+            return pulled(server_variable(variable), tf.as_dtype(variable.dtype))
         return None
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Takes what is assigned to a variable."""
         variable, value = update
+        if id(variable) in self._constrained:
+            return  # a constraint on the value before the update; `OptimizerUpdate.constrain` has the one after
         super().add_update((variable, tf.cast(value, variable.dtype)))
         if id(variable) not in self._metrics and not is_seed(variable):
             self._changed[id(variable)] = variable
@@ -84,6 +97,7 @@ class WorkerScope(keras.StatelessScope):
     def push(self, optimizer: Any, gradients: list[Any]) -> None:
         """Takes the gradients that an optimizer is given."""
         self._pushed[-1].append((optimizer, gradients))
+        self._constrained |= {id(variable) for variable in optimizer.constrained_variables}
 
     @property
     def pushed(self) -> list[list[tuple[Any, list[Any]]]]:
@@ -98,7 +112,8 @@ class WorkerScope(keras.StatelessScope):
             server = server_variable(variable)
             if id(server) not in known:
                 after = tf.cast(self.state_mapping[id(variable)], server.dtype)
-                found.append((server, after - server.read_value()))
+                before = self._before.get(id(variable))
+                found.append((server, after - (server.read_value() if before is None else before)))
         return found
 
     def note_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:

@@ -21,6 +21,17 @@ class _BalancedExtended(ParameterServerExtended):
 
     server_bytes: list[int]
 
+    # There is one replica, so that nothing is to be merged; and a merge call cannot stand in a condition, as an update
+    # does that is skipped after an overflow.
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        return self._update(var, fn, args, kwargs or {}, group)
+
     def _create_variable_round_robin(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         initial_value = kwargs.get("initial_value")
         if callable(initial_value) and not hasattr(initial_value, "checkpoint_position"):

@@ -1,0 +1,164 @@
+"""The chief of `test_parameter_server_faults.py`: trains in rounds or by pushes, and the plan's faults strike.
+
+    python on_parameter_servers.py FOLDER PLAN KIND
+
+PLAN is a JSON list, by attempts, of `{"at", "count", "do"}` as `faults.arm` takes it, and "whom": "chief", or "ps".
+KIND is "rounds", whose training ends the same to the bit whatever happens; "pushes", on data made by the workers; or
+"notebook", where `fit` of a model is interrupted in the midst of an accumulation, and called again.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import faults
+import keras
+import numpy as np
+import tensorflow as tf
+import training
+
+from tfdist.callbacks import FailureRecovery, WorkerReport
+from tfdist.parameter_server.coordinator import Work
+from tfdist.parameter_server.training import Training
+from tfdist.strategies import ParameterServerStrategy, Synchronous
+
+PUSHES, EPOCHS = 10, 3
+
+
+def server_pid():
+    """The process of parameter server 0, among the children of the launcher or whoever else has started this one."""
+    launcher = os.getppid()
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if '"task": {"type": "ps", "index": 0}' in Path(f"/proc/{pid}/environ").read_text():
+            return int(pid)
+    raise RuntimeError("there is no parameter server")
+
+
+def strike(fault):
+    """In the place of `faults._strike`: what is killed may be the server."""
+    print(f"fault: {fault}", flush=True)
+    os.kill(server_pid() if fault["whom"] == "ps" else os.getpid(), getattr(signal, fault["do"]))
+
+
+def in_rounds(folder, callbacks):
+    strategy = ParameterServerStrategy(mode=Synchronous(), accumulation_steps=2)
+    result = training.train(
+        folder, strategy=lambda: strategy, callbacks=[*callbacks, WorkerReport()], every_steps=3, background=False
+    )
+    counts = strategy.worker_counts
+    return {
+        **result,
+        "steps of workers": np.array([count.steps for count in counts]),
+        "seconds of workers": np.array([[count.seconds, count.held_up_seconds] for count in counts]),
+    }
+
+
+def dataset(context):
+    del context
+    random = np.random.default_rng(0)
+    samples = random.normal(size=(40, 4)).astype("float32"), np.ones([40, 3], "float32")
+    return tf.data.Dataset.from_tensor_slices(samples).shuffle(40).repeat().batch(4)
+
+
+def by_pushes(folder, callbacks):
+    strategy = ParameterServerStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    history = model.fit(
+        strategy.distribute_datasets_from_function(dataset),
+        steps_per_epoch=PUSHES,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[
+            *callbacks,
+            WorkerReport(),
+            FailureRecovery(folder / "checkpoints", every_steps=4, background=False),
+        ],
+    )
+    return {
+        "iterations": model.optimizer.iterations.numpy(),
+        **{f"history {name}": np.array(values) for name, values in history.history.items()},
+    }
+
+
+def interrupt_round(count):
+    """Breaks a round off while its parts are at work: the `count`-th from now on."""
+    wait, left = Work.wait, [count]
+
+    def interrupted(self, until, take):
+        left[0] -= len(self) > 0
+        if left[0] == 0:
+            Work.wait = wait
+            raise KeyboardInterrupt
+        wait(self, until, take)
+
+    Work.wait = interrupted
+
+
+def watch_numbers():
+    """Returns the list to which the numbers of updates are added from now on, which seeds come of."""
+    numbers, next_number = [], Training._next_number
+
+    def seen(self):
+        numbers.append(next_number(self))
+        return numbers[-1]
+
+    Training._next_number = seen
+    return numbers
+
+
+class Interrupt(keras.callbacks.Callback):
+    remembers_nothing = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            raise KeyboardInterrupt
+
+
+def in_notebook(folder, callbacks):
+    strategy = ParameterServerStrategy(mode=Synchronous(), accumulation_steps=2)
+    random = np.random.default_rng(0)
+    samples = random.normal(size=(32, 4)).astype("float32"), np.ones([32, 1], "float32")
+    weights, numbers = [], watch_numbers()
+    for name in ("undisturbed", "interrupted"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+
+        def fit(*others, model=model, name=name):
+            recovery = FailureRecovery(folder / name, every_steps=3, background=False)
+            model.fit(*samples, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[*others, recovery])
+
+        if name == "interrupted":
+            for interrupt in ([Interrupt()], []):
+                if not interrupt:
+                    interrupt_round(2)
+                try:
+                    fit(*interrupt)
+                except KeyboardInterrupt:
+                    print("interrupted")
+        fit()
+        weights.append([*model.get_weights(), model.optimizer.iterations.numpy()])
+        if name == "undisturbed":
+            assert numbers == [*range(int(model.optimizer.iterations.numpy()))], "over epochs and saves"
+    pairs = zip(*weights, strict=True)
+    np.savez(folder / "both.npz", *[array for pair in pairs for array in pair])
+    model.fit(*samples, batch_size=4, verbose=0, callbacks=callbacks)
+    return {}
+
+
+def main(folder, plan, kind):
+    attempt, faults._strike = int(os.environ.get("TFDIST_ATTEMPT", "0")), strike
+    callbacks = faults.arm(plan[attempt]) if attempt < len(plan) else []
+    np.savez(
+        folder / "result.npz",
+        **{"rounds": in_rounds, "pushes": by_pushes, "notebook": in_notebook}[kind](folder, callbacks),
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,120 @@
+"""Chiefs and parameter servers that are killed: rounds end as if nothing had happened, pushes are counted right."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training import differences
+
+_SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
+_ROOT = Path(__file__).resolve().parents[2]
+_LIMIT_SECONDS = 280
+pytestmark = pytest.mark.multi_process
+
+
+def environ(**more):
+    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**kept, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+
+
+def run(folder, kind, plan=()):
+    """Runs the script under `tfdist run`; returns what it and the launcher said."""
+    folder.mkdir(exist_ok=True)
+    roles = ["--workers", "2", "--parameter-servers", "1", "--heartbeat-timeout", "5"]
+    command = [sys.executable, "-m", "tfdist.launch", "run", *roles, "--max-restarts", str(len(plan))]
+    finished = subprocess.run(
+        [*command, str(_SCRIPT), str(folder), json.dumps(plan), kind],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_SECONDS,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    assert finished.stdout.count("fault: ") == len(plan), "every fault has struck"
+    return finished.stdout + finished.stderr
+
+
+def result(folder):
+    return dict(np.load(folder / "result.npz"))
+
+
+def test_rounds_end_as_if_nothing_had_happened(tmp_path):
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
+    run(undisturbed, "rounds")
+    plan = [
+        {"whom": "chief", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
+        {"whom": "ps", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},  # behind step 8
+        {"whom": "chief", "at": "on_train_batch_end", "count": 3, "do": "SIGTERM"},  # behind step 9, which saves anyway
+        {"whom": "chief", "at": "fsync", "count": 4, "do": "SIGKILL"},
+    ]
+    said = run(folder, "rounds", plan)
+    assert "chief failed first: killed by SIGKILL" in said and "ps 0 failed first: killed by SIGKILL" in said
+    assert "chief was preempted: it saved and left" in said
+    expected, found = result(undisturbed), result(folder)
+    # What workers did depends on chance; in the newest process they did what came after the newest checkpoint.
+    assert sum(expected.pop("steps of workers")) == 2 * expected["optimizer 0 iteration"]
+    assert sum(found.pop("steps of workers")) < 2 * found["optimizer 0 iteration"]
+    for seconds in (expected.pop("seconds of workers"), found.pop("seconds of workers")):
+        assert seconds[:, 0].min() > 0, "at work"
+        assert 0 < seconds[:, 1].sum() < seconds[:, 0].sum(), "waited for"
+    steps = [sum(values[f"history worker_{worker}_steps"] for worker in range(2)) for values in (expected, found)]
+    assert steps[0].tolist() == steps[1].tolist(), "WorkerReport counts on after a restart"
+    for values in (expected, found):
+        for name in [name for name in values if name.startswith("history worker_")]:
+            del values[name]
+    assert differences(expected, found) == [], said[-3000:]
+
+
+def test_pushes_are_counted_right_over_the_loss_of_a_server(tmp_path):
+    said = run(tmp_path, "pushes", [{"whom": "ps", "at": "on_train_batch_end", "count": 17, "do": "SIGKILL"}])
+    assert "ps 0 failed first: killed by SIGKILL" in said
+    found = result(tmp_path)
+    assert found["iterations"] == 30
+    assert len(found["history loss"]) == 3 and found["history loss"][2] < found["history loss"][0]
+    steps = sum(found[f"history worker_{worker}_steps"] for worker in range(2))
+    assert steps[0] == 10 and steps[2] == 10
+
+
+def test_without_a_launcher_fit_is_called_again_and_the_chief_names_a_server_that_is_lost(tmp_path):
+    addresses = {job: [f"127.0.0.1:{free_port()}"] for job in ("chief", "worker", "ps")}
+
+    def environ_of(job):
+        return environ(TF_CONFIG=json.dumps({"cluster": addresses, "task": {"type": job, "index": 0}}))
+
+    serve = [sys.executable, "-m", "tfdist.parameter_server"]
+    servers = [subprocess.Popen(serve, env=environ_of(job), stderr=subprocess.DEVNULL) for job in ("worker", "ps")]
+    try:
+        plan = [{"whom": "ps", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"}]
+        chief = subprocess.run(
+            [sys.executable, str(_SCRIPT), str(tmp_path), json.dumps(plan), "notebook"],
+            env=environ_of("chief"),
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_SECONDS,
+            check=False,
+        )
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    assert chief.returncode == 1
+    assert chief.stdout.count("interrupted") == 2
+    both = dict(np.load(tmp_path / "both.npz"))
+    assert len(both) == 6
+    assert all(np.array_equal(both[f"arr_{index}"], both[f"arr_{index + 1}"]) for index in (0, 2, 4))
+    error = chief.stderr.strip().splitlines()[-1]
+    assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A parameter server is lost")
+    assert f"no answer from ps 0 at {addresses['ps'][0]}" in error and "FailureRecovery" in error
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
