@@ -1,0 +1,55 @@
+"""The examples of parameter servers, each in a short run on a cluster."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 200
+pytestmark = pytest.mark.multi_process
+
+
+def run(servers: int, *script: str) -> str:
+    command = ["run", "--workers", "2", "--parameter-servers", str(servers), str(ROOT / "examples" / script[0])]
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", *command, *script[1:]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:
+    output = run(1, "parameter_server.py", "--mode=synchronous", "--epochs=3", f"--data_dir={tmp_path}")
+    last = re.search(r"^\[chief\] digits, synchronous: ([\d.]+) % held-out accuracy$", output, re.MULTILINE)
+    assert last and float(last[1]) > 80, output
+    # Both workers had a part of each of 3 x 23 batches, and no image is lost.
+    rows = re.findall(r"^\[chief\] (\d|total) +([\d,]+) +([\d,]+) +([\d,]+) ", output, re.MULTILINE)
+    assert [row[:3] for row in rows[:2]] == [("0", "69", "0"), ("1", "69", "0")], output
+    assert rows[2][3] == f"{3 * 1442:,}", output
+
+
+def test_a_step_moves_a_small_part_of_the_tables() -> None:
+    output = run(2, "embeddings.py", "--steps=150", "--epochs=2", "--batch_size=64")
+    last = re.search(
+        r"^\[chief\] embeddings: two tables of [\d,]+ words, ([\d.]+) MB, ([\d.]+) \+ ([\d.]+) on 2 servers\. "
+        r"A step pulled [\d.]+ MB, ([\d.]+) % of the tables, and pushed [\d.]+ MB, ([\d.]+) %$",
+        output,
+        re.MULTILINE,
+    )
+    assert last, output
+    tables, first, second, pulled, pushed = map(float, last.groups())
+    assert tables > 10 and abs(first - second) < 0.1 and abs(first + second - tables) < 0.2
+    assert 0 < pulled < 2 and 0 < pushed < 2
+    losses = [float(loss) for loss in re.findall(r"75/75 .* - loss: ([\d.]+) ", output)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 2.773  # ln 16, of a guess
