@@ -59,6 +59,8 @@ def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[
     @functools.wraps(build)
     def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = self.distribute_strategy
+        if iterator is not None:
+            _refuse_endless(iterator)
         declared = _declared_batch(iterator) if iterator is not None and is_ours(strategy) else None
         if declared is not None:
             try:
@@ -70,6 +72,14 @@ def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[
             return build(self, iterator=iterator, data_batch=data_batch)
 
     trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
+
+
+def _refuse_endless(iterator: Any) -> None:
+    if getattr(iterator.data_adapter, "is_drawn_by_workers", False) and iterator.steps_per_epoch is None:
+        raise ValueError(
+            "A data set that workers make for themselves has no end. Received: steps_per_epoch=None. Expected: the "
+            "number of steps of an epoch. Give `fit` a `steps_per_epoch`."
+        )
 
 
 def _declared_batch(iterator: Any) -> Any:

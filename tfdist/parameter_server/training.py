@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import count_of_updates
+from tfdist.keras_internals.scheduled_training import count_of_updates, metrics_result
 from tfdist.parameter_server.coordinator import Work
 from tfdist.parameter_server.encoding import Encoder
 from tfdist.parameter_server.functions import Functions
@@ -250,7 +250,8 @@ class Training:
         for note, result in self._work.finished():
             self._take(note, result)
         self._work.wait(lambda: self._sums.has_results or not len(self._work), self._take)
-        return self._sums.results()
+        # Before the first push of an epoch Keras still wants the names.
+        return self._sums.results() or metrics_result(self._model)
 
 
 def _concatenated(*parts: Any) -> Any:

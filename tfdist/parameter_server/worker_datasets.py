@@ -24,7 +24,11 @@ class WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        raise RuntimeError("only workers draw from a data set that they have made")
+        raise ValueError(
+            "A data set that workers make for themselves can only be trained on. Received: such a data set for "
+            "`evaluate` or `validation_data`. Expected: data that the chief draws, each sample once: arrays, a "
+            "tf.data.Dataset or a PyDataset."
+        )
 
 
 class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
@@ -33,7 +37,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
     Keras takes it as its own adapter of data, which adapts nothing.
     """
 
-    is_drawn_by_workers = True  # so that it has no position
+    is_drawn_by_workers = True  # so that it has no position, and no end
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
         """Has each worker call `dataset_fn`.
