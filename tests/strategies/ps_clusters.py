@@ -1,0 +1,38 @@
+"""Starts a chief's script with workers and parameter servers by `tfdist run`, and reads what it has found."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_FOREIGN = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
+_LIMIT_SECONDS = 500
+
+
+def run_chief(
+    script: str,
+    folder: Path,
+    *arguments: str,
+    workers: int = 2,
+    servers: int = 1,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Runs `script folder arguments...` as the chief and returns what it has written to `results.json` of `folder`.
+
+    What the launcher and all tasks have printed is in `output.txt` of `folder`.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    environment |= {"PYTHONPATH": str(_HERE.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": str(folder)}
+    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers)]
+    command += ["--parameter-servers", str(servers), *options, str(_HERE / script), str(folder), *arguments]
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        finished = subprocess.run(
+            command, env=environment, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False
+        )
+    assert finished.returncode == 0, output.read_text()[-6000:]
+    return json.loads((folder / "results.json").read_text())

@@ -1,0 +1,211 @@
+"""Cases about `Synchronous`: what one process computes on the whole batch, or all workers' batches."""
+
+from pathlib import Path
+from typing import Any
+
+import cases as parity
+import data_cases  # noqa: F401
+import keras
+import loss_cases  # noqa: F401
+import metric_cases  # noqa: F401
+import model_cases
+import numpy as np
+import optimizer_cases  # noqa: F401
+import tensorflow as tf
+from comparison import largest_difference
+from ps_cases import INPUTS, LABELS, SAMPLES, Outcome, case, compared, compiled
+
+from tfdist.strategies import ParameterServerStrategy, Synchronous
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+def synchronous(**arguments: Any) -> Any:
+    return ParameterServerStrategy(mode=Synchronous(), **arguments)
+
+
+# What replicas of other strategies are tried with, too.
+PARITY = (
+    "adamw batch_logs class_weights clipvalue compute_loss_of_the_users_own constraints ema embedding_with_clipvalue "
+    "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample loss_scale "
+    "loss_scale_overflow_on_one_replica metrics_of_regressors on_batch_methods regularizers sample_weights "
+    "seeded_shuffle_and_cache steps_per_execution texts two_optimizers_in_a_step weight_decay"
+).split()
+for _name in PARITY:
+    compared(_name, synchronous, parity.CASES[_name].run, parity.CASES[_name].reference)
+
+OPTIMIZERS = {
+    "sgd": lambda: SGD(0.1),
+    "momentum": lambda: SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, clipnorm=0.3),
+    "adam": lambda: Adam(0.01),
+}
+ROUNDS = [f"{name}_{steps}" for name in OPTIMIZERS for steps in (1, 2)]
+
+
+def _rounds(optimizer: Any, batch_size: int) -> Any:
+    """20 batches of 21 rows, the last of each epoch smaller."""
+
+    def program(strategy: Any) -> Outcome:
+        model = compiled(strategy, optimizer)
+        data = {"batch_size": batch_size, "shuffle": False, "validation_data": (INPUTS[:50], LABELS[:50])}
+        history = model.fit(INPUTS, LABELS, epochs=2, verbose=0, **data)
+        updates = int(model.optimizer.iterations.numpy())
+        return {"weights": model.get_weights(), "logs": history.history, "updates": updates}
+
+    return program
+
+
+for _name, _optimizer in OPTIMIZERS.items():
+    for _steps in (1, 2):
+        compared(
+            f"{_name}_{_steps}",
+            lambda steps=_steps: synchronous(accumulation_steps=steps),
+            _rounds(_optimizer, 21),
+            _rounds(_optimizer, 21 * _steps),
+        )
+
+
+def _of_two_parts(strategy: Any) -> Outcome:
+    model_cases._PartwiseBatchNormalization.parts = 2
+    return model_cases._normalized(strategy, model_cases._PartwiseBatchNormalization)
+
+
+compared(
+    "batch_normalization",  # by the worker's part; the mean of the parts' statistics is kept
+    synchronous,
+    lambda strategy: model_cases._normalized(strategy, keras.layers.BatchNormalization),
+    _of_two_parts,
+)
+
+
+def _custom_step(strategy: Any) -> Outcome:
+    metrics = lambda: None  # noqa: E731
+    arguments: Any = {"model": model_cases.CustomStep, "data": parity.dataset(23), "metrics": metrics}
+    outcome = parity.fitted(strategy, lambda: Adam(0.01, clipnorm=0.1), **arguments)
+    del outcome["logs"]["mean"]  # no metric: of the last part in its epoch
+    return outcome
+
+
+compared("custom_train_step", synchronous, _custom_step)
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Every call of a callback, with its number and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name in ("on_batch_begin", "on_batch_end"):
+            return super().__getattribute__(name)
+
+        def call(number: Any = None, logs: Any = None) -> None:
+            number, logs = (None, number) if isinstance(number, dict) else (number, logs)
+            self.calls.append([name, -1 if number is None else number, dict(logs or {})])
+
+        return call
+
+
+def _callbacks(strategy: Any) -> list[Any]:
+    recorder = _Recorder()
+    model = compiled(strategy, lambda: Adam(0.05))
+    stop = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=1)
+    data = {"batch_size": 60, "shuffle": False, "validation_split": 0.3}
+    model.fit(INPUTS, LABELS, epochs=9, verbose=0, callbacks=[recorder, stop], **data)
+    return recorder.calls
+
+
+@case
+def callbacks(_: Path) -> Outcome:
+    """Every call of a callback: its order, its number, and its logs, but those of a batch that is evaluated."""
+    ours, reference = (_callbacks(strategy) for strategy in (synchronous(), tf.distribute.get_strategy()))
+    logs = [[logs for name, _, logs in calls if "test_batch" not in name] for calls in (ours, reference)]
+    orders = [[f"{name} {number}" for name, number, _ in calls] for calls in (ours, reference)]
+    return {"difference": largest_difference(*logs), "same": orders[0] == orders[1], "order": orders[0]}
+
+
+class _Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * 29, (index + 1) * 29)
+        return INPUTS[rows], LABELS[rows], np.linspace(0.1, 2.0, SAMPLES).astype("float32")[rows]
+
+
+def _sources(strategy: Any) -> Outcome:
+    """A PyDataset, a data set of unknown cardinality, and one without end."""
+    model = compiled(strategy, lambda: SGD(0.1))
+    histories = [model.fit(_Batches(), epochs=2, shuffle=False, verbose=0).history]
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(29)
+    histories.append(model.fit(data.filter(lambda *_: True), epochs=2, verbose=0).history)
+    steps = {"steps_per_epoch": 3, "epochs": 3, "validation_data": data.repeat(), "validation_steps": 2}
+    histories.append(model.fit(data.repeat(), verbose=0, **steps).history)
+    return {"weights": model.get_weights(), "logs": histories}
+
+
+compared("sources", synchronous, _sources)
+
+
+def _two_inputs() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
+    hidden = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()([left, right]))
+    return keras.Model({"left": left, "right": right}, keras.layers.Dense(3)(hidden))
+
+
+def _dictionary(strategy: Any) -> Outcome:
+    model = compiled(strategy, lambda: Adam(0.01), _two_inputs)
+    inputs = {"left": INPUTS, "right": -INPUTS}
+    history = model.fit(inputs, LABELS, batch_size=40, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "logs": history.history, "outputs": model.predict(inputs, verbose=0)}
+
+
+compared("dict_inputs", synchronous, _dictionary)
+
+
+def _of_workers(strategy: Any) -> Outcome:
+    """Each worker makes the batches by itself: all have the same, so that a round is as one of them."""
+
+    def make(_: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((INPUTS[:200], LABELS[:200])).batch(25).repeat()
+
+    ours = isinstance(strategy, ParameterServerStrategy)
+    data = strategy.distribute_datasets_from_function(make) if ours else make(None)
+    model = compiled(strategy, lambda: Adam(0.01))
+    history = model.fit(data, steps_per_epoch=10, epochs=2, verbose=0)
+    return {"weights": model.get_weights(), "logs": history.history}
+
+
+compared("data_sets_of_workers", synchronous, _of_workers)
+
+
+@case
+def data_sets_that_cannot_be(_: Path) -> Outcome:
+    strategy, messages = synchronous(), []
+    for make in (lambda _: tf.data.Dataset.range(10).batch(2), lambda _: 3):
+        try:
+            strategy.distribute_datasets_from_function(make)
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
+def _mixed() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(16, "relu", dtype="mixed_float16"), keras.layers.Dense(3, dtype="mixed_float16")]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Activation("linear", dtype="float32")])
+
+
+@case
+def mixed_float16(_: Path) -> Outcome:
+    """Keras wraps the optimizer by itself; the first scale overflows float16."""
+    found = []
+    for strategy in (synchronous(), tf.distribute.get_strategy()):
+        optimizer = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=2.0**20)  # noqa: E731
+        model = compiled(strategy, optimizer, _mixed)
+        history = model.fit(INPUTS, LABELS, batch_size=21, epochs=2, shuffle=False, verbose=0).history
+        updates = int(model.optimizer.iterations.numpy())
+        found.append([updates, float(model.optimizer.dynamic_scale.numpy()), *history["loss"]])
+    return {"found": found}
