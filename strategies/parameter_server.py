@@ -15,6 +15,7 @@ from tfdist.keras_internals.epoch_iterator import install_local_build
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
 from tfdist.keras_internals.scheduled_training import build_elsewhere, install_scheduled_training, training_of
 from tfdist.keras_internals.sent_updates import install_sent_updates
+from tfdist.parameter_server.coordinator import Coordinator
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.serving import serve, wait_for_servers
 from tfdist.parameter_server.tables import look_up
@@ -92,7 +93,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         balance_by_bytes(self)
         may_run_on_chief(self)
         self.variable_partitioner = variable_partitioner
-        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+        self.coordinator = Coordinator(self)
         self.tally = Tally(self.workers)
         self.first_server = "/job:ps/task:0/device:CPU:0"
         _install_once()

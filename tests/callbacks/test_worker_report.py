@@ -13,6 +13,8 @@ from tfdist.parameter_server import tally as tally_module
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
 from tfdist.parameter_server.tally import Tally, WorkerCount
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 
 class Clock:
     """In the place of `time`, where it is read."""

@@ -9,6 +9,8 @@ import tensorflow as tf
 from tfdist.parameter_server import lost_servers
 from tfdist.parameter_server.lost_servers import Servers, names_lost_servers
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 
 class Clock:
     now = 0.0

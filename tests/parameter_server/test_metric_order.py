@@ -4,8 +4,11 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 
 from tfdist.parameter_server.metric_sums import MetricSums
+
+pytestmark = pytest.mark.usefixtures("cpus")
 
 
 def test_steps_count_in_the_order_of_their_numbers():

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from tfdist.parameter_server.packing import Packing
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 NUMBERS = {
     "bool": [True, False],
     "int8": [-128, 127],

@@ -181,3 +181,14 @@ def test_models_that_workers_cannot_train(arguments, received, remedy):
     with pytest.raises(ValueError) as error:
         refuse_impossible(model)
     assert received in str(error.value) and remedy in str(error.value)
+
+
+def test_synchronized_batch_normalization_is_refused():
+    import keras
+
+    from tfdist.parameter_server.refusals import refuse_impossible
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(synchronized=True)])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="synchronized=False"):
+        refuse_impossible(model)

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdist.recovery.json_values import from_json, to_json
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 VALUES = [
     None,
     True,

@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtur
 ROUNDS = [f"{optimizer}_{steps}" for optimizer in ("sgd", "momentum", "adam") for steps in (1, 2)]
 # What replicas of other strategies are tried with, too.
 PARITY = (
-    "adamw batch_logs class_weights clipvalue compute_loss_of_the_users_own constraints ema embedding_with_clipvalue "
-    "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample loss_scale "
-    "loss_scale_overflow_on_one_replica metrics_of_regressors on_batch_methods regularizers sample_weights "
-    "seeded_shuffle_and_cache steps_per_execution texts two_optimizers_in_a_step weight_decay"
+    "batch_logs class_weights compute_loss_of_the_users_own constraints ema embedding_with_global_clipnorm "
+    "everything_on_arrays global_clipnorm last_batch_of_one_sample loss_scale loss_scale_overflow_on_one_replica "
+    "on_batch_methods regularizers sample_weights seeded_shuffle_and_cache steps_per_execution texts "
+    "two_optimizers_in_a_step weight_decay"
 ).split()
+OF_ONE_SERVER = ("sgd_1", "momentum_1", "adam_2")
 OWN = (
     "batch_normalization bfloat16_pull custom_train_step data_sets_of_workers dict_inputs no_staleness_is_one_process "
     "own_loop sources table_in_two_parts table_with_accumulation"
@@ -43,7 +44,7 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def results_of_one_server(tmp_path_factory):
-    return run_chief("on_ps_cases.py", tmp_path_factory.mktemp("ps"), *ROUNDS, "table_in_two_parts", servers=1)
+    return run_chief("on_ps_cases.py", tmp_path_factory.mktemp("ps"), *OF_ONE_SERVER, servers=1)
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_equal_to_one_process_as_replicas_are(found, name):
     assert found(name)["difference"] <= 5e-6
 
 
-@pytest.mark.parametrize("name", [*ROUNDS, "table_in_two_parts"])
+@pytest.mark.parametrize("name", OF_ONE_SERVER)
 def test_one_server_is_equal_to_one_process(results_of_one_server, name):
     result = results_of_one_server[name]
     assert result.get("difference", 1.0) <= 1e-6, result

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tfdist.keras_internals.models import computes_over_all_replicas
 from tfdist.keras_internals.scheduled_training import loses_gradients
 
 
@@ -26,6 +27,11 @@ def refuse_impossible(model: Any) -> None:
         raise ValueError(
             "XLA cannot compile a step that reads variables of servers. Received: jit_compile=True. Expected: "
             "jit_compile=False. Compile parts of the model by tf.function(jit_compile=True) instead."
+        )
+    if computes_over_all_replicas(model):
+        raise ValueError(
+            "Workers do not compute at the same time. Received: BatchNormalization(synchronized=True). Expected: "
+            "synchronized=False. Each worker then normalizes by its own part of a batch."
         )
     if loses_gradients(optimizer):
         raise ValueError(
