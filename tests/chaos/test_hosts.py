@@ -76,6 +76,7 @@ def test_training_on_two_hosts_ends_as_if_nothing_had_happened(tmp_path, start, 
     assert_as_undisturbed(undisturbed, tmp_path, 2, "\n".join(said))
 
 
+@pytest.mark.long
 def test_cable_out(tmp_path, start, hosts):
     """No connection ends: each side finds the other silent."""
     environ = command(tmp_path, "workers", 1)[1]

@@ -45,6 +45,7 @@ def result(folder):
     return dict(np.load(folder / "result.npz"))
 
 
+@pytest.mark.long
 def test_rounds_end_as_if_nothing_had_happened(tmp_path):
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
     run(undisturbed, "rounds")

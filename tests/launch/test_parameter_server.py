@@ -1,5 +1,7 @@
 """The real servers: TensorFlow's own strategy trains with them, and goes on when a worker is killed."""
 
+import pytest
+
 SCRIPT = """
     import tensorflow as tf
 
@@ -48,6 +50,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 def test_training_goes_on_with_a_worker_that_was_killed(run, tmp_path):
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": str(tmp_path)}  # for what TensorFlow leaves there
     ended = run(SCRIPT, "--parameter-servers", "1", workers=1, env=env)

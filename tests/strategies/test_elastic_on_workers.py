@@ -76,6 +76,7 @@ def test_one_worker_computes_what_two_do(two_workers, cpus, program):
     assert_alike(of(outcome, program), of(two_workers, program))
 
 
+@pytest.mark.long
 def test_two_workers_compute_what_four_replicas_do(two_workers, cpus):
     outcome = elastic_programs.flat({"of four": elastic_programs.everything(MirroredStrategy(cpus))})
     assert_alike(of(outcome, "of four"), of(two_workers, "of four"))

@@ -70,6 +70,7 @@ def test_equal_to_one_process_as_replicas_are(found, name):
     assert found(name)["difference"] <= 5e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_ONE_SERVER)
 def test_one_server_is_equal_to_one_process(results_of_one_server, name):
     result = results_of_one_server[name]
