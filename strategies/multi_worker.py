@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.cluster.environment import optional_integer
+from tfdist.strategies.environment import resolver_of, start_timeout_seconds
 from tfdist.strategies.keras_strategy import Compression, KerasStrategy
 from tfdist.tensorflow_internals.extended import (
     ReplicaMultiWorkerExtended,
@@ -26,7 +27,6 @@ from tfdist.tensorflow_internals.server import (
 )
 
 _UNKNOWN = -1
-_DEFAULT_START_TIMEOUT_SECONDS = 300.0
 
 
 class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -89,7 +89,7 @@ class MultiWorkerMirroredStrategy(KerasStrategy, tf.distribute.MultiWorkerMirror
                 "TF_CONFIG to be set before it. Move it above the first tensor, variable, dataset or "
                 "`tf.config.list_logical_devices()`; `tf.config.set_logical_device_configuration` may come before."
             )
-        limit_seconds = _start_timeout_seconds(start_timeout)
+        limit_seconds = start_timeout_seconds(start_timeout)
         if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
             raise ValueError(
                 f"`micro_batches` is not a number of them. Received: {micro_batches!r}. Expected: an integer of at "
@@ -174,13 +174,7 @@ def _resolver_of_environment() -> Any:
     config = cluster.detect()
     if config is None:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
-        task_type=config.task.type,
-        task_id=config.task.index,
-        num_accelerators={"GPU": _num_logical_gpus()},
-        rpc_layer="grpc",
-    )
+    return resolver_of(config, num_accelerators={"GPU": _num_logical_gpus()})
 
 
 def _num_logical_gpus() -> int:
@@ -196,13 +190,3 @@ def _addresses_of_others(spec: dict[str, list[str]], resolver: Any) -> dict[str,
         for index, address in enumerate(addresses)
         if (job, index) != own and job in ("chief", "worker")
     }
-
-
-def _start_timeout_seconds(start_timeout: float | None) -> float:
-    if start_timeout is None:
-        start_timeout = float(os.environ.get("TFDIST_START_TIMEOUT", _DEFAULT_START_TIMEOUT_SECONDS))
-    if start_timeout <= 0:
-        raise ValueError(
-            f"`start_timeout` is not a time. Received: {start_timeout}. Expected: a positive number of seconds."
-        )
-    return start_timeout

@@ -1,7 +1,6 @@
 """ParameterServerStrategy: workers compute, servers hold the variables."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +12,8 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.embeddings import install_tables
 from tfdist.keras_internals.epoch_iterator import install_local_build
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
-from tfdist.keras_internals.scheduled_training import build_elsewhere, install_scheduled_training, training_of
+from tfdist.keras_internals.scheduled_training import build_elsewhere, install_scheduled_training
 from tfdist.keras_internals.sent_updates import install_sent_updates
-from tfdist.parameter_server.coordinator import Coordinator
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.serving import serve, wait_for_servers
 from tfdist.parameter_server.tables import look_up
@@ -23,12 +21,12 @@ from tfdist.parameter_server.tally import Tally, WorkerCount
 from tfdist.parameter_server.training import Training
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
 from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.strategies.environment import resolver_of, start_timeout_seconds
 from tfdist.strategies.keras_strategy import Compression
-from tfdist.tensorflow_internals.parameter_server import balance_by_bytes, may_run_on_chief
+from tfdist.tensorflow_internals.parameter_server import Coordinator, balance_by_bytes, may_run_on_chief
 from tfdist.versions import check_versions
 
 _installed = False
-_DEFAULT_START_TIMEOUT_SECONDS = 300.0
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
@@ -87,8 +85,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if resolver.task_type in ("worker", "ps"):
             serve(spec, resolver.task_type, resolver.task_id)
             sys.exit(0)
-        limit = float(os.environ.get("TFDIST_START_TIMEOUT", _DEFAULT_START_TIMEOUT_SECONDS))
-        wait_for_servers(spec, limit if start_timeout is None else start_timeout)
+        wait_for_servers(spec, start_timeout_seconds(start_timeout))
         super().__init__(resolver, None)
         balance_by_bytes(self)
         may_run_on_chief(self)
@@ -142,12 +139,7 @@ def _resolver_of_environment() -> Any:
             "TF_CONFIG with the jobs chief, worker and ps. Start the script by tfdist run --workers 2 "
             "--parameter-servers 1 script.py."
         )
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
-        task_type=config.task.type,
-        task_id=config.task.index,
-        rpc_layer="grpc",
-    )
+    return resolver_of(config)
 
 
 def _checked(mode: Mode, policy: Policy, pull: str | None, accumulation_steps: int, workers: int) -> tf.DType | None:
@@ -218,10 +210,3 @@ def _install_once() -> None:
         install_tables(_look_up, _parts_of)
         install_local_build(_is_ours, lambda _: contextlib.nullcontext())
         _installed = True
-
-
-def wait_for_updates(model: Any) -> None:
-    """Waits until all batches that `fit` has drawn so far are trained on; nothing where it waits for each anyway."""
-    training = training_of(model)
-    if training is not None:
-        training.wait()

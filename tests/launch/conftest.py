@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from role_runs import roles_starter
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60
@@ -209,3 +210,26 @@ def node(start: Callable[..., Run]) -> Callable[..., Run]:
 
     begin.port = port  # type: ignore[attr-defined]
     return begin
+
+
+@pytest.fixture
+def both(node: Callable[..., Run]) -> Callable[..., list[Ended]]:
+    """Runs two hosts to the end."""
+
+    def run(script, *options, **more) -> list[Ended]:
+        runs = [node(rank, script, *options, **more) for rank in (0, 1)]
+        return [run.end() for run in runs]
+
+    return run
+
+
+@pytest.fixture
+def begin(start: Callable[..., Run], tmp_path: pathlib.Path) -> Callable[..., Run]:
+    """`begin(chief's script, *options, server=script)`: 2 workers and 1 parameter server."""
+    return roles_starter(start, tmp_path, ROOT)
+
+
+@pytest.fixture
+def run_roles(begin: Callable[..., Run]) -> Callable[..., Ended]:
+    """`begin`, to the end."""
+    return lambda *arguments, **options: begin(*arguments, **options).end()

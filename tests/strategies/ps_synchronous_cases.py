@@ -14,6 +14,7 @@ import optimizer_cases  # noqa: F401
 import tensorflow as tf
 from comparison import largest_difference
 from ps_cases import INPUTS, LABELS, SAMPLES, Outcome, case, compared, compiled
+from ps_parity import PARITY
 
 from tfdist.strategies import ParameterServerStrategy, Synchronous
 
@@ -24,13 +25,6 @@ def synchronous(**arguments: Any) -> Any:
     return ParameterServerStrategy(mode=Synchronous(), **arguments)
 
 
-# What replicas of other strategies are tried with, too.
-PARITY = (
-    "batch_logs class_weights compute_loss_of_the_users_own constraints ema embedding_with_global_clipnorm "
-    "everything_on_arrays global_clipnorm last_batch_of_one_sample loss_scale loss_scale_overflow_on_one_replica "
-    "on_batch_methods regularizers sample_weights seeded_shuffle_and_cache steps_per_execution texts "
-    "two_optimizers_in_a_step weight_decay"
-).split()
 for _name in PARITY:
     compared(_name, synchronous, parity.CASES[_name].run, parity.CASES[_name].reference)
 

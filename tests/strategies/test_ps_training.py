@@ -6,19 +6,13 @@ import pytest
 import tensorflow as tf
 from exchange_model import SHAPES, policy
 from ps_clusters import run_chief
+from ps_parity import PARITY
 
 from tfdist.compression import Policy
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
 
 ROUNDS = [f"{optimizer}_{steps}" for optimizer in ("sgd", "momentum", "adam") for steps in (1, 2)]
-# What replicas of other strategies are tried with, too.
-PARITY = (
-    "batch_logs class_weights compute_loss_of_the_users_own constraints ema embedding_with_global_clipnorm "
-    "everything_on_arrays global_clipnorm last_batch_of_one_sample loss_scale loss_scale_overflow_on_one_replica "
-    "on_batch_methods regularizers sample_weights seeded_shuffle_and_cache steps_per_execution texts "
-    "two_optimizers_in_a_step weight_decay"
-).split()
 OF_ONE_SERVER = ("sgd_1", "momentum_1", "adam_2")
 OWN = (
     "batch_normalization bfloat16_pull custom_train_step data_sets_of_workers dict_inputs no_staleness_is_one_process "

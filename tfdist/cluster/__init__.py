@@ -8,7 +8,7 @@ True
 from tfdist.cluster.detect import detect
 from tfdist.cluster.hostlist import expand_hostlist, expand_tasks_per_node
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
-from tfdist.cluster.rendezvous import wait_for_peers
+from tfdist.cluster.rendezvous import wait_for_peers, why_unreachable
 from tfdist.cluster.slurm import from_slurm, is_slurm_step
 from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
@@ -27,4 +27,5 @@ __all__ = [
     "is_kubernetes_cluster",
     "is_slurm_step",
     "wait_for_peers",
+    "why_unreachable",
 ]

@@ -39,7 +39,7 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
         end = time.monotonic() + timeout_seconds
         while missing:
             for task, address in list(missing.items()):
-                reason = _why_unreachable(address, min(_PROBE_SECONDS, timeout_seconds))
+                reason = why_unreachable(address, min(_PROBE_SECONDS, timeout_seconds))
                 if reason is None:
                     del missing[task]
                 else:
@@ -91,7 +91,8 @@ def _listening(port: int) -> Iterator[None]:
         acceptor.join()
 
 
-def _why_unreachable(address: str, timeout_seconds: float) -> str | None:
+def why_unreachable(address: str, timeout_seconds: float) -> str | None:
+    """Why nothing at `address`, a `host:port`, takes connections; `None` if something does."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)

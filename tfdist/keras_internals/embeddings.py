@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbols import Embedding
 
-_installed = False
-
 Lookup = Callable[[Sequence[keras.Variable], tf.Tensor], tf.Tensor | None]
 
 
@@ -24,10 +22,6 @@ def install_tables(look_up: Lookup, parts_of: Callable[[tuple[int, int]], int]) 
       look_up: takes the parts of a table and ids; returns the rows, or `None`: then Keras looks them up as ever.
       parts_of: takes the shape of a table that is made; returns in how many parts, by rows, it shall lie.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     stock_build, stock_call, stock_load = Embedding.build, Embedding.call, Embedding.load_own_variables
     stock_table = Embedding.embeddings.fget
 

@@ -32,11 +32,6 @@ def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> No
             super().reset()
             self._num_batches = agree(self._distribute_strategy, self._num_batches)
 
-        @property
-        def distributed_dataset(self) -> Any:
-            """The data set that the replicas draw from."""
-            return self._distributed_dataset
-
     AgreedEpochIterator.__name__ = stock.__name__
     trainer.TFEpochIterator = AgreedEpochIterator
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfdist.keras_internals.symbols import trainer
 
 _ATTRIBUTE = "_tfdist_scheduled_training"
-_installed = False
 _stock_result = trainer.TensorFlowTrainer.get_metrics_result
 
 
@@ -29,21 +28,12 @@ def metrics_result(model: Any) -> dict[str, Any]:
     return dict(_stock_result(model))
 
 
-def metric_variables(model: Any) -> list[Any]:
-    """The variables of all metrics of the model."""
-    return list(model.metrics_variables)
-
-
 def install_scheduled_training(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) -> None:
     """Gives models whose strategy `is_ours` the functions of `make(model)`: `train`, `test`, `predict`.
 
     `begin` of it is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
     been compiled anew.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     stock = trainer.TensorFlowTrainer
     make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
@@ -83,12 +73,6 @@ def install_scheduled_training(is_ours: Callable[[Any], bool], make: Callable[[A
     stock.reset_metrics = reset_all
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizer, and the one that it scales the loss of."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [optimizer] if inner is None else [optimizer, inner]
-
-
 def build_elsewhere(optimizer: Any, variables: list[Any]) -> None:
     """Builds an optimizer while a step is traced in a stateless scope, where it would get no variables."""
 
@@ -104,7 +88,7 @@ def build_elsewhere(optimizer: Any, variables: list[Any]) -> None:
 
 def count_of_updates(optimizer: Any) -> tf.Variable:
     """The variable that counts the updates of an optimizer."""
-    return inner_optimizers(optimizer)[-1]._iterations.value
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations.value
 
 
 def server_variable(variable: keras.Variable) -> tf.Variable:
@@ -115,8 +99,3 @@ def server_variable(variable: keras.Variable) -> tf.Variable:
 def is_seed(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.endswith("seed_generator_state") and variable.shape.as_list() == [2]
-
-
-def loses_gradients(optimizer: Any) -> bool:
-    """Whether the optimizer accumulates gradients by itself."""
-    return any((inner.gradient_accumulation_steps or 1) > 1 for inner in inner_optimizers(optimizer))

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbols import TFOptimizer
 
-_installed = False
-
 
 @dataclass(frozen=True)
 class SentGradient:
@@ -22,10 +20,6 @@ class SentGradient:
 
 def install_sent_updates() -> None:
     """Makes optimizers take `SentGradient`s, which are decoded on the device of their variable."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     stock = TFOptimizer._distributed_tf_update_step
 
     @functools.wraps(stock)

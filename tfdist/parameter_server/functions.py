@@ -11,7 +11,6 @@ from tfdist.parameter_server.encoding import Encoder
 from tfdist.parameter_server.packing import Packing
 from tfdist.parameter_server.push import push
 from tfdist.parameter_server.slots import Slots
-from tfdist.parameter_server.worker_step import Computed
 
 Results = dict[str, Any]
 
@@ -52,7 +51,7 @@ class Functions:
             facts = push(computed, self._model.optimizer, self._encoder)
         else:
             facts = self._slots.write(computed, slot, self._encoder)
-        return {"facts": facts, "metrics": computed.metrics, "logs": _scalars(computed)}
+        return {"facts": facts, "metrics": computed.metrics, "logs": _tensors(computed.logs)}
 
     def _update(self, slots: tf.Tensor, weights: tf.Tensor) -> None:
         if self._slots is None:
@@ -64,7 +63,7 @@ class Functions:
     def _test(self, batch: Any) -> list[tf.Tensor]:
         def step() -> Results:
             metrics, logs = worker_step.evaluate(self._model, batch)
-            return {"metrics": metrics, "logs": _scalars_of(logs)}
+            return {"metrics": metrics, "logs": _tensors(logs)}
 
         return self._run(step)
 
@@ -72,9 +71,5 @@ class Functions:
         return self._strategy.run(lambda: self._model.predict_step(batch))
 
 
-def _scalars(computed: Computed) -> Results:
-    return _scalars_of(computed.logs)
-
-
-def _scalars_of(logs: dict[str, Any]) -> Results:
+def _tensors(logs: dict[str, Any]) -> Results:
     return {name: tf.convert_to_tensor(value) for name, value in logs.items() if not isinstance(value, dict)}

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import metric_variables, metrics_result
+from tfdist.keras_internals.scheduled_training import metrics_result
 
 
 class MetricSums:
@@ -37,7 +37,7 @@ class MetricSums:
     def add(self, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
         """Takes what a step has added to the variables of the metrics, and what it returned."""
         if self._sums is None:
-            self._sums = [variable.numpy() for variable in metric_variables(self._model)]
+            self._sums = [variable.numpy() for variable in self._model.metrics_variables]
         self._sums = [total + np.asarray(part) for total, part in zip(self._sums, metrics, strict=True)]
         self._logs = dict(logs)
         self._is_new = self.has_results = True
@@ -64,12 +64,12 @@ class MetricSums:
         return dict(self._known)
 
     def _results_of(self, sums: list[tf.Tensor]) -> dict[str, Any]:
-        with keras.StatelessScope(list(zip(metric_variables(self._model), sums, strict=True))):
+        with keras.StatelessScope(list(zip(self._model.metrics_variables, sums, strict=True))):
             return metrics_result(self._model)
 
     def store(self) -> None:
         """Writes the sums to the variables of the metrics."""
         if self._sums is not None:
-            for variable, total in zip(metric_variables(self._model), self._sums, strict=True):
+            for variable, total in zip(self._model.metrics_variables, self._sums, strict=True):
                 variable.assign(total)
             self._sums = None

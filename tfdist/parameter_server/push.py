@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.gradients import all_finite, divided, values_of
 from tfdist.keras_internals.scheduled_training import count_of_updates
 from tfdist.parameter_server.encoding import Encoder
 from tfdist.parameter_server.worker_step import Computed
@@ -17,12 +18,8 @@ def push(computed: Computed, model_optimizer: Any, encoder: Encoder) -> dict[str
       What is to be told to the chief: see `facts`.
     """
     count = count_of_updates(model_optimizer)
-    gradients = [
-        tf.convert_to_tensor(g) if not isinstance(g, tf.IndexedSlices) else g.values
-        for group in computed.gradients
-        for g in group
-    ]
-    with tf.control_dependencies(gradients):
+    values = [values_of(gradient) for of_optimizer in computed.gradients for gradient in of_optimizer]
+    with tf.control_dependencies(values):
         staleness = tf.cast(count.read_value(), tf.int64) - computed.updates
     sizes: list[Any] = []
     made = tf.constant(True)
@@ -59,7 +56,7 @@ def _update(optimizer: Any, gradients: list[Any], encoder: Encoder) -> tuple[lis
 
 
 def facts(computed: Computed, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:
-    """What a worker tells the chief of a push: int64 scalars, and the sums of the metrics."""
+    """What a worker tells the chief of a push, int64 scalars."""
     return {
         "worker": tf.cast(worker_index(), tf.int64),
         "staleness": staleness,
@@ -67,17 +64,3 @@ def facts(computed: Computed, staleness: tf.Tensor, sizes: list[Any]) -> dict[st
         "bytes_pushed": tf.add_n([tf.cast(size, tf.int64) for size in sizes] or [tf.constant(0, tf.int64)]),
         "bytes_pulled": computed.bytes_pulled,
     }
-
-
-def all_finite(gradients: list[Any]) -> tf.Tensor:
-    """Whether no value of the gradients is NaN or Inf."""
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-
-
-def divided(gradient: Any, divisor: tf.Tensor) -> Any:
-    """The gradient, dense or not, divided by a scalar."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values / tf.cast(divisor, gradient.values.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(divisor, gradient.dtype)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.models import computes_over_all_replicas
-from tfdist.keras_internals.scheduled_training import loses_gradients
 
 
 def refuse_impossible(model: Any) -> None:
@@ -33,7 +33,7 @@ def refuse_impossible(model: Any) -> None:
             "Workers do not compute at the same time. Received: BatchNormalization(synchronized=True). Expected: "
             "synchronized=False. Each worker then normalizes by its own part of a batch."
         )
-    if loses_gradients(optimizer):
+    if Accumulation(model).steps > 1:
         raise ValueError(
             "Accumulators on the servers would take every micro-step's gradient across the network. Received: an "
             "optimizer with gradient_accumulation_steps. Expected: an optimizer without. Give "

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tfdist.cluster import why_unreachable
 from tfdist.cluster.heartbeat import Heartbeat
 
 _POLL_SECONDS = 0.5
@@ -82,9 +82,4 @@ def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float)
 
 def is_reachable(address: str) -> bool:
     """Whether a process takes connections at `address`, a "host:port"."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _ATTEMPT_SECONDS):
-            return True
-    except OSError:
-        return False
+    return why_unreachable(address, _ATTEMPT_SECONDS) is None

@@ -5,10 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.gradients import all_finite, divided
 from tfdist.keras_internals.scheduled_training import count_of_updates
 from tfdist.keras_internals.sent_updates import SentGradient
 from tfdist.parameter_server.encoding import Encoder
-from tfdist.parameter_server.push import all_finite, divided, facts
+from tfdist.parameter_server.push import facts
 from tfdist.parameter_server.worker_step import Computed
 from tfdist.tensorflow_internals.parameter_server import variable_beside
 
@@ -141,11 +142,6 @@ def _apply(optimizer: Any, gradients: list[Any]) -> None:
 
 def _weighted(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     return tf.tensordot(tf.cast(weights, parts.dtype), parts, 1)
-
-
-def free_slots(number: int) -> list[int]:
-    """The numbers of all slots."""
-    return list(range(number))
 
 
 def shares(samples: Sequence[int]) -> list[float]:

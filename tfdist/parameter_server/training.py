@@ -8,7 +8,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.scheduled_training import count_of_updates, metrics_result
-from tfdist.parameter_server.coordinator import Work
 from tfdist.parameter_server.encoding import Encoder
 from tfdist.parameter_server.functions import Functions
 from tfdist.parameter_server.lost_servers import Servers, names_lost_servers
@@ -17,7 +16,8 @@ from tfdist.parameter_server.modes import Asynchronous, Synchronous
 from tfdist.parameter_server.packing import Packing
 from tfdist.parameter_server.refusals import refuse_impossible
 from tfdist.parameter_server.rows import split
-from tfdist.parameter_server.slots import Slots, free_slots, shares
+from tfdist.parameter_server.slots import Slots, shares
+from tfdist.parameter_server.work import Work
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 
 _QUEUED_PER_WORKER = 2
@@ -51,7 +51,7 @@ class Training:
         self._number: int | None = None  # of the next update to be scheduled; `None`: the servers know
         spare = 2 if isinstance(self._mode, Synchronous) and self._mode.backup_workers else 1
         self._num_slots = spare * self._workers
-        self._free = free_slots(self._num_slots)
+        self._free = list(range(self._num_slots))
         self._round = 0
         self._late: set[int] = set()  # slots of parts that their round has left out
 
@@ -244,7 +244,7 @@ class Training:
 
     def _finish_work(self) -> None:
         self._work.wait(lambda: not len(self._work), self._take)
-        self._free, self._late = free_slots(self._num_slots), set()  # also after a round that was broken off
+        self._free, self._late = list(range(self._num_slots)), set()  # also after a round that was broken off
 
     def _results(self) -> dict[str, Any]:
         for note, result in self._work.finished():

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.gradients import values_of
 from tfdist.keras_internals.models import first_input
-from tfdist.keras_internals.scheduled_training import count_of_updates, metric_variables
+from tfdist.keras_internals.scheduled_training import count_of_updates
 from tfdist.parameter_server.worker_scope import WorkerScope
 
 
@@ -48,7 +49,7 @@ def compute(model: keras.Model, batches: Sequence[Any], number: tf.Tensor, pull_
     """
     count = count_of_updates(model.optimizer)
     updates = tf.cast(count.read_value(), tf.int64)
-    scope = WorkerScope(metric_variables(model), number, pull_dtype)
+    scope = WorkerScope(model.metrics_variables, number, pull_dtype)
     sizes: list[tf.Tensor] = []
     logs: Any = {}
     before: list[tf.Tensor] = [updates]
@@ -57,7 +58,7 @@ def compute(model: keras.Model, batches: Sequence[Any], number: tf.Tensor, pull_
         with tf.control_dependencies(before), scope.step():
             logs = model.train_step(batch)
         sizes.append(tf.shape(first_input(batch), out_type=tf.int64)[0])
-        before = [tf.convert_to_tensor(value) for _, values in scope.pushed[-1] for value in values]
+        before = [values_of(gradient) for _, gradients in scope.pushed[-1] for gradient in gradients]
     with tf.control_dependencies(before):
         samples = tf.add_n(sizes)
     steps = scope.pushed
@@ -69,7 +70,7 @@ def compute(model: keras.Model, batches: Sequence[Any], number: tf.Tensor, pull_
         means,
         [optimizer for optimizer, _ in steps[0]],
         scope.changes(aside=[count]),
-        [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in metric_variables(model)],
+        [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in model.metrics_variables],
         logs if isinstance(logs, dict) else {},
         samples,
         updates,
@@ -91,8 +92,8 @@ def _mean(gradients: Sequence[Any], sizes: Sequence[tf.Tensor], total: tf.Tensor
 
 def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Runs `model.test_step` and returns what it adds to the variables of the metrics, and its logs."""
-    scope = WorkerScope(metric_variables(model), tf.constant(0, tf.int64), None)
+    scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None)
     with scope.step():
         logs = model.test_step(batch)
-    found = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in metric_variables(model)]
+    found = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in model.metrics_variables]
     return found, logs if isinstance(logs, dict) else {}

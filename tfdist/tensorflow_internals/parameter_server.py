@@ -1,5 +1,6 @@
 """What TensorFlow's parameter server strategy does not tell or let choose."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,15 @@ class _BalancedExtended(ParameterServerExtended):
         self.server_bytes[server] += size
         self._variable_count = server
         return super()._create_variable_round_robin(next_creator, **kwargs)
+
+
+class Coordinator(tf.distribute.coordinator.ClusterCoordinator):
+    """TensorFlow's, which does not keep the chief from ending while a worker is lost."""
+
+    def __del__(self) -> None:
+        # When the interpreter ends, its threads stand still, perhaps with the lock that this would wait for.
+        if not sys.is_finalizing():
+            super().__del__()
 
 
 def balance_by_bytes(strategy: Any) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.gradients import divided
+
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
@@ -61,7 +63,7 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
 
         def finish(summed: list[Any]) -> list[Any]:
             if is_mean:
-                summed = [_divided(tensor, self._count) for tensor in summed]
+                summed = [divided(tensor, self._count) for tensor in summed]
             return list(self._replica.all_reduce(reduce_op, summed, options))
 
         def reduced(*tensors: Any) -> list[Any]:
@@ -242,12 +244,6 @@ def _sum(total: Any, new: Any) -> Any:
         values = tf.concat([total.values, new.values], axis=0)
         return tf.IndexedSlices(values, tf.concat([total.indices, new.indices], axis=0), total.dense_shape)
     return operator.add(tf.convert_to_tensor(total), tf.convert_to_tensor(new))
-
-
-def _divided(tensor: Any, divisor: int) -> Any:
-    if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(tensor.values, divisor), tensor.indices, tensor.dense_shape)
-    return tf.cast(tensor / tf.cast(divisor, tensor.dtype), tensor.dtype)
 
 
 def _first(total: Any, _: Any) -> Any:

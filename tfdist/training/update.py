@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Exchange
+from tfdist.keras_internals.gradients import all_finite, divided, values_of, with_values
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.micro_batches import added, current_micro_batch
 from tfdist.training.step import current_step
@@ -115,7 +116,8 @@ def reduce_and_apply(
         divisor = loss_scale.value * micro_steps
     # Before the exchange: what a compressor remembers must not depend on a loss scale that changes, nor on how many
     # micro-steps an update is made of.
-    gradients = [_divided(gradient, divisor) for gradient in gradients]
+    if divisor is not None:
+        gradients = [divided(gradient, divisor) for gradient in gradients]
     for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(shape)  # what TensorFlow infers depends on the data that a replica traces for
@@ -124,7 +126,7 @@ def reduce_and_apply(
     if loss_scale is None:
         optimizer.apply(optimizer.clip(summed))
         return
-    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in summed])
+    finite = all_finite(summed)
     tf.cond(
         finite,
         lambda: optimizer.apply(optimizer.clip(summed)),
@@ -164,22 +166,5 @@ def _added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
     return total + tf.cast(gradient, total.dtype)
 
 
-def _values(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
 def _zeros_like(gradient: Any) -> Any:
-    zeros = tf.zeros_like(_values(gradient))
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(zeros, gradient.indices, gradient.dense_shape)
-    return zeros
-
-
-def _divided(gradient: Any, divisor: Any) -> Any:
-    if divisor is None:
-        return gradient
-    values = _values(gradient)
-    quotient = values / tf.cast(divisor, values.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(quotient, gradient.indices, gradient.dense_shape)
-    return quotient
+    return with_values(gradient, tf.zeros_like(values_of(gradient)))

@@ -1,6 +1,5 @@
 """Functions that are at work on the workers."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +11,6 @@ from tfdist.tensorflow_internals.parameter_server import is_done
 _POLL_SECONDS = 0.0005
 _SLOW_POLL_SECONDS = 0.005
 _PATIENCE_SECONDS = 0.1
-
-
-class Coordinator(tf.distribute.coordinator.ClusterCoordinator):
-    """TensorFlow's, which does not keep the chief from ending while a worker is lost."""
-
-    def __del__(self) -> None:
-        # When the interpreter ends, its threads stand still, perhaps with the lock that this would wait for.
-        if not sys.is_finalizing():
-            super().__del__()
 
 
 class Work:

@@ -1,0 +1,164 @@
+"""How an attempt over several hosts ends, and what follows: the rules, without sockets and clocks."""
+
+from coordinator_hosts import Hosts, failed_on
+
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def test_first_complaint_is_the_cause_whoever_is_done_first():
+    hosts = Hosts(max_restarts=0).start()
+    hosts.tell(1, "failed", attempt=0, text="worker 1: exit code 3")
+    hosts.tell(0, "failed", attempt=0, text="worker 0: exit code 4")
+    assert hosts.orders(0) == hosts.orders(1) == [("worker 1: exit code 3", None, False)]
+    hosts.done(0, 4)
+    assert not hosts.links[0].take("over")
+    hosts.done(1, 3)
+    assert hosts.over(0) == 3
+
+
+def test_echo_waits_for_hosts_that_may_be_lost():
+    hosts = Hosts().start()
+    hosts.tell(0, "echo", attempt=0, text="worker 0: exit code 1")
+    assert hosts.orders(1) == [("worker 0: exit code 1", None, False)]
+    hosts = Hosts(nodes=3).start()
+    hosts.look(3.0, silent=[2])
+    hosts.coordinator.hear(hosts.members[0], {"type": "echo", "attempt": 0, "text": "echo"}, now=hosts.now)
+    hosts.look(4.5, silent=[2])
+    assert not hosts.orders(1)
+    hosts.look(1.0, silent=[2])
+    assert hosts.orders(1) == [("node 2 (h2) was lost: no sign of life for 8 s", None, False)]
+
+
+def test_echo_waits_for_workers_that_may_be_frozen():
+    hosts = Hosts().start()
+    hosts.tell(1, "beat", suspects=True)
+    hosts.tell(0, "echo", attempt=0, text="echo")
+    hosts.look(7.0)
+    assert not hosts.orders(1)
+    hosts.tell(1, "beat", suspects=False)
+    assert hosts.orders(1) == [("echo", None, False)]
+
+
+def test_host_that_has_ended_with_an_echo_is_waited_for_with_patience():
+    hosts = Hosts().start()
+    hosts.done(0, 1, lines=[TRACEBACK, "UnavailableError: Socket closed"])
+    hosts.look(4.5)
+    assert not hosts.orders(1)
+    hosts.look(0.5)
+    assert hosts.orders(1) == [("worker 0 on h0: exit code 1", None, False)]
+
+
+def test_workers_that_saved_and_left_are_followed_by_the_others_or_these_are_ended():
+    hosts = Hosts().start()
+    hosts.done(0, 75)
+    hosts.look(24.5)
+    assert not hosts.orders(1)
+    hosts.look(0.5)
+    assert hosts.orders(1) == [("workers of other hosts have saved and left", None, False)]
+
+
+def test_workers_that_are_through_are_no_reason():
+    hosts = Hosts().start()
+    hosts.done(0, 0)
+    hosts.look(10_000.0)
+    assert not hosts.orders(1)
+    hosts.done(1, 0)
+    assert hosts.over() == hosts.over(1) == 0
+
+
+def test_failure_that_was_not_told_of_before():
+    hosts = Hosts(max_restarts=0).start()
+    hosts.done(0, 3)
+    assert hosts.orders(1) == [("worker 0 on h0: exit code 3", None, False)]
+
+
+def test_silent_host_is_lost_and_the_time_is_the_rule():
+    hosts = Hosts(max_restarts=0).start()
+    hosts.look(7.5, silent=[1])
+    assert not hosts.orders(0)
+    hosts.look(0.5, silent=[1])
+    lost = "node 1 (h1) was lost: no sign of life for 8 s"
+    assert hosts.orders(0) == [(lost, None, False)]
+    hosts.done(0, -15, told=True)
+    (over,) = hosts.links[0].take("over")
+    assert (over["code"], over["lines"][-1]) == (1, f"the attempt failed: {lost}")
+    assert over["entry"]["cause"]["description"] == lost
+
+
+def test_no_limit_no_loss():
+    hosts = Hosts(silence=0.0).start()
+    hosts.look(10_000.0, silent=[1])
+    assert not hosts.orders(0)
+
+
+def test_failure_before_a_loss_stays_the_cause():
+    hosts = Hosts(max_restarts=0).start()
+    hosts.tell(0, "failed", attempt=0, text="worker 0: exit code 3")
+    hosts.coordinator.lose(hosts.members[1], "the connection was closed", now=hosts.now)
+    hosts.done(0, 3)
+    assert hosts.over() == 3
+
+
+def test_loss_of_node_0_ends_the_run():
+    hosts = Hosts().start()
+    hosts.coordinator.lose(hosts.members[0], "the connection was closed", now=0.0)
+    assert hosts.over(1) == 69
+    assert hosts.coordinator.is_over
+
+
+def test_link_that_takes_no_message_is_lost():
+    hosts = Hosts().start()
+    hosts.links[1].is_broken = True
+    hosts.look(2.0)
+    assert hosts.orders(0) == [("node 1 (h1) was lost: it does not read what it is sent", None, False)]
+
+
+def test_host_of_a_worker_that_fails_twice_leaves_one_out():
+    hosts = Hosts(min_workers=2, max_restarts=9).start(w0=2, w1=2)
+    for attempt, expected in enumerate([(2, 2), (1, 2), (2, 2)]):
+        failed_on(hosts, 0, attempt)
+        prepared = tuple(hosts.links[rank].sent[-1]["workers"] for rank in (0, 1))
+        assert prepared == expected
+        hosts.get_ready()
+
+
+def test_delay_counts_from_the_failure():
+    hosts = Hosts(delay=4.0).start()
+    hosts.tell(1, "failed", attempt=0, text="killed")
+    hosts.look(3.0)
+    hosts.done(1, -9, step=None)
+    hosts.done(0, -15, told=True, step=None)
+    hosts.look(0.5)
+    assert not hosts.links[0].take("prepare")
+    hosts.look(0.5)
+    assert hosts.links[0].take("prepare")
+
+
+def test_stop_while_nothing_runs_ends_the_run():
+    hosts = Hosts()
+    hosts.join(1)
+    hosts.tell(1, "stop", signal=15, again=False)
+    (over,) = hosts.links[1].take("over")
+    assert (over["code"], over["lines"]) == (143, ["SIGTERM on node 1 (h1): the run ends"])
+
+
+def test_second_signal_kills():
+    hosts = Hosts().start()
+    hosts.tell(1, "stop", signal=2, again=False)
+    assert hosts.orders(0) == [("SIGINT on node 1 (h1)", 2, False)]
+    hosts.tell(0, "stop", signal=2, again=False)
+    assert hosts.orders(0) == []
+    hosts.tell(1, "stop", signal=2, again=True)
+    assert hosts.orders(0) == [("SIGINT on node 1 (h1)", 2, True)]
+
+
+def test_preemption_without_a_told_supervisor_leads_to_a_restart():
+    hosts = Hosts(max_restarts=1).start()
+    for rank in (0, 1):
+        hosts.done(rank, 75)
+    (settled,) = hosts.links[0].take("settled")
+    assert settled["lines"][0] == "all workers saved and left, though no supervisor was told to end"
+    hosts.get_ready()
+    for rank in (0, 1):
+        hosts.done(rank, 75, attempt=1)
+    assert hosts.over() == 75

@@ -1,0 +1,102 @@
+"""Signals to one host, or to each, of a run over two."""
+
+import signal
+
+import pytest
+from node_runs import HOST, NO_DELAY, says
+
+SAVES = """
+    def save(*_):
+        note(f"told-{RANK}")
+        os._exit(75)
+    signal.signal(signal.SIGTERM, save)
+    note(f"up-{RANK}")
+    hang()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("told", [0, 1])
+def test_preemption_of_one_host_is_that_of_all(node, name, told):
+    runs = [node(rank, SAVES, "--max-restarts", "3") for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    runs[told].process.send_signal(signal.Signals[name])
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [75, 75], ended
+    assert all(one.said[-1] == "preempted: all workers saved and left (exit code 75)" for one in ended)
+    assert says(ended[1 - told], f"ending the workers: {name} on node {told} ({HOST})")
+
+
+def test_all_hosts_get_time_to_save(node):
+    """Before a restart after a failure they would get half a second."""
+    script = SAVES.replace("os._exit", "time.sleep(1.5); os._exit")
+    runs = [node(rank, script, "--max-restarts", "3") for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    runs[0].process.send_signal(signal.SIGTERM)
+    assert [run.end().code for run in runs] == [75, 75]
+
+
+def test_ctrl_c_on_one_host_ends_all(node):
+    runs = [node(rank, "note(f'up-{RANK}'); hang()", "--max-restarts", "3") for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    runs[1].process.send_signal(signal.SIGINT)
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [130, 130]
+    assert says(ended[0], f"ending the workers: SIGINT on node 1 ({HOST})")
+
+
+def test_second_ctrl_c_kills_on_all_hosts(node):
+    script = "signal.signal(signal.SIGTERM, lambda *_: note(f'told-{RANK}')); note(f'up-{RANK}'); hang()"
+    runs = [node(rank, script, "--grace", "600") for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    runs[1].process.send_signal(signal.SIGINT)
+    runs[0].wait_for("told-0", "told-1")
+    runs[1].process.send_signal(signal.SIGINT)
+    assert [run.end().code for run in runs] == [130, 130]
+
+
+def test_a_signal_to_each_host_is_no_second_one(node):
+    """A scheduler tells all of them at once."""
+    script = """
+        def save(*_):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
+            note(f"told-{RANK}")
+            wait_for("told-0"), wait_for("told-1")
+            wait_for("go")
+            os._exit(75)
+        signal.signal(signal.SIGTERM, save)
+        note(f"up-{RANK}")
+        hang()
+    """
+    runs = [node(rank, script) for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    for run in runs:
+        run.process.send_signal(signal.SIGTERM)
+    runs[0].wait_for("told-0", "told-1")
+    (runs[0]._here / "go").touch()
+    assert [run.end().code for run in runs] == [75, 75]
+
+
+def test_signal_while_waiting_for_a_host(node):
+    run = node(0, "pass")
+    said = []
+    while not said or b"waiting for node 1" not in said[-1]:
+        said.append(run.process.stderr.readline())
+        assert said[-1], said
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end().code == 143
+
+
+def test_signal_after_a_failure_leads_to_no_restart(node):
+    script = """
+        signal.signal(signal.SIGTERM, lambda *_: (note("told"), wait_for("go"), sys.exit(5)))
+        note(f"up-{RANK}")
+        wait_for("up-0")
+        die() if RANK else hang()
+    """
+    runs = [node(rank, script, "--max-restarts", "3", "--grace", "60", *NO_DELAY) for rank in (0, 1)]
+    runs[0].wait_for("told")
+    runs[1].process.send_signal(signal.SIGTERM)
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [137, 137]
+    assert not any(says(one, "restart 1") for one in ended)
