@@ -112,6 +112,7 @@ class FailureRecovery(LastCallback):
             self._warn_of_callbacks()
         sequence, self._attempt = self._agreement.from_chief("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
+        self._tells_cost = False
         self._was_complete = False
         self._progress, self._logs = Progress(), None
         if sequence is not None:
@@ -135,6 +136,12 @@ class FailureRecovery(LastCallback):
         if checkpoint is not None and self._progress.next_step:
             # The beginning of the epoch, which this is not, has reset the metrics and moved schedules.
             self._state.restore(checkpoint, self._agreement.rank, self._agreement.workers, metrics=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._tells_cost:
+            self._tells_cost, skipped = False, self._iterator.skipped
+            batches = "1 batch" if skipped.batches == 1 else f"{skipped.batches} batches"
+            self._say(f"coming back to the position in the data took {skipped.seconds:.1f} s, for {batches}")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_batch(batch), logs
@@ -199,6 +206,7 @@ class FailureRecovery(LastCallback):
             # Each worker's own, where there are as many as before; the steps are common to all.
             at = checkpoint.of_rank(rank if rank < checkpoint.world else 0).notes["position"]
             self._iterator.resume_at(Position.from_json(at), replay=self._replay_data)
+            self._tells_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"going on in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
         if any(isinstance(other, GradientAccumulation) for other in self.others):

@@ -1,10 +1,13 @@
 """FailureRecovery in one process: when it saves, what it leaves behind, and errors of writes."""
 
+import re
 import threading
 import types
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from interruptions import Interrupt, Interrupted, disturbed, names
 from training import EPOCHS, STEPS, differences, train
 
@@ -110,3 +113,26 @@ def test_an_error_of_a_write_is_raised_by_fit(tmp_path, monkeypatch, intervals, 
     with pytest.raises(CheckpointError, match="the disk is full"):
         train(tmp_path, callbacks=[made], **intervals)
     assert 1000 - made.count == steps
+
+
+@pytest.mark.parametrize(("verbose", "told"), [(2, 1), (0, 0)])
+def test_the_cost_of_coming_back_is_told_once(tmp_path, capsys, verbose, told):
+    """Three of four batches are passed over, and the next one is the first of two to be trained on."""
+    inputs = np.arange(8, dtype="float32")[:, np.newaxis]
+    data = tf.data.Dataset.from_tensor_slices((inputs, inputs)).batch(2)
+
+    def fit(*callbacks):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        recovery = FailureRecovery(tmp_path, every_steps=1)
+        return model.fit(data, epochs=2, verbose=verbose, callbacks=[recovery, *callbacks])
+
+    with pytest.raises(Interrupted):
+        fit(Interrupt("on_train_batch_end", 4))
+    assert "coming back" not in capsys.readouterr().out, "it has not gone on from anywhere"
+    fit()
+    lines = re.findall(
+        r"^FailureRecovery: coming back to the position in the data took (.*)$", capsys.readouterr().out, re.M
+    )
+    assert len(lines) == told
+    assert all(re.fullmatch(r"\d+\.\d s, for 3 batches", line) for line in lines), lines
