@@ -20,8 +20,8 @@ import tensorflow as tf
 import training
 
 from tfdist.callbacks import FailureRecovery, WorkerReport
-from tfdist.parameter_server.coordinator import Work
 from tfdist.parameter_server.training import Training
+from tfdist.parameter_server.work import Work
 from tfdist.strategies import ParameterServerStrategy, Synchronous
 
 PUSHES, EPOCHS = 10, 3

@@ -71,7 +71,7 @@ def test_shares_of_a_round():
 def test_metrics_of_an_epoch_are_sums(in_order):
     import keras
 
-    from tfdist.keras_internals.scheduled_training import metric_variables
+    from tfdist.keras_internals.models import metric_variables
     from tfdist.parameter_server.metric_sums import MetricSums
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -91,25 +91,32 @@ def install_running_fit() -> None:
 
     @functools.wraps(begin)
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        for running in [
-            running for running in _running.fits if running.model is self.model or running.iterator is None
-        ]:
+        model = _model_of(self)
+        for running in [running for running in _running.fits if running.model is model or running.iterator is None]:
             _end(running)  # one that an exception has ended
         iterator = _running.newest()
-        if iterator is not None:
-            _running.fits.append(RunningFit(self.model, iterator))
+        if iterator is not None and model is not None:
+            _running.fits.append(RunningFit(model, iterator))
             _running.newest = lambda: None
         begin(self, logs)
 
     @functools.wraps(end)
     def on_train_end(self: Any, logs: Any = None) -> None:
         end(self, logs)
-        if (running := running_fit(self.model)) is not None:
+        if (running := running_fit(_model_of(self))) is not None:
             _end(running)
 
     on_train_begin.is_known = True  # type: ignore[attr-defined]
     keras.callbacks.CallbackList.on_train_begin = on_train_begin
     keras.callbacks.CallbackList.on_train_end = on_train_end
+
+
+def _model_of(callbacks: keras.callbacks.CallbackList) -> Any:
+    """The model that `callbacks` were given; `None` where a loop of the user's calls them without one."""
+    try:
+        return callbacks.model
+    except AttributeError:
+        return None
 
 
 def _end(running: RunningFit) -> None:

@@ -1,0 +1,51 @@
+"""What tests, examples and benchmarks take from the package exists: most of it is imported in other processes, late."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_FILES = sorted(
+    path.relative_to(_ROOT).as_posix()
+    for folder in ("benchmarks", "docs", "examples", "tests")
+    for path in (_ROOT / folder).rglob("*.py")
+)
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+def missing(source: str) -> list[str]:
+    """The names that `source` imports from tfdist in vain."""
+    wanted = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            wanted += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            wanted += [(node.module or "", alias.name) for alias in node.names]
+    return [
+        f"{module}:{name}" if name else module
+        for module, name in wanted
+        if module.split(".")[0] == "tfdist" and not exists(module, name)
+    ]
+
+
+def exists(module: str, name: str | None) -> bool:
+    try:
+        if name is None or hasattr(importlib.import_module(module), name):
+            importlib.import_module(module)
+            return True
+        importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", _FILES)
+def test_imports_exist(path: str) -> None:
+    assert missing((_ROOT / path).read_text(encoding="utf-8")) == []
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    source = "def f():\n    from tfdist.launch import gone\n    import tfdist.nowhere, tfdist.launch"
+    assert missing(source) == ["tfdist.launch:gone", "tfdist.nowhere"]
