@@ -1,6 +1,8 @@
 # make demo    train on real images with two workers, compare with one process, then kill a worker and compare again
 # make test    lint, types, doctests and tests
 # make test-long  a few tests more of the same kinds
+# make notebooks  take the outputs out of the notebooks, and run them
+# make docs    the documentation as a site, into build/site
 # make parity  N replicas against one process, case by case, as a table
 #
 # Each makes its own environment in .venv first. Needs only make and a Python of 3.11 to 3.13: those for which TensorFlow
@@ -37,7 +39,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test test-long lint doctest format parity clean
+.PHONY: help install demo test test-long browser lint doctest format parity notebooks docs clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -60,8 +62,14 @@ demo: $(STAMP)
 	$(BIN)/python examples/recovery.py --epochs 3
 
 # Two processes: most tests wait for the processes that they have started. A file's tests stay together.
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+# One test opens TensorBoard in a browser, and is skipped where there is none.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get -qq update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 || \
+	    echo "No Chromium: the test that opens TensorBoard in a browser is skipped."
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
@@ -77,6 +85,15 @@ doctest: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(STAMP)
+	$(BIN)/python tests/notebooks/notebook_files.py
+	$(BIN)/python -m pytest tests/notebooks
+
+# Warnings are errors (but with --quiet, which hides them from --strict). The variable: Material tells of its own future.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The documentation: build/site/index.html"
 
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py

@@ -8,7 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.callbacks.log_writers import warn_of_earlier_writers
+from tfdist.callbacks.other_strategies import check_early, described, replacement_of
 from tfdist.callbacks.tables import aligned, unit_of
+from tfdist.callbacks.timing import begin_timing, end_timing
 from tfdist.collectives import Durations, TrafficCount
 from tfdist.collectives.traffic import GRADIENTS
 from tfdist.keras_internals.optimizers import OptimizerUpdate
@@ -78,23 +80,23 @@ class CommunicationReport(keras.callbacks.Callback):
                 f"`update_freq` is not a frequency of reports. Received: update_freq={update_freq!r}. "
                 "Expected: 'epoch' or 'batch'."
             )
-        self._timing, self._print_table, self._by_batch = timing, print_table, update_freq == "batch"
+        self.takes_times, self._print_table, self._by_batch = timing, print_table, update_freq == "batch"
         # Keras may then call the batches' ends from another thread, in which this callback does nothing.
         self.async_safe = not self._by_batch
         self._began = self._epoch_reported = self._batch_reported = _Reading()
         self._training: _Reading | None = None
         self._last_logs = _Reading().logs(timing)
+        check_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         _refuse_others(strategy)
         warn_of_earlier_writers(self)
-        if self._timing and _is_counted(strategy):
-            strategy.time_communication(True)
-            self.model.make_train_function(force=True)
+        if self.takes_times:
+            begin_timing(self)
         self._began = self._epoch_reported = self._batch_reported = _Reading.of(strategy)
         self._training = None
-        self._last_logs = _Reading().logs(self._timing)
+        self._last_logs = _Reading().logs(self.takes_times)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._by_batch:
@@ -110,9 +112,8 @@ class CommunicationReport(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         self._training = _Reading.of(strategy).since(self._began)
-        if self._timing and _is_counted(strategy):
-            strategy.time_communication(False)
-            self.model.make_train_function(force=True)
+        if self.takes_times:
+            end_timing(self)
         if self._print_table and getattr(strategy, "rank", 0) == 0:
             sys.stdout.write(self.table() + "\n")
 
@@ -147,11 +148,11 @@ class CommunicationReport(keras.callbacks.Callback):
             f"Gradients sent per update by this worker's first replica ({reading.updates:,} "
             f"update{'s' * (reading.updates > 1)}, {strategy.num_replicas_in_sync} replicas):"
         )
-        return "\n".join([title, *aligned(_rows(reading, values, self._timing))])
+        return "\n".join([title, *aligned(_rows(reading, values, self.takes_times))])
 
     def _report(self, reading: "_Reading", logs: Any) -> None:
         if reading.updates:
-            self._last_logs = reading.logs(self._timing)
+            self._last_logs = reading.logs(self.takes_times)
         if logs is not None:
             logs.update(self._last_logs)
 
@@ -234,9 +235,10 @@ def _refuse_others(strategy: Any) -> None:
             "`tfdist.callbacks.WorkerReport`, which tells what each worker pushes and pulls. Put that in its place."
         )
     if not _is_counted(strategy) and strategy.num_replicas_in_sync > 1:
+        replacement = replacement_of(strategy)
         raise ValueError(
             "What this strategy sends is not counted. "
-            f"Received: a model made under tf.distribute's {type(strategy).__name__} with "
-            f"{strategy.num_replicas_in_sync} replicas. Expected: a strategy of `tfdist.strategies`, or one process. "
-            f"Make the model under `tfdist.strategies.{type(strategy).__name__}`."
+            f"Received: a model made under {described(strategy)} with {strategy.num_replicas_in_sync} replicas. "
+            "Expected: a strategy of `tfdist.strategies`, or one process. "
+            + (f"Make the model under `{replacement}`." if replacement else "Leave CommunicationReport out.")
         )

@@ -4,14 +4,14 @@ import logging
 import os
 import secrets
 import sys
+import time
 import warnings
 import weakref
 from dataclasses import asdict
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
+from tfdist.callbacks.other_strategies import check_early, place_of, tell_of_tpus
 from tfdist.checkpoint import BackgroundWriter, Checkpoint, CheckpointError, CheckpointStore
 from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
@@ -47,6 +47,10 @@ class FailureRecovery(LastCallback):
 
     A finished training is marked: `fit` of the same program then trains nothing and returns the same History, unless
     it is asked for more epochs.
+
+    Attributes:
+      saves: how many checkpoints were begun in this process.
+      stall_seconds: for how long they have held the training up in all: copies, and waiting for the write before.
 
     >>> import keras, numpy as np, tempfile
     >>> from tfdist.callbacks import FailureRecovery
@@ -97,11 +101,14 @@ class FailureRecovery(LastCallback):
         self._store = CheckpointStore(directory, keep=keep)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
+        self.saves, self.stall_seconds = 0, 0.0
         install_resumable_iterator()
+        check_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
-        rank, workers = _place_of(strategy)
+        rank, workers = place_of(strategy)
+        tell_of_tpus(strategy)
         self._agreement = Agreement(rank, workers)
         _finish_earlier_writes()
         self._writer = BackgroundWriter()
@@ -234,6 +241,7 @@ class FailureRecovery(LastCallback):
         }
         if (training := training_of(self.model)) is not None:
             training.wait()  # for steps that workers of parameter servers are still at
+        began = time.perf_counter()
         position = self._iterator.position(self._progress.next_step, self._logs)
         self._writer.wait()  # it writes what the next snapshot writes over
         shared, own = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
@@ -242,12 +250,13 @@ class FailureRecovery(LastCallback):
         def write() -> None:
             self._store.save(sequence, self._attempt, rank=rank, world=workers, own=own, shared=shared, facts=facts)
             if self._heartbeat is not None and rank == 0:  # the chief's write is over when all are
-                self._heartbeat.saved(sequence)
+                self._heartbeat.saved(sequence, facts["step"])
 
         self._writer.submit(write)
         if not self._background:
             self._writer.wait()
         self._schedule.saved()
+        self.saves, self.stall_seconds = self.saves + 1, self.stall_seconds + time.perf_counter() - began
 
     def _leave(self) -> None:
         self._writer.wait()
@@ -275,19 +284,3 @@ def _finish_earlier_writes() -> None:
         except Exception as error:
             _log.warning("FailureRecovery: the last save of an earlier `fit` failed: %s", error)
     _writers.clear()
-
-
-def _place_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
-    """The rank of this worker and the number of workers."""
-    if hasattr(strategy, "num_workers"):
-        return strategy.rank, strategy.num_workers
-    if hasattr(strategy, "worker_counts"):  # the chief trains for the workers, which only compute
-        return 0, 1
-    kinds = (tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.ParameterServerStrategy)
-    if isinstance(strategy, kinds):
-        raise ValueError(
-            f"FailureRecovery does not know the workers of this strategy. Received: tf.distribute's "
-            f"{type(strategy).__name__}. Expected: `tfdist.strategies.MultiWorkerMirroredStrategy`, or a strategy of "
-            "one process. Make the model under a strategy of tfdist's."
-        )
-    return 0, 1

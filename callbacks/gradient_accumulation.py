@@ -7,8 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.callbacks.other_strategies import check_early, described, replacement_of, tell_of_tpus
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.training.flush import flush
+from tfdist.training.take_over import take_over
 
 
 class GradientAccumulation(keras.callbacks.Callback):
@@ -17,6 +19,9 @@ class GradientAccumulation(keras.callbacks.Callback):
     `k` micro-steps make the update of one step on their concatenated batches: gradients are summed on each replica,
     reduced over all replicas once, then clipped and applied; schedules and moving averages count updates. A change
     takes effect at the beginning of an epoch, after an update of whatever was accumulated, and traces the step anew.
+
+    It works without a strategy, under tfdist's, and under TensorFlow's own MirroredStrategy and OneDeviceStrategy
+    (`docs/any_strategy.md`), where tfdist makes the optimizer's updates from the first such `fit` on.
 
     Put it first in the list of callbacks, so that others find the updated weights.
 
@@ -48,6 +53,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._schedule = _checked(steps)
         self._flush_at_end = flush_at_end
         self._epoch = 0
+        check_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
@@ -58,13 +64,14 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "callback. Give `accumulation_steps` to `tfdist.strategies.ParameterServerStrategy`: each worker then "
                 "adds up that many batches and pushes once."
             )
-        if strategy.num_replicas_in_sync > 1 and not hasattr(strategy, "gradient_exchange"):
+        if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise ValueError(
-                "Keras cannot accumulate gradients under this strategy. "
-                f"Received: a model made under tf.distribute's {type(strategy).__name__} with "
-                f"{strategy.num_replicas_in_sync} replicas. Expected: a strategy of `tfdist.strategies`, or one "
-                f"process. Make the model under `tfdist.strategies.{type(strategy).__name__}`."
+                "The variables of this strategy lie on one device, so that no replica has accumulators of its own. "
+                f"Received: a model made under {described(strategy)}. Expected: a strategy whose replicas have their "
+                f"own copies. Make the model under `{replacement_of(strategy)}`."
             )
+        tell_of_tpus(strategy)
+        take_over(Accumulation(self.model))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tfdist.callbacks.log_writers import warn_of_earlier_writers
+from tfdist.callbacks.other_strategies import described
 from tfdist.callbacks.tables import aligned, unit_of
 
 _log = logging.getLogger("tfdist")
@@ -225,6 +226,6 @@ def _refuse_others(strategy: Any) -> None:
     if not hasattr(strategy, "worker_counts"):
         raise ValueError(
             "WorkerReport tells of workers that push to parameter servers. Received: a model made under "
-            f"{type(strategy).__name__}. Expected: `tfdist.strategies.ParameterServerStrategy`. Under other strategies "
+            f"{described(strategy)}. Expected: `tfdist.strategies.ParameterServerStrategy`. Under other strategies "
             "all workers make the same steps; `tfdist.callbacks.CommunicationReport` tells what they send."
         )

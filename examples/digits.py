@@ -74,7 +74,7 @@ def main(_: list[str]) -> None:
     """Trains with all workers, then in one process, and prints the comparison."""
     logging.set_verbosity(logging.WARNING)
     strategy = MultiWorkerMirroredStrategy()
-    accuracy, weights = train(strategy, verbose=2 if strategy.rank == 0 else 0)
+    accuracy, weights = train(strategy, verbose=2)
 
     # Every worker does it, so that none leaves while another one is still at work; the chief tells.
     one_accuracy, one_weights = train(tf.distribute.get_strategy())

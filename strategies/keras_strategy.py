@@ -21,6 +21,7 @@ from tfdist.keras_internals.epoch_iterator import install_epoch_iterator, instal
 from tfdist.keras_internals.losses import install_loss_scaling
 from tfdist.keras_internals.models import bound_step, first_input, install_predict_on_batch, is_predict_step
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
+from tfdist.keras_internals.progress_bar import install_progress_bar
 from tfdist.keras_internals.seeds import install_replica_seeds
 from tfdist.tensorflow_internals.launcher import ReplicaLauncher
 from tfdist.training.empty_batches import predict_on_replica
@@ -184,6 +185,10 @@ def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, KerasStrategy)
 
 
+def _sent_bytes(strategy: Any) -> int | None:
+    return strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None
+
+
 def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
     update_over_replicas(optimizer, gradients, optimizer.strategy.gradient_exchange)
 
@@ -216,4 +221,5 @@ def _install_once() -> None:
         install_predict_on_batch(_is_ours, KerasStrategy._rows_shared_out)
         install_epoch_iterator(_agree)
         install_local_build(_is_ours, _local_values)
+        install_progress_bar(_is_ours, _sent_bytes)
         _installed = True

@@ -11,19 +11,28 @@ from tfdist import cluster
 from tfdist.compression import Policy
 from tfdist.keras_internals.embeddings import install_tables
 from tfdist.keras_internals.epoch_iterator import install_local_build
+from tfdist.keras_internals.losses import install_loss_scaling
 from tfdist.keras_internals.optimizers import OptimizerUpdate, install_update
+from tfdist.keras_internals.progress_bar import install_progress_bar
 from tfdist.keras_internals.scheduled_training import build_elsewhere, install_scheduled_training
 from tfdist.keras_internals.sent_updates import install_sent_updates
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.refusals import refuse_while_workers_are_lost
 from tfdist.parameter_server.serving import serve, wait_for_servers
 from tfdist.parameter_server.tables import look_up
 from tfdist.parameter_server.tally import Tally, WorkerCount
 from tfdist.parameter_server.training import Training
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
-from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.strategies.environment import resolver_of, start_timeout_seconds
 from tfdist.strategies.keras_strategy import Compression
-from tfdist.tensorflow_internals.parameter_server import Coordinator, balance_by_bytes, may_run_on_chief
+from tfdist.tensorflow_internals.parameter_server import (
+    Coordinator,
+    balance_by_bytes,
+    has_coordinators,
+    may_run_on_chief,
+    without_reconnecting,
+)
 from tfdist.versions import check_versions
 
 _installed = False
@@ -72,6 +81,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         Raises:
           ValueError: an argument or the environment's description of the cluster is wrong.
           TimeoutError: workers or servers did not come up in time; the message names them.
+          RuntimeError: this process has such a strategy already, and one of its workers is lost.
         """
         self.mode: Mode = Asynchronous() if mode is None else mode
         self.policy = compression if isinstance(compression, Policy) else Policy(compression)
@@ -86,7 +96,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             serve(spec, resolver.task_type, resolver.task_id)
             sys.exit(0)
         wait_for_servers(spec, start_timeout_seconds(start_timeout))
-        super().__init__(resolver, None)
+        with without_reconnecting() as may_connect:
+            if has_coordinators():
+                refuse_while_workers_are_lost(spec["worker"], may_connect)
+            super().__init__(resolver, None)
         balance_by_bytes(self)
         may_run_on_chief(self)
         self.variable_partitioner = variable_partitioner
@@ -102,8 +115,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def server_bytes(self) -> tuple[int, ...]:
-        """How many bytes of variables each server holds."""
+        """How many bytes of variables each server holds, without `server_optimizer_bytes`."""
         return tuple(self.extended.server_bytes)
+
+    @property
+    def server_optimizer_bytes(self) -> tuple[int, ...]:
+        """How many bytes each server holds of what optimizers keep beside a variable, as Adam's moments.
+
+        Beside these it holds the parts of rounds of `Synchronous`: for each of its trainable variables one gradient a
+        worker, with backup workers two.
+        """
+        return tuple(self.extended.beside_bytes)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Returns `dataset`: the chief draws from it and gives its batches to the workers."""
@@ -205,8 +227,10 @@ def _install_once() -> None:
     global _installed
     if not _installed:
         install_update(_is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
+        install_loss_scaling(current_loss_step)
         install_sent_updates()
         install_scheduled_training(_is_ours, Training)
         install_tables(_look_up, _parts_of)
+        install_progress_bar(_is_ours, lambda strategy: sum(count.bytes_pushed for count in strategy.worker_counts))
         install_local_build(_is_ours, lambda _: contextlib.nullcontext())
         _installed = True

@@ -11,7 +11,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 def cpus() -> list[str]:
     """Four logical CPU devices. Every test that uses TensorFlow in this process asks for them, before it starts."""
     import tensorflow as tf
+    import without_autotuning
 
+    without_autotuning.install()
     physical = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * 4)
     return [f"CPU:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]

@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "recovery": frozenset({"checkpoint", "collectives", "compression", "internals", "training"}),
     "checkpoint": frozenset(),
     "cluster": frozenset(),
-    "launch": frozenset({"checkpoint", "cluster"}),
+    "launch": frozenset({"checkpoint", "cluster", "doctor"}),
+    "doctor": frozenset({"cluster", "versions"}),
     "internals": frozenset({"private_symbols", "versions"}),
     "private_symbols": frozenset(),
     "versions": frozenset(),
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
-WITHOUT_FRAMEWORKS = frozenset({"tfdist", "checkpoint", "cluster", "launch", "private_symbols", "versions"})
+WITHOUT_FRAMEWORKS = frozenset("tfdist checkpoint cluster doctor launch private_symbols versions".split())
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]
 
@@ -229,6 +230,8 @@ BREAKS = [
     ("tfdist/checkpoint/store.py", "from tfdist.recovery import x", "arrow: checkpoint -> recovery"),
     ("tfdist/checkpoint/store.py", "def f():\n    import tensorflow", "framework: checkpoint uses tensorflow"),
     ("tfdist/launch/main.py", "from tfdist.recovery import x", "arrow: launch -> recovery"),
+    ("tfdist/doctor/machine.py", "from tfdist.launch import x", "arrow: doctor -> launch"),
+    ("tfdist/doctor/machine.py", "def f():\n    import tensorflow", "framework: doctor uses tensorflow"),
     ("tfdist/recovery/position.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
     ("tfdist/recovery/position.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
     ("strategies/a.py", "from tfdist.recovery import x", "arrow: strategies -> recovery"),

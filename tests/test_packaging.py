@@ -3,9 +3,11 @@
 import email.message
 import email.parser
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -101,7 +103,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert "Apache-2.0" in (metadata["License-Expression"] or metadata["License"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert str(metadata.get_payload()).startswith("# tfdist")
-    assert set(metadata.get_all("Provides-Extra", [])) == {"examples", "test", "benchmark", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"examples", "notebook", "test", "benchmark", "docs", "dev"}
 
 
 def test_requirements(metadata: email.message.Message) -> None:
@@ -119,6 +121,61 @@ def test_pyproject_holds_the_build_system_alone() -> None:
     import tomllib
 
     assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())) == {"build-system"}
+
+
+_PROGRAM = """
+import keras, numpy as np, tfdist
+from tfdist.callbacks import GradientAccumulation
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+strategy = MultiWorkerMirroredStrategy(compression="int8")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones([8, 4]), np.ones([8, 1]), batch_size=4, verbose=0, callbacks=[GradientAccumulation(2)])
+print("trained", strategy.num_replicas_in_sync, model.optimizer.iterations.numpy(), tfdist.__file__)
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_a_release_works_in_an_environment_of_its_own(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Nothing is there but what it depends on, which is lent by this environment: there may be no network."""
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python3*/site-packages")
+    # A .pth file puts a directory on the path; the .pth files in that, an editable install's, do nothing.
+    site.joinpath("lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--ignore-installed",
+    ]
+    run(python, *install, request.getfixturevalue(kind), cwd=tmp_path)
+    assert run(environment / "bin" / "tfdist", "--version", cwd=tmp_path) == f"tfdist {tfdist.__version__}\n"
+    if kind == "sdist":  # of which the same wheel is built, see above
+        return
+    script = tmp_path / "train.py"
+    script.write_text(_PROGRAM)
+    said = run(environment / "bin" / "tfdist", "run", "--workers", "2", script, cwd=tmp_path)
+    assert sorted(line for line in said.splitlines() if "trained" in line) == [
+        f"[{rank}] trained 2 1 {site / 'tfdist' / '__init__.py'}" for rank in range(2)
+    ]
+
+
+def test_the_workflow_runs_what_everybody_runs_on_all_supported_versions() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "- run: .ci/run\n" in workflow
+    classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text())
+    assert re.findall(r'"(3\.\d+)"', workflow) == classifiers
 
 
 def test_installed_wheel_imports_without_tensorflow(wheel: Path, tmp_path: Path) -> None:

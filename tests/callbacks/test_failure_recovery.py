@@ -5,7 +5,6 @@ import signal
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from interruptions import Interrupt, Interrupted, disturbed, names
 from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
@@ -147,16 +146,6 @@ def test_another_model_is_an_error_before_anything_is_touched(tmp_path):
     with pytest.raises(ValueError, match="(?s)Received.*Expected"):
         again()
     assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
-
-
-def test_stock_strategies_of_several_workers_are_refused(monkeypatch):
-    # Made without a cluster it has one worker, and no rank that we know.
-    with pytest.raises(ValueError, match="does not know the workers"):
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            model.compile("sgd", loss="mse")
-        model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0, callbacks=[FailureRecovery("unused")])
 
 
 def test_the_report_of_communication_goes_on(tmp_path):

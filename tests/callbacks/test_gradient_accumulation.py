@@ -138,12 +138,6 @@ def test_turned_off_it_leaves_no_accumulators(strategy, tmp_path):
     tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
 
 
-def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
-    model = compiled(tf.distribute.MirroredStrategy(cpus[:2]))
-    with pytest.raises(ValueError, match=r"cannot accumulate.*tf.distribute's MirroredStrategy.*tfdist.strategies"):
-        fit(model, GradientAccumulation(2))
-
-
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None, {}, {0: 0}, {-1: 2}, {0.5: 2}, {"0": 2}])
 def test_steps_must_be_numbers(steps):
     with pytest.raises(ValueError, match=r"`steps` is .*Received: steps=.*Expected: "):

@@ -72,10 +72,10 @@ def test_preempted_exit_code():
 def test_every_datagram_says_all_that_is_known(ends, heartbeat):
     heartbeat.step(3)
     assert heard(ends[0]) == {"alive": True, "step": 3}
-    heartbeat.saved(7)
-    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7}
+    heartbeat.saved(7, 2)
+    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2}
     heartbeat.ready()
-    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "ready": True}
+    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2, "ready": True}
     heartbeat.phase("validation")
     assert heard(ends[0])["phase"] == "validation"
     heartbeat.error(KeyError("x"))
@@ -96,7 +96,7 @@ def test_quick_steps_are_not_all_told(ends, heartbeat, monkeypatch):
         heartbeat.step(step)
     assert len(sent) < 5_000
     monkeypatch.undo()
-    heartbeat.saved(0)  # but none is forgotten
+    heartbeat.saved(0, 9_999)  # but none is forgotten
     assert heard(ends[0])["step"] == 9_999
 
 
@@ -127,10 +127,10 @@ def test_a_later_training_beats_in_place_of_an_earlier(ends, heartbeat, monkeypa
 def test_nothing_waits_for_a_supervisor_that_does_not_read(ends, heartbeat):
     began = time.monotonic()
     for sequence in range(20_000):
-        heartbeat.saved(sequence)
+        heartbeat.saved(sequence, sequence)
     assert time.monotonic() - began < TIME_LIMIT
     all_heard(ends[0])
-    heartbeat.saved(20_000)
+    heartbeat.saved(20_000, 20_000)
     assert heard(ends[0])["saved"] == 20_000
 
 
@@ -138,7 +138,7 @@ def test_nothing_raises_once_the_supervisor_is_gone(ends, heartbeat):
     ends[0].close()
     heartbeat.start()
     heartbeat.step(1)
-    heartbeat.saved(1)
+    heartbeat.saved(1, 1)
     heartbeat.close()
     heartbeat.step(2)
 
@@ -178,7 +178,7 @@ def test_fork_does_not_speak_for_the_worker(ends):
         heartbeat.step(1)
         if os.fork() == 0:
             heartbeat.step(2)
-            heartbeat.saved(3)
+            heartbeat.saved(3, 2)
             sys.exit()
         os.wait()
     """

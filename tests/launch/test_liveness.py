@@ -213,3 +213,14 @@ def test_wrong_values_are_ignored():
     watch.hear(0, step="many", saved=1.5, phase=3, error="none")
     watch.hear(1, step=True)
     assert (watch.liveness.step, watch.liveness.saved, watch.liveness.errors) == (None, None, {})
+
+
+def test_the_newest_checkpoint_counts_whoever_tells_of_it():
+    watch = Watch()
+    assert (watch.liveness.saved, watch.liveness.saved_step, watch.liveness.phase) == (None, None, None)
+    watch.hear(0, saved=3, saved_step=30)
+    watch.hear(1, saved=4, saved_step=40, phase="validation")
+    assert (watch.liveness.saved, watch.liveness.saved_step, watch.liveness.phase) == (4, 40, "validation")
+    watch.hear(0, saved=5, saved_step=[50])
+    watch.hear(1, step=1)
+    assert (watch.liveness.saved, watch.liveness.saved_step, watch.liveness.phase) == (5, None, None)

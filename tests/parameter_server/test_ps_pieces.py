@@ -27,6 +27,17 @@ def test_rows_are_shared_out_in_order(rows, parts, sizes):
     assert all(piece[2] is None for piece in pieces)
 
 
+def test_no_row_of_micro_batches_of_different_sizes_is_lost():
+    import tensorflow as tf
+
+    from tfdist.parameter_server.rows import split_all
+
+    batches = [(tf.range(start, end)[:, tf.newaxis],) for start, end in ((0, 7), (7, 8), (8, 10))]
+    parts = split_all(batches, 3)
+    rows = [[piece[0][:, 0].numpy().tolist() for piece in part] for part in parts]
+    assert rows == [[[0, 1, 2], [7], [8]], [[3, 4], [9]], [[5, 6]]]
+
+
 def test_rows_of_sparse_tensors():
     import tensorflow as tf
 

@@ -19,6 +19,7 @@ import model_cases  # noqa: F401
 import numpy as np
 import optimizer_cases  # noqa: F401
 import tensorflow as tf
+import without_autotuning
 from absl import app, flags
 from cases import CASES, Case
 from comparison import largest_difference, plain
@@ -32,6 +33,7 @@ _CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty
 
 
 def main(_: list[str]) -> None:
+    without_autotuning.install()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value)
     workers = "TF_CONFIG" in os.environ

@@ -44,7 +44,8 @@ def run_cases(setup: Setup, output: Path, references: Path, names: Sequence[str]
         f"--references={references}",
         f"--cases={','.join(names)}",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    paths = os.pathsep.join(map(str, (_ROOT, _ROOT / "tests" / "support")))
+    environment = {**os.environ, "PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )

@@ -1,4 +1,4 @@
-"""TensorFlow's own MirroredStrategy, several of which would disturb each other in one process."""
+"""TensorFlow's own MirroredStrategy, of which several would disturb each other, and one that passes for a TPU's."""
 
 import itertools
 
@@ -16,3 +16,13 @@ def stock_mirrored(devices):
     """
     own_keys = {"_collective_key_base": _FIRST_KEY + 1000 * next(_made)}
     return type("MirroredStrategy", (tf.distribute.MirroredStrategy,), own_keys)(devices)
+
+
+class FakeTPUStrategy(tf.distribute.TPUStrategy):
+    """Is a TPUStrategy for whoever asks, and trains on one CPU."""
+
+    def __init__(self):
+        extended = type(tf.distribute.OneDeviceStrategy("/cpu:0").extended)
+        tf.distribute.Strategy.__init__(self, extended(self, "/cpu:0"))
+
+    run = tf.distribute.Strategy.run

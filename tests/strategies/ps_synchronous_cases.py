@@ -29,11 +29,9 @@ for _name in PARITY:
     compared(_name, synchronous, parity.CASES[_name].run, parity.CASES[_name].reference)
 
 OPTIMIZERS = {
-    "sgd": lambda: SGD(0.1),
     "momentum": lambda: SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, clipnorm=0.3),
     "adam": lambda: Adam(0.01),
 }
-ROUNDS = [f"{name}_{steps}" for name in OPTIMIZERS for steps in (1, 2)]
 
 
 def _rounds(optimizer: Any, batch_size: int) -> Any:
@@ -49,14 +47,13 @@ def _rounds(optimizer: Any, batch_size: int) -> Any:
     return program
 
 
-for _name, _optimizer in OPTIMIZERS.items():
-    for _steps in (1, 2):
-        compared(
-            f"{_name}_{_steps}",
-            lambda steps=_steps: synchronous(accumulation_steps=steps),
-            _rounds(_optimizer, 21),
-            _rounds(_optimizer, 21 * _steps),
-        )
+for _name, _steps in (("momentum", 2), ("adam", 1)):
+    compared(
+        f"{_name}_{_steps}",
+        lambda steps=_steps: synchronous(accumulation_steps=steps),
+        _rounds(OPTIMIZERS[_name], 21),
+        _rounds(OPTIMIZERS[_name], 21 * _steps),
+    )
 
 
 def _of_two_parts(strategy: Any) -> Outcome:
@@ -150,7 +147,9 @@ def _two_inputs() -> keras.Model:
 
 
 def _dictionary(strategy: Any) -> Outcome:
-    model = compiled(strategy, lambda: Adam(0.01), _two_inputs)
+    """With a loss of each sample, of which Keras takes the gradient of the sum."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model = compiled(strategy, lambda: SGD(0.005), _two_inputs, loss=loss)
     inputs = {"left": INPUTS, "right": -INPUTS}
     history = model.fit(inputs, LABELS, batch_size=40, epochs=2, shuffle=False, verbose=0)
     return {"weights": model.get_weights(), "logs": history.history, "outputs": model.predict(inputs, verbose=0)}
@@ -160,14 +159,16 @@ compared("dict_inputs", synchronous, _dictionary)
 
 
 def _of_workers(strategy: Any) -> Outcome:
-    """Each worker makes the batches by itself: all have the same, so that a round is as one of them."""
+    """Each worker makes the batches by itself: all have the same, so that a round has each sample twice."""
 
     def make(_: Any) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices((INPUTS[:200], LABELS[:200])).batch(25).repeat()
 
     ours = isinstance(strategy, ParameterServerStrategy)
-    data = strategy.distribute_datasets_from_function(make) if ours else make(None)
-    model = compiled(strategy, lambda: Adam(0.01))
+    twice = make(None).map(lambda x, y: (tf.repeat(x, 2, axis=0), tf.repeat(y, 2, axis=0)))
+    data = strategy.distribute_datasets_from_function(make) if ours else twice
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model = compiled(strategy, lambda: SGD(0.003), loss=loss)
     history = model.fit(data, steps_per_epoch=10, epochs=2, verbose=0)
     return {"weights": model.get_weights(), "logs": history.history}
 

@@ -27,10 +27,6 @@ def placement(_: Path) -> Outcome:
     built = compiled(strategy, lambda: keras.optimizers.Adam(0.01), model)
     inputs = np.ones((8, 20), "float32")
     built.fit(inputs, np.zeros(8), batch_size=4, verbose=0)
-    by_server = [0, 0]
-    for variable in built.variables + built.optimizer.variables:
-        if variable.value.device.startswith("/job:ps"):
-            by_server[int(variable.value.device.partition("task:")[2][0])] += variable.numpy().nbytes
     slots = {variable.path: variable.value.device for variable in built.optimizer.variables}
     beside = [
         next(device for path, device in slots.items() if path.endswith("momentum") and _is_of(path, variable))
@@ -39,11 +35,20 @@ def placement(_: Path) -> Outcome:
     ]
     return {
         "server_bytes": strategy.server_bytes,
-        "by_server": by_server,
+        "optimizer_bytes": strategy.server_optimizer_bytes,
+        "by_server": _bytes_by_server(built.variables + built.metrics_variables + built.optimizer.variables[:2]),
+        "of_slots": _bytes_by_server(built.optimizer.variables[2:]),  # after the count of updates and the rate
         "largest": max(variable.numpy().nbytes for variable in built.variables),
         "jobs": sorted({device[:7] for device in slots.values()}),
         "beside": beside,
     }
+
+
+def _bytes_by_server(variables: Any) -> list[int]:
+    found = [0, 0]
+    for variable in variables:
+        found[int(variable.value.device.partition("/job:ps/replica:0/task:")[2][0])] += variable.numpy().nbytes
+    return found
 
 
 def _is_of(slot: str, variable: Any) -> bool:
@@ -70,22 +75,6 @@ compared(
     _in_two_parts,
     _of_dense_table,
 )
-compared(
-    "table_with_accumulation",
-    lambda: ParameterServerStrategy(mode=Synchronous(), accumulation_steps=2),
-    lambda strategy: data_cases._embedded(strategy, keras.layers.Embedding),
-    lambda strategy: _embedded_in(strategy, 46),
-)
-
-
-def _embedded_in(strategy: Any, batch_size: int) -> Outcome:
-    tokens = np.random.default_rng(2).integers(0, 12, size=(len(data_cases.INPUTS), 6)).astype("int32")
-    return data_cases.fitted(
-        strategy,
-        lambda: keras.optimizers.Adam(0.01),
-        model=lambda: data_cases._tokens_model(data_cases._DenseEmbedding),
-        data=data_cases.dataset(batch_size, tokens, data_cases.LABELS),
-    )
 
 
 @case

@@ -3,14 +3,15 @@
 `tfdist run` gives each worker one end of a pair of datagram sockets and its number in `TFDIST_HEARTBEAT_FD`. A datagram
 is one JSON object with any of these keys:
 
-| key     | value                                                                                                    |
-|---------|----------------------------------------------------------------------------------------------------------|
-| `alive` | true; false when the process is leaving: from then on its silence means nothing                          |
-| `step`  | the number of training steps done                                                                        |
-| `saved` | the sequence number of the newest whole checkpoint                                                       |
-| `ready` | true once everything is restored and training begins                                                     |
-| `phase` | what it does instead of training steps, for example "validation"; while this is set no step is expected  |
-| `error` | the exception that nobody caught: {"type": "ValueError", "message": "…"}                                 |
+| key          | value                                                                                                 |
+|--------------|-------------------------------------------------------------------------------------------------------|
+| `alive`      | true; false when the process is leaving: from then on its silence means nothing                       |
+| `step`       | the number of training steps done                                                                     |
+| `saved`      | the sequence number of the newest whole checkpoint                                                    |
+| `saved_step` | the number of training steps that it holds                                                            |
+| `ready`      | true once everything is restored and training begins                                                  |
+| `phase`      | what it does instead of training steps, such as "validation"; while this is set no step is expected   |
+| `error`      | the exception that nobody caught: {"type": "ValueError", "message": "…"}                              |
 """
 
 import atexit
@@ -60,7 +61,7 @@ class Heartbeat:
             raise
         self._pid = os.getpid()  # a fork of the worker must not speak for it
         self._step: int | None = None
-        self._saved: int | None = None
+        self._saved: tuple[int, int] | None = None  # set at once: the thread that beats reads both
         self._ready = False
         self._phase: str | None = None
         self._next_step_at = 0.0
@@ -119,13 +120,14 @@ class Heartbeat:
             self._next_step_at = now + _STEP_INTERVAL_SECONDS
             self._send()
 
-    def saved(self, sequence: int) -> None:
+    def saved(self, sequence: int, step: int) -> None:
         """Tells that a checkpoint is whole. It may be called by any thread.
 
         Args:
             sequence: Its sequence number.
+            step: The training steps that it holds.
         """
-        self._saved = int(sequence)
+        self._saved = int(sequence), int(step)
         self._send()
 
     def ready(self) -> None:
@@ -181,7 +183,8 @@ class Heartbeat:
         if os.getpid() != self._pid:
             return
         known: dict[str, Any] = {"alive": alive}
-        optional = {"step": self._step, "saved": self._saved, "phase": self._phase, "error": error}
+        saved, saved_step = self._saved or (None, None)
+        optional = {"step": self._step, "saved": saved, "saved_step": saved_step, "phase": self._phase, "error": error}
         known.update({key: value for key, value in optional.items() if value is not None})
         if self._ready:
             known["ready"] = True

@@ -3,7 +3,9 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
 from tfdist.keras_internals.symbols import LossScaleOptimizer
 
@@ -42,14 +44,27 @@ class Accumulation:
         """The trainable variables that have a constraint."""
         return [variable for variable in self._trainable if getattr(variable, "constraint", None) is not None]
 
-    def update(self, *, scaled: bool) -> OptimizerUpdate:
-        """An update of all trainable variables, to be used in a replica context.
+    @property
+    def optimizers(self) -> list[Any]:
+        """The model's optimizer, then the inner one, if that is another."""
+        return [self._outer] if self._outer is self._optimizer else [self._outer, self._optimizer]
 
-        Args:
-          scaled: whether the accumulators hold gradients of the scaled loss: tfdist's do, Keras' own do not.
-        """
-        loss_scale = LossScale(self._outer) if scaled and self._outer is not self._optimizer else None
+    def update(self) -> OptimizerUpdate:
+        """An update of all trainable variables, to be used in a replica context."""
+        loss_scale = None if self._outer is self._optimizer else LossScale(self._outer)
         return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
+
+    def leave_to_tfdist(self) -> None:
+        """Prepares for micro-steps of tfdist's after some of Keras' own, with a step that is traced anew.
+
+        tfdist accumulates gradients of the scaled loss, Keras has unscaled them before.
+        """
+        if self._outer is not self._optimizer and self._optimizer.built and self.remainder:
+            scale = LossScale(self._outer).value
+            for accumulator in self._optimizer._accumulated_gradients:
+                for component in components(self.strategy, accumulator):
+                    component.assign(component * tf.cast(scale, component.dtype))
+        self._model.make_train_function(force=True)
 
     def change(self, steps: int) -> None:
         """Makes `steps` micro-steps an update from the next one on; the accumulators must be empty.

@@ -23,6 +23,10 @@ class LossStep(Protocol):
         """The replica's share of the divisor of a mean over the global batch."""
 
     @property
+    def sum_scale(self) -> Any:
+        """What a sum over the replica's samples is multiplied by."""
+
+    @property
     def samples_are_static(self) -> bool:
         """Whether the number of the replica's samples is known when the step is traced."""
 
@@ -36,8 +40,11 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
     Keras divides every mean by the number of replicas: right if all replicas have as many samples (or valid mask
     entries, or the same sum of weights). With the fraction of the divisor in its place the sum over the replicas is
     the mean over the global batch, for the last partial batch, for a worker that has run out of data, and for masks.
+
+    May be called more than once, each time for other steps.
     """
     scale, unscale = losses.scale_loss_for_distribution, losses.unscale_loss_for_distribution
+    unscale_output = compile_utils.loss_module.unscale_loss_for_distribution
     reduce_values, reduce_weighted_values = losses.reduce_values, losses.reduce_weighted_values
 
     @functools.wraps(scale)
@@ -51,7 +58,9 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
     @functools.wraps(unscale)
     def unscale_by_share(value: Any) -> Any:
         step = current_step()
-        return unscale(value) if step is None else tf.math.divide_no_nan(value, tf.cast(step.fraction, value.dtype))
+        if step is None:
+            return unscale(value)
+        return _divided(value, step.fraction if _is_scalar(value) else step.sum_scale)
 
     @functools.wraps(reduce_values)
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
@@ -63,6 +72,7 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
             return _times(values, step.fraction)
         if step is not None and reduction == "sum":
             step.has_scaled = True
+            return _times(reduce_values(values, sample_weight, reduction), step.sum_scale)
         return reduce_values(values, sample_weight, reduction)
 
     @functools.wraps(reduce_weighted_values)
@@ -82,8 +92,10 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
 
     def unscale_output_loss(value: Any) -> Any:
         step = current_step()
-        if step is None or step.samples_are_static:
-            return losses.unscale_loss_for_distribution(value)
+        if step is None:
+            return unscale_output(value)
+        if step.samples_are_static:
+            return _divided(value, step.fraction) if _is_scalar(value) else value
         parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
         return value * tf.cast(parts, value.dtype)
 
@@ -101,6 +113,8 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
             return compute_loss(self, *args, **kwargs)
         step.has_scaled = False
         loss = compute_loss(self, *args, **kwargs)
+        if not _is_scalar(loss):  # its gradient is that of its sum
+            return _times(loss, step.sum_scale)
         # A `compute_loss` of the user's own that takes the mean by itself: no part of it was scaled.
         return loss if step.has_scaled else _times(loss, step.fraction)
 
@@ -119,7 +133,28 @@ def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | N
     return None
 
 
-def _times(value: Any, fraction: Any) -> tf.Tensor:
+def means_of_outputs(model: Any) -> list[tuple[Any, Any]]:
+    """The variables (total, count) of the mean that Keras keeps of each output's loss, if there are several."""
+    compiled = model._compile_loss
+    return [] if compiled is None else [(mean.total, mean.count) for mean in compiled.metrics]
+
+
+def _is_scalar(value: Any) -> bool:
+    shape = getattr(value, "shape", ())
+    return shape.rank in (0, None) if isinstance(shape, tf.TensorShape) else not len(shape)
+
+
+def _times(value: Any, fraction: Any) -> Any:
+    if _is_one(fraction):
+        return value
     # A replica without samples has the fraction 0, and whatever its loss is (a mean over nothing is NaN), counts 0.
     value = tf.convert_to_tensor(value)
     return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
+
+
+def _divided(value: Any, fraction: Any) -> Any:
+    return value if _is_one(fraction) else tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype))
+
+
+def _is_one(fraction: Any) -> bool:
+    return not tf.is_tensor(fraction) and fraction == 1

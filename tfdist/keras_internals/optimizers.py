@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 
 _loss_scaler: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_loss_scaler", default=None)
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
@@ -137,7 +138,7 @@ class OptimizerUpdate:
         if optimizer.use_ema:
             optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
             if optimizer.ema_overwrite_frequency:
-                tf.cond(
+                cond_over_replicas(
                     tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0),
                     lambda: optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables),
                     lambda: None,
@@ -150,10 +151,20 @@ def install_update(
     together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
     build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
 ) -> None:
-    """Gives the update of optimizers whose strategy `is_ours` to `update`; others go on as ever.
+    """Gives the update of optimizers whose strategy `is_ours` to `update`; see `install_update_of`."""
+    install_update_of(lambda optimizer: is_ours(optimizer._distribution_strategy), update, together, build)
+
+
+def install_update_of(
+    is_ours: Callable[[Any], bool],
+    update: Callable[[OptimizerUpdate, list[Any]], None],
+    together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
+    build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
+) -> None:
+    """Gives the update of optimizers that are `is_ours` to `update`; others go on as ever.
 
     Args:
-      is_ours: whether a strategy is one of tfdist's.
+      is_ours: whether an optimizer's update is tfdist's.
       update: called with the optimizer and the gradients of a replica.
       together: called with a function, gradients, and for each whether it is a new value of its variable instead;
         calls the function once with the gradients of all micro-batches.
@@ -172,7 +183,7 @@ def install_update(
     def once_a_step(apply: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(apply)
         def apply_once(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            if not is_ours(self._distribution_strategy):
+            if not is_ours(self):
                 return apply(self, grads, trainable_variables)
             variables = None if trainable_variables is None else list(trainable_variables)
             if not self.built and variables:
@@ -185,22 +196,20 @@ def install_update(
 
     @functools.wraps(apply_gradients)
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        if not is_ours(self._distribution_strategy):
+        if not is_ours(self):
             return apply_gradients(self, grads, trainable_variables)
         return update(OptimizerUpdate(self, trainable_variables, _loss_scaler.get()), list(grads))
 
     @functools.wraps(current_learning_rate)
     def learning_rate_by_updates(self: Any) -> Any:
         schedule = self._learning_rate
-        if is_ours(self._distribution_strategy) and isinstance(
-            schedule, keras.optimizers.schedules.LearningRateSchedule
-        ):
+        if is_ours(self) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             return schedule(self.iterations)
         return current_learning_rate(self)
 
     @functools.wraps(apply_scaled)
     def apply_scaled_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        if not is_ours(self._distribution_strategy):
+        if not is_ours(self):
             return apply_scaled(self, grads, trainable_variables)
         if not self.built:
             with keras.name_scope(self.name):
@@ -214,7 +223,7 @@ def install_update(
 
     @functools.wraps(overwrite)
     def overwrite_with_largest(self: Any, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
-        if is_ours(self._distribution_strategy):
+        if is_ours(self):
             grads = [
                 _largest_of_replicas(gradient) if self._overwrite_variable_with_gradient(variable) else gradient
                 for gradient, variable in zip(grads, vars, strict=True)

@@ -132,6 +132,7 @@ class Attempt:
             if worker.pidfd is None:
                 self._collect(worker)
         self._channels.show_unfinished(now=time.monotonic())
+        self._console.show_status(now=time.monotonic())
         self._heed_signals()
         self._heed_others()
         self._end_what_is_through()
@@ -147,7 +148,7 @@ class Attempt:
             return _ENDING_POLL_SECONDS
         if self._liveness.is_judging or self._others_fd is not None:
             return _LIVENESS_POLL_SECONDS
-        is_pending = self._channels.is_pending or self._replacements.is_pending
+        is_pending = self._channels.is_pending or self._replacements.is_pending or self._console.is_live
         return _UNFINISHED_POLL_SECONDS if is_pending else None
 
     def _judge(self) -> None:

@@ -20,6 +20,7 @@ class Pulse:
 
     step: int | None = None
     saved: int | None = None
+    saved_step: int | None = None
     phase: str | None = None
     error: Mapping[str, str] | None = None
     heard_at: float | None = None  # None: not heard yet, or leaving: it is not judged
@@ -108,6 +109,17 @@ class Liveness:
         return max((pulse.saved for pulse in self._pulses.values() if pulse.saved is not None), default=None)
 
     @property
+    def saved_step(self) -> int | None:
+        """The training steps that this checkpoint holds, or None."""
+        newest = max(self._pulses.values(), key=lambda pulse: -1 if pulse.saved is None else pulse.saved)
+        return newest.saved_step
+
+    @property
+    def phase(self) -> str | None:
+        """What a worker does instead of training steps, or None where all make them."""
+        return next((pulse.phase for pulse in self._pulses.values() if pulse.phase is not None), None)
+
+    @property
     def is_training(self) -> bool:
         """Whether a worker has made two steps, or has had the time to."""
         return self._longest_seconds is not None or self._time >= _START_SECONDS
@@ -143,9 +155,10 @@ class Liveness:
             # The time without steps is no interval between two of them.
             self._moved_at, pulse.stepped_at = self._time, None
         pulse.phase = phase if isinstance(phase, str) else None
-        step, saved = said.get("step"), said.get("saved")
+        step, saved, saved_step = said.get("step"), said.get("saved"), said.get("saved_step")
         if type(saved) is int and saved != pulse.saved:
             pulse.saved, self._moved_at = saved, self._time
+            pulse.saved_step = saved_step if type(saved_step) is int else None
         if type(step) is int and step != pulse.step:
             if pulse.stepped_at is not None:
                 self._longest_seconds = max(self._longest_seconds or 0.0, self._time - pulse.stepped_at)

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.launch import checkpoints_command, run_command
+from tfdist.launch import checkpoints_command, doctor_command, run_command
 from tfdist.launch.errors import UsageError
 
-_COMMANDS = (run_command, checkpoints_command)
+_COMMANDS = (run_command, checkpoints_command, doctor_command)
 _USAGE_EXIT_CODE = 2
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tfdist.launch.errors import UsageError
+from tfdist.launch.live_line import LiveLine
 from tfdist.launch.roles import Role
+from tfdist.launch.run_status import RunStatus
 from tfdist.launch.screen_line import ScreenLines
 
 _UNFINISHED_SECONDS = 2.0
@@ -28,10 +30,40 @@ class Console:
     Args:
         stdout: File descriptor for the workers' standard output.
         stderr: File descriptor for the workers' standard error and for what the launcher says.
+        live: The line below the others on the terminal that `stderr` is, or None.
     """
 
-    def __init__(self, stdout: int, stderr: int) -> None:
-        self._stdout, self._stderr = stdout, stderr
+    def __init__(self, stdout: int, stderr: int, *, live: LiveLine | None = None) -> None:
+        self._stdout, self._stderr, self._live = stdout, stderr, live
+        self._below = {fd for fd in (stdout, stderr) if live is not None and live.is_on(fd)}
+        self._status: RunStatus | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a line to be repainted."""
+        return self._live is not None and self._status is not None
+
+    def follow(self, status: RunStatus | None, *, now: float) -> None:
+        """Begins to show the status of an attempt, or, with None, ends that.
+
+        Args:
+            status: Shown in the line below the others; where there is none, its news are said.
+            now: Monotonic time in seconds.
+        """
+        before, self._status = self._status, status
+        if self._live is not None:
+            self._paint(self._live.painted("", now=now))
+        elif before is not None and status is None:
+            self.say(*before.news(now=now, is_over=True))
+
+    def show_status(self, *, now: float) -> None:
+        """Shows what has changed; to be called several times a second."""
+        if self._status is None:
+            return
+        if self._live is None:
+            self.say(*self._status.news(now=now))
+        else:
+            self._paint(self._live.painted(self._status.line(now=now), now=now))
 
     def say(self, *lines: str) -> None:
         """Shows lines of the launcher itself."""
@@ -51,7 +83,15 @@ class Console:
         """
         if lines:
             text = "".join(f"{prefix}{line}\n" for line in lines)
-            _write_all(self._stderr if is_error else self._stdout, text.encode(errors="replace"))
+            fd = self._stderr if is_error else self._stdout
+            if self._live is not None and fd in self._below:
+                text = self._live.around(text)
+            _write_all(fd, text.encode(errors="replace"))
+
+    def _paint(self, text: str) -> None:
+        # A paused terminal is not waited for.
+        if text and select.select([], [self._stderr], [], 0)[1]:
+            _write_all(self._stderr, text.encode(errors="replace"))
 
 
 def open_logs(directory: Path | None, roles: Sequence[Role]) -> list[BinaryIO | None]:

@@ -12,6 +12,7 @@ from tfdist.launch.cores import ThreadShare, usable_cores
 from tfdist.launch.error_file import ErrorFile
 from tfdist.launch.errors import UsageError
 from tfdist.launch.limits import Limits
+from tfdist.launch.live_line import LiveLine
 from tfdist.launch.network_namespace import choose_network
 from tfdist.launch.nodes.member import Start
 from tfdist.launch.nodes.node_supervisor import run_node
@@ -55,7 +56,8 @@ def execute(options: argparse.Namespace) -> int:
     logs = open_logs(options.log_dir, all_roles if nodes is None else ())
     error_file = ErrorFile(options.error_file, options.log_dir, run_id)
     network = choose_network(options.network if nodes is None else "host")
-    console = Console(sys.stdout.fileno(), sys.stderr.fileno())
+    live = LiveLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
+    console = Console(sys.stdout.fileno(), sys.stderr.fileno(), live=live)
     console.say(threads.describe())
     console.say(network.describe())
 

@@ -22,6 +22,7 @@ from tfdist.launch.output import Console, OutputClosed
 from tfdist.launch.replacements import Replacements
 from tfdist.launch.restarts import Restarts
 from tfdist.launch.roles import Role, peers
+from tfdist.launch.run_status import RunStatus
 from tfdist.launch.spares import Spares
 from tfdist.launch.stop_signals import StopSignals
 from tfdist.launch.worker_process import children, end_strays
@@ -64,6 +65,7 @@ class Supervisor:
         self._limits, self._restarts, self._error_file = limits, restarts, error_file
         self._roles, self._worker_restarts = roles, worker_restarts
         self._warm_spares = warm_spares
+        self._status = RunStatus(workers)
         self._attempt: Attempt | None = None
 
     def run(self) -> int:
@@ -126,6 +128,14 @@ class Supervisor:
             self._separate_logs(number)
         roles = self._roles(workers, first_rank)
         replaced = [rank for rank, role in enumerate(roles, first_rank) if role.is_replaced]
+        liveness = Liveness(
+            workers,
+            first_rank=first_rank,
+            roles=dict(enumerate(roles, first_rank)),
+            now=time.monotonic(),
+            heartbeat_timeout_seconds=self._limits.heartbeat_timeout,
+            stall_timeout_seconds=self._limits.stall_timeout,
+        )
         attempt = Attempt(
             number,
             roles,
@@ -136,22 +146,19 @@ class Supervisor:
             crew=Crew(self._guardian, self._spares, keeps_spares=may_restart),
             signals=self._signals,
             graces=self._limits.graces(may_restart=may_restart),
-            liveness=Liveness(
-                workers,
-                first_rank=first_rank,
-                roles=dict(enumerate(roles, first_rank)),
-                now=time.monotonic(),
-                heartbeat_timeout_seconds=self._limits.heartbeat_timeout,
-                stall_timeout_seconds=self._limits.stall_timeout,
-            ),
+            liveness=liveness,
             first_rank=first_rank,
             others=others,
         )
         self._attempt = attempt
+        self._status.begin(number, roles, liveness, now=time.monotonic())
+        self._console.follow(self._status, now=time.monotonic())
         try:
             return attempt.run()
         finally:
             self._attempt = None
+            with contextlib.suppress(OutputClosed):  # if it was closed before, that is on its way already
+                self._console.follow(None, now=time.monotonic())
             end_strays(spared=self._spared | self._spares.pids)
 
     def _report(self, outcome: Outcome) -> None:

@@ -53,9 +53,9 @@ class Asynchronous:
 class Synchronous:
     """All workers compute on the same variables, and one update is made of their gradients, in rounds.
 
-    A batch of `fit` is shared out by rows over the workers; the update is that of one process on the whole batch where
-    the loss is a mean over samples, weighted or not. Sums, means over masks and means over weights are taken within a
-    part. The part of a worker that dies is computed by another one; each round updates once.
+    A batch of `fit` is shared out by rows over the workers; the update is that of one process on the whole batch,
+    whatever the loss divides by: samples, the valid entries of masks, weights, or nothing. The part of a worker that
+    dies is computed by another one; each round updates once.
 
     >>> Synchronous(backup_workers=1)
     Synchronous(backup_workers=1)

@@ -1,9 +1,11 @@
 """What cannot work under a parameter server strategy, said before it is tried."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.models import computes_over_all_replicas
+from tfdist.parameter_server.serving import is_reachable
 
 
 def refuse_impossible(model: Any) -> None:
@@ -39,4 +41,26 @@ def refuse_impossible(model: Any) -> None:
             "optimizer with gradient_accumulation_steps. Expected: an optimizer without. Give "
             "`accumulation_steps` to ParameterServerStrategy: each worker then adds up that many batches and pushes "
             "once."
+        )
+
+
+def refuse_while_workers_are_lost(workers: Sequence[str], may_connect: bool) -> None:
+    """To be called before another strategy of this process connects to the cluster.
+
+    Args:
+      workers: the addresses of all workers.
+      may_connect: whether no other strategy is connecting to a worker again just now.
+
+    Raises:
+      RuntimeError: a worker is lost, or has just come back; the message says what to do.
+    """
+    lost = [f"worker {index} at {address}" for index, address in enumerate(workers) if not is_reachable(address)]
+    if lost or not may_connect:
+        received = (
+            f"no answer from {', '.join(lost)}" if lost else "a strategy that is connecting to a lost worker again"
+        )
+        raise RuntimeError(
+            "While a worker is lost, no second parameter server strategy can be made in a process: TensorFlow would "
+            f"crash. Received: {received}. Expected: all {len(workers)} workers up. Make all strategies before you "
+            "train, or go on with the one that you have; or try again when the worker is back."
         )

@@ -1,5 +1,6 @@
 """Batches, shared out by rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,8 +15,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     >>> [part[0].shape[0] for part in split((tf.zeros([7, 2]),), 3)]
     [3, 2, 2]
     """
-    first = first_input(batch)
-    rows = int(tf.shape(first)[0]) if not isinstance(first, tf.SparseTensor) else int(first.dense_shape[0])
+    rows = count(batch)
     parts = max(1, min(parts, rows))
     sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
     pieces, start = [], 0
@@ -23,6 +23,30 @@ def split(batch: Any, parts: int) -> list[Any]:
         pieces.append(tf.nest.map_structure(lambda leaf, at=start, n=size: _rows(leaf, at, n), batch))
         start += size
     return pieces
+
+
+def split_all(batches: Sequence[Any], parts: int) -> list[list[Any]]:
+    """The rows of each of some batches in at most `parts` pieces: by part, its pieces of the batches that have one.
+
+    >>> import tensorflow as tf
+    >>> split = split_all([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], 2)
+    >>> [[piece[0].shape[0] for piece in part] for part in split]
+    [[3, 1], [2]]
+    """
+    by_batch = [split(batch, parts) for batch in batches]
+    return [[pieces[part] for pieces in by_batch if part < len(pieces)] for part in range(max(map(len, by_batch)))]
+
+
+def count(batch: Any) -> int:
+    """How many rows a batch has.
+
+    >>> import tensorflow as tf
+    >>> count((tf.zeros([7, 2]), tf.zeros([7])))
+    7
+    """
+    first = first_input(batch)
+    rows = first.shape[0]
+    return int(tf.shape(first)[0]) if rows is None else int(rows)
 
 
 def _rows(leaf: Any, start: int, size: int) -> Any:

@@ -13,9 +13,11 @@ from tfdist.parameter_server.functions import Functions
 from tfdist.parameter_server.lost_servers import Servers, names_lost_servers
 from tfdist.parameter_server.metric_sums import MetricSums
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
+from tfdist.parameter_server.own_divisors import OwnDivisors
 from tfdist.parameter_server.packing import Packing
+from tfdist.parameter_server.place import Place
 from tfdist.parameter_server.refusals import refuse_impossible
-from tfdist.parameter_server.rows import split
+from tfdist.parameter_server.rows import count, split, split_all
 from tfdist.parameter_server.slots import Slots, shares
 from tfdist.parameter_server.work import Work
 from tfdist.parameter_server.worker_datasets import WorkerIterator
@@ -25,7 +27,7 @@ _QUEUED_PER_WORKER = 2
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What is scheduled: for which round and slot, if the mode has any, and when, by `time.monotonic()`."""
+    """What is scheduled: when, by `time.monotonic()`, and for which round and slot, if the mode has any."""
 
     at: float
     round: int = 0
@@ -46,6 +48,7 @@ class Training:
         self._packing = Packing()
         self._encoder = Encoder(strategy.policy, strategy.new_worker_variable)
         self._functions: Functions | None = None
+        self._own_divisors = OwnDivisors(model, strategy)
         self._pending: list[Any] = []  # batches of the next push
         self._is_prepared = False
         self._number: int | None = None  # of the next update to be scheduled; `None`: the servers know
@@ -131,6 +134,7 @@ class Training:
         if name == "train":
             self._finish_work()
             self._functions, self._sums = None, MetricSums(self._model)
+            self._own_divisors = OwnDivisors(self._model, self._strategy)
 
     # What it does.
 
@@ -161,7 +165,8 @@ class Training:
         batches, self._pending = self._pending, []
         if isinstance(self._mode, Asynchronous):
             self._make_room()
-            self._schedule(functions, batches, self._next_number(), _Step(time.monotonic()))
+            whole, divisors = self._whole(functions, batches, [batches])
+            self._schedule(functions, batches, Place(self._next_number(), 0, whole, divisors), _Step(time.monotonic()))
         else:
             self._run_round(functions, batches)
 
@@ -172,13 +177,21 @@ class Training:
         self._number += 1
         return self._number - 1
 
-    def _schedule(self, functions: Functions, batches: list[Any], number: int, step: _Step) -> None:
-        which = tf.constant([number, step.slot], tf.int64)  # one tensor, as each is sent by itself
+    def _schedule(self, functions: Functions, batches: list[Any], place: Place, step: _Step) -> None:
         if isinstance(batches[0], WorkerIterator):
-            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), which)
+            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), place.packed())
             self._work.schedule(functions.train_on_iterator, args, step)
         else:
-            self._work.schedule(functions.train_on_batches, (tuple(batches), which), step)
+            self._work.schedule(functions.train_on_batches, (tuple(batches), place.packed()), step)
+
+    def _whole(self, functions: Functions, batches: list[Any], parts: list[list[Any]]) -> tuple[int, list[float]]:
+        """What the parts of a push must know of all of it; see `Place`."""
+        if isinstance(batches[0], WorkerIterator):
+            return len(parts), []
+        if len(parts) == len(batches) == 1:
+            return count(batches[0]), []
+        number = functions.own_divisors(parts[0])
+        return sum(map(count, batches)), self._own_divisors.of(batches, number) if number else []
 
     def _run_round(self, functions: Functions, batches: list[Any]) -> None:
         mode = self._mode
@@ -190,14 +203,15 @@ class Training:
         if isinstance(batches[0], WorkerIterator):
             parts = [batches] * able
         else:
-            parts = [list(part) for part in zip(*(split(batch, able) for batch in batches), strict=False)]
+            parts = split_all(batches, able)
+        whole, divisors = self._whole(functions, batches, parts)
         self._round += 1
         slots, self._free = self._free[: len(parts)], self._free[len(parts) :]
         self._done: dict[int, tuple[int, Any]] = {}  # samples and result, by slot
         first, began = self._next_number() * self._workers, time.monotonic()
         self._ends: list[tuple[float, int]] = []  # when which worker ended, in this order
         for number, (slot, part) in enumerate(zip(slots, parts, strict=True), first):
-            self._schedule(functions, part, number, _Step(began, self._round, slot))
+            self._schedule(functions, part, Place(number, slot, whole, divisors), _Step(began, self._round, slot))
         needed = max(1, len(parts) - max(0, mode.backup_workers - len(self._late)))
         self._work.wait(lambda: len(self._done) >= needed, self._take)
         if len(self._ends) > 1:

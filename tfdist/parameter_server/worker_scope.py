@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.losses import LossStep
 from tfdist.keras_internals.scheduled_training import is_seed, server_variable
 from tfdist.tensorflow_internals.parameter_server import pulled
 
@@ -32,7 +33,7 @@ class WorkerScope(keras.StatelessScope):
           pull_dtype: as which trainable float32 variables cross the network; `None`: as they are.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
-        super().__init__(zeros, initialize_variables=False)
+        super().__init__(zeros, collect_losses=True, initialize_variables=False)
         self.bytes_pulled = 0
         self.rows_bytes_pulled: list[tf.Tensor] = []
         self._read: set[int] = set()
@@ -44,6 +45,7 @@ class WorkerScope(keras.StatelessScope):
         self._before: dict[int, tf.Tensor] = {}
         self._graph = tf.compat.v1.get_default_graph()
         self._pushed: list[list[tuple[Any, list[Any]]]] = []
+        self.loss_step: LossStep | None = None
 
     @staticmethod
     def current() -> "WorkerScope | None":
@@ -51,9 +53,11 @@ class WorkerScope(keras.StatelessScope):
         return _current.get()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One step of the model runs in this."""
+    def step(self, loss_step: LossStep | None = None) -> Iterator[None]:
+        """One step of the model runs in this; `loss_step` says how its losses weigh in a larger batch."""
         self._pushed.append([])
+        self.loss_step = loss_step
+        self.losses: list[Any] = []  # what layers add by `add_loss`
         self._read = set()
         self._constrained = set()
         token = _current.set(self)
@@ -116,6 +120,28 @@ class WorkerScope(keras.StatelessScope):
                 found.append((server, after - (server.read_value() if before is None else before)))
         return found
 
+    def count_as(self, share: Any, means: Sequence[tuple[keras.Variable, keras.Variable]], before: list[Any]) -> None:
+        """Makes what a step has added to means over batches count as `share` of a batch.
+
+        Args:
+          share: a float scalar.
+          means: the variables (total, count) of each; counted by the step as if its part were a batch.
+          before: the values that they had before the step.
+        """
+        for (total, count), (total_before, count_before) in zip(means, before, strict=True):
+            sum_of_step, count_of_step = (
+                tf.convert_to_tensor(self.get_current_value(variable)) - value
+                for variable, value in ((total, total_before), (count, count_before))
+            )
+            mean = tf.math.divide_no_nan(sum_of_step, count_of_step)
+            part = tf.cast(share, mean.dtype)
+            self.add_update((total, total_before + part * mean))
+            self.add_update((count, count_before + part))
+
+    def values_of(self, means: Sequence[tuple[keras.Variable, keras.Variable]]) -> list[Any]:
+        """The values of the variables (total, count) of means."""
+        return [tuple(tf.convert_to_tensor(self.get_current_value(variable)) for variable in mean) for mean in means]
+
     def note_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:
         """Counts rows that are pulled of `table`, which as a whole is not."""
         self._read.add(id(table))
@@ -128,3 +154,9 @@ class WorkerScope(keras.StatelessScope):
             if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
                 size = self.pull_dtype.size
             self.bytes_pulled += (tf.TensorShape(variable.shape).num_elements() or 0) * size
+
+
+def current_loss_step() -> LossStep | None:
+    """How the losses weigh of the step that is being traced, if there is one."""
+    scope = _current.get()
+    return None if scope is None else scope.loss_step

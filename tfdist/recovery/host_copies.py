@@ -42,9 +42,11 @@ class HostCopies:
 
 
 def _view(variable: Any) -> np.ndarray:
-    """The value, in the variable's own memory where NumPy can look into it."""
+    """The value: in the variable's own memory where NumPy can look into it, from other devices (GPU, TPU) a copy."""
     value = variable.read_value()
-    try:
-        return np.asarray(memoryview(value))
-    except (ValueError, TypeError, BufferError):  # bfloat16 and float8 are no formats of buffers
-        return np.asarray(value.numpy())
+    if "CPU" in value.device:
+        try:
+            return np.asarray(memoryview(value))
+        except (ValueError, TypeError, BufferError):  # bfloat16 and float8 are no formats of buffers
+            pass
+    return np.asarray(value.numpy())

@@ -1,7 +1,9 @@
 """What TensorFlow's parameter server strategy does not tell or let choose."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,9 +20,15 @@ from tfdist.tensorflow_internals.symbols import (
 
 
 class _BalancedExtended(ParameterServerExtended):
-    """Places each variable on the server that holds the fewest bytes, not on one after another."""
+    """Places each variable on the server that holds the fewest bytes, not on one after another.
+
+    Attributes:
+      server_bytes: of the variables that were placed on each server.
+      beside_bytes: of those that were made beside them: what optimizers keep of them.
+    """
 
     server_bytes: list[int]
+    beside_bytes: list[int]
 
     # There is one replica, so that nothing is to be merged; and a merge call cannot stand in a condition, as an update
     # does that is skipped after an overflow.
@@ -33,6 +41,14 @@ class _BalancedExtended(ParameterServerExtended):
     ) -> Any:
         return self._update(var, fn, args, kwargs or {}, group)
 
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if "colocate_with" in kwargs:
+            place = tf.DeviceSpec.from_string(variable.device)
+            if place.job == "ps":
+                self.beside_bytes[place.task] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
     def _create_variable_round_robin(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         initial_value = kwargs.get("initial_value")
         if callable(initial_value) and not hasattr(initial_value, "checkpoint_position"):
@@ -42,14 +58,21 @@ class _BalancedExtended(ParameterServerExtended):
         if not callable(initial_value) and initial_value is not None:
             kwargs["initial_value"] = value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
             size = (value.shape.num_elements() or 0) * value.dtype.size
-        server = min(range(self._num_ps), key=self.server_bytes.__getitem__)
+        server = min(range(self._num_ps), key=lambda number: self.server_bytes[number] + self.beside_bytes[number])
         self.server_bytes[server] += size
         self._variable_count = server
         return super()._create_variable_round_robin(next_creator, **kwargs)
 
 
+_coordinators: "weakref.WeakSet[Coordinator]" = weakref.WeakSet()
+
+
 class Coordinator(tf.distribute.coordinator.ClusterCoordinator):
     """TensorFlow's, which does not keep the chief from ending while a worker is lost."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        _coordinators.add(self)
 
     def __del__(self) -> None:
         # When the interpreter ends, its threads stand still, perhaps with the lock that this would wait for.
@@ -57,11 +80,37 @@ class Coordinator(tf.distribute.coordinator.ClusterCoordinator):
             super().__del__()
 
 
+def has_coordinators() -> bool:
+    """Whether a coordinator of this process is connected to the cluster."""
+    return bool(_coordinators)
+
+
+@contextlib.contextmanager
+def without_reconnecting() -> Iterator[bool]:
+    """Keeps this process's coordinators from connecting to the cluster again, as they do when a worker is lost.
+
+    TensorFlow crashes if two connect at the same time.
+
+    Yields:
+      Whether it was possible; False if one is connecting just now.
+    """
+    with contextlib.ExitStack() as held:
+        is_free = True
+        for coordinator in list(_coordinators):
+            lock = coordinator._cluster.failure_handler._cluster_update_lock
+            if lock.acquire(blocking=False):
+                held.callback(lock.release)
+            else:
+                is_free = False
+        yield is_free
+
+
 def balance_by_bytes(strategy: Any) -> None:
     """Makes `strategy`, a `tf.distribute.ParameterServerStrategy`, place variables by their size."""
     extended = strategy.extended
     extended.__class__ = _BalancedExtended
     extended.server_bytes = [0] * extended._num_ps
+    extended.beside_bytes = [0] * extended._num_ps
 
 
 def may_run_on_chief(strategy: Any) -> None:

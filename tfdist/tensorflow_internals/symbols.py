@@ -58,6 +58,9 @@ for _method, _why in {
     "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
     "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
     "cross_device_utils:CollectiveReplicaLauncher._get_ordering_token": "decides whether collectives run one by one",
+    "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable": (
+        "creates variables beside others, which nobody counts"
+    ),
     "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable_round_robin": (
         "places variables one after another, whatever their size"
     ),

@@ -10,7 +10,7 @@ from tfdist.training.update import reduce_and_apply, reset
 def flush(accumulation: Accumulation) -> int:
     """Makes an update of the mean over the micro-steps accumulated since the last one.
 
-    To be called eagerly and on all workers.
+    To be called eagerly and on all workers, once tfdist makes the updates (`take_over`).
 
     Returns:
       How many micro-steps it was made of; 0 if there was nothing to apply.
@@ -19,11 +19,10 @@ def flush(accumulation: Accumulation) -> int:
     if not micro_steps:
         return 0
     strategy = accumulation.strategy
-    ours = hasattr(strategy, "gradient_exchange")
-    exchange = strategy.gradient_exchange if ours else Exchange()
+    exchange = getattr(strategy, "gradient_exchange", None) or Exchange()
 
     def replica_flush() -> None:
-        update = accumulation.update(scaled=ours)
+        update = accumulation.update()
         accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
         reduce_and_apply(update, accumulated, exchange, contributes=None, micro_steps=micro_steps)
         reset(update)

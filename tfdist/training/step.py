@@ -22,6 +22,8 @@ class ReplicaStep:
     its `fraction` of the samples; with equal parts that is Keras' `1 / N`. Micro-batches have a step each.
     """
 
+    sum_scale = 1  # the sum over the replicas is already the sum over the global batch
+
     def __init__(self, samples: int | tf.Tensor, fraction: float | tf.Tensor, parts_of_replica: int = 1) -> None:
         """Describes a replica's part, or a micro-batch of it.
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.collectives import Exchange
 from tfdist.keras_internals.gradients import all_finite, divided, values_of, with_values
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.training.micro_batches import added, current_micro_batch
 from tfdist.training.step import current_step
 
@@ -93,7 +94,7 @@ def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], e
         else:
             tf.cond(contributes, accumulate, lambda: None)
 
-    tf.cond(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
+    cond_over_replicas(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
 
 
 def reduce_and_apply(
@@ -105,7 +106,6 @@ def reduce_and_apply(
     micro_steps: int,
 ) -> None:
     """Sums `gradients`, which `micro_steps` micro-steps have added up, over the replicas and updates the variables."""
-    context = tf.distribute.get_replica_context()
     if contributes is not None and tf.executing_eagerly():
         # Eagerly the replicas meet to reduce, where no one's own condition is known.
         gradients = [gradient if contributes else _zeros_like(gradient) for gradient in gradients]
@@ -122,12 +122,12 @@ def reduce_and_apply(
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(shape)  # what TensorFlow infers depends on the data that a replica traces for
     with exchange.of_gradients(contributes, optimizer.paths):
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        summed = sum_over_replicas(gradients)
     if loss_scale is None:
         optimizer.apply(optimizer.clip(summed))
         return
     finite = all_finite(summed)
-    tf.cond(
+    cond_over_replicas(
         finite,
         lambda: optimizer.apply(optimizer.clip(summed)),
         # Keras counts the micro-step after the update; the ones of a skipped update must not count.

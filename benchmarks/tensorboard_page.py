@@ -1,0 +1,101 @@
+"""TensorBoard's server on a free port of this host, and its page with the charts of some tags."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.browser import Page
+
+_ADDRESS = re.compile(r"at (http://[0-9.]+:[0-9]+)/")
+# As a user would set them by hand; kept in the browser.
+_SETTINGS = {
+    "timeSeriesSettingsPaneOpened": False,
+    "stepSelectorEnabled": False,
+    "sideBarWidthInPercent": 11,
+    "scalarSmoothing": 0,
+}
+TAGS = "[...document.querySelectorAll('card-view tb-truncated-path.tag')].map(tag => tag.title)"
+DRAWN = "document.querySelectorAll('card-view line-chart canvas').length"
+
+
+class Server:
+    """A server that has been started.
+
+    Args:
+      process: of the server.
+      output: its log.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", output: Path) -> None:
+        self._process, self._output = process, output
+
+    def address(self, seconds: float = 120.0) -> str:
+        """Waits until it answers, and returns where."""
+        return self._until(lambda: (found := _ADDRESS.search(self._output.read_text())) and found[1], seconds)
+
+    def wait_for(self, tags: set[str], seconds: float = 120.0) -> None:
+        """Waits until it has read all of `tags`, whatever their runs."""
+        address = self.address(seconds)
+
+        def has_all() -> bool:
+            by_run = json.loads(_get(f"{address}/data/plugin/scalars/tags"))
+            return tags <= {tag for of_run in by_run.values() for tag in of_run}
+
+        self._until(has_all, seconds)
+
+    def _until(self, condition: Callable[[], Any], seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise RuntimeError(f"TensorBoard does not serve:\n{self._output.read_text()[-2000:]}")
+            time.sleep(0.1)
+        return value
+
+
+@contextlib.contextmanager
+def serving(log_dir: Path) -> Iterator[Server]:
+    """Starts a server, which need not be up yet, and ends it afterwards."""
+    with contextlib.ExitStack() as undo:
+        output = Path(undo.enter_context(tempfile.TemporaryDirectory()), "output")
+        command = "--port=0 --host=127.0.0.1 --load_fast=false --reload_interval=1".split()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensorboard.main", f"--logdir={log_dir}", *command],
+            stdout=undo.enter_context(open(output, "wb")),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        undo.callback(process.wait)
+        undo.callback(process.kill)  # on SIGTERM it takes its time
+        yield Server(process, output)
+
+
+def open_charts(page: Page, address: str, tags: str, *, width: int, height: int) -> None:
+    """Opens the time series, and waits until a chart is drawn for each tag that is shown.
+
+    Args:
+      page: where to.
+      address: of the server.
+      tags: a regular expression for the tags, as a user would type it.
+      width: of the window, in CSS pixels.
+      height: of the window: charts outside of it are not drawn.
+    """
+    settings = json.dumps(json.dumps(_SETTINGS))
+    url = f"{address}/?tagFilter={urllib.parse.quote(tags, safe='')}#timeseries"
+    page.open(url, width=width, height=height, before=f"localStorage.setItem('_tb_global_settings', {settings})")
+    page.until(f"{DRAWN} > 0 && {DRAWN} == {TAGS}.length")
+
+
+def _get(url: str) -> str:
+    no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with no_proxy.open(url, timeout=30) as answer:
+        return answer.read().decode()

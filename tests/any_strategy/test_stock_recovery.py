@@ -1,0 +1,53 @@
+"""FailureRecovery under TensorFlow's own strategies: an interrupted training ends as if nothing had happened."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import stock_trainings
+from interruptions import Interrupt, Interrupted
+from stock_trainings import CASES, train
+from training import differences
+
+pytestmark = pytest.mark.usefixtures("cpus")
+KILLED = "mirrored, accumulating", "one device, accumulating, compiled"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    results = {}
+
+    def result(case):
+        if case not in results:
+            results[case] = train(tmp_path_factory.mktemp("undisturbed"), case, every_epochs=100)
+        return results[case]
+
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_an_exception_it_goes_on_within_the_epoch(tmp_path, undisturbed, case):
+    count = 3 if "steps_per_execution" in CASES[case][2] else 5  # the last step of the first epoch, or the one before
+    with pytest.raises(Interrupted):
+        train(tmp_path, case, Interrupt("on_train_batch_end", count), every_steps=2)
+    first = []
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: first.append(batch))
+    assert differences(undisturbed(case), train(tmp_path, case, seen, every_steps=2)) == []
+    assert first[0] > 2, "it has begun anew"
+
+
+@pytest.mark.multi_process
+def test_after_a_kill_it_goes_on_within_the_epoch(tmp_path, undisturbed):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "TFDIST_"))}
+    environ |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--max-restarts", "1"]
+    command += [stock_trainings.__file__, str(tmp_path), *KILLED]
+    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    assert finished.stderr.count("failed: killed by SIGKILL") == 1, finished.stderr
+    for case in KILLED:
+        assert differences(undisturbed(case), dict(np.load(tmp_path / f"{case}.npz"))) == []

@@ -1,0 +1,30 @@
+"""Reads TensorBoard's event files."""
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+
+def _events(directory):
+    import tensorflow as tf
+
+    for path in sorted(pathlib.Path(directory).glob("*tfevents*")):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            yield tf.compat.v1.Event.FromString(record)
+
+
+@pytest.fixture
+def curves() -> Callable[..., dict[str, list[tuple[int, float]]]]:
+    """`curves(directory)`: the points, step and value, of each tag, in the order in which they stand in the files."""
+
+    def read(directory):
+        import tensorflow as tf
+
+        found: dict[str, list[tuple[int, float]]] = {}
+        for event in _events(directory):
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, float(tf.make_ndarray(value.tensor))))
+        return found
+
+    return read

@@ -1,0 +1,288 @@
+"""TrainingMonitor: its numbers, when it writes, under which strategies what, and what a restart makes of the curves."""
+
+import warnings
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.callbacks import (
+    CommunicationReport,
+    FailureRecovery,
+    GradientAccumulation,
+    TrainingMonitor,
+    monitored,
+    restart_count,
+)
+from tfdist.callbacks.monitored import SaveStalls, StepTimes
+from tfdist.collectives.stopwatch import Stopwatch
+from tfdist.parameter_server.tally import WorkerCount
+from tfdist.strategies import MirroredStrategy
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+INPUTS = np.random.default_rng(0).normal(size=(48, 64)).astype("float32")
+TARGETS = INPUTS[:, :48].copy()
+ALWAYS = {"tfdist/restarts", "tfdist/step_ms"}
+SENT = {"tfdist/wire_bytes", "tfdist/dense_bytes", "tfdist/compression_ratio"}
+TIMES = {"tfdist/encode_ms", "tfdist/exchange_ms", "tfdist/decode_ms"}
+
+
+def compiled(strategy, **arguments):
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(48)])
+        model.compile(keras.optimizers.SGD(0.1), loss="mse", **arguments)
+    return model
+
+
+def fit(model, *callbacks, batch_size=4, **arguments):
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(batch_size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`shuffle=True`|Training ended after")
+        return model.fit(data, callbacks=list(callbacks), **{"verbose": 0, **arguments}).history
+
+
+def steps(points):
+    return [step for step, _ in points]
+
+
+def values(points):
+    return {value for _, value in points}
+
+
+def test_the_numbers_are_those_by_hand(cpus, tmp_path, curves):
+    model = compiled(strategy := MirroredStrategy(cpus[:2], compression="int8"))
+    fit(model, TrainingMonitor(tmp_path, every_steps=5), epochs=2)  # 24 steps
+    found = curves(tmp_path / "tfdist")
+    assert set(found) == ALWAYS | SENT | {"tfdist/residual_norm", "tfdist/replicas"}
+    assert all(steps(points) == [5, 10, 15, 20, 24] for points in found.values())
+    # A kernel of 64 x 48 in 12 blocks of 260 bytes, and a bias of 48 that is too small to be compressed.
+    assert values(found["tfdist/dense_bytes"]) == {12288 + 192}
+    assert values(found["tfdist/wire_bytes"]) == {12 * 260 + 192}
+    assert values(found["tfdist/compression_ratio"]) == {np.float32(12480 / 3312)}
+    assert values(found["tfdist/replicas"]) == {2.0} and values(found["tfdist/restarts"]) == {0.0}
+    residuals = [
+        entries["residual"].numpy() for entries in strategy.compression_state.replicas["replica_0"].entries.values()
+    ]
+    norm = np.sqrt(sum(np.square(residual).sum() for residual in residuals))
+    assert norm > 0
+    np.testing.assert_allclose(found["tfdist/residual_norm"][-1][1], norm, rtol=1e-5)
+    assert len(values(found["tfdist/residual_norm"])) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["tfdist"]
+
+
+@pytest.mark.parametrize(
+    ("make", "tags"),
+    [
+        (tf.distribute.get_strategy, set()),
+        (lambda: MirroredStrategy(["CPU:0"]), set()),
+        (lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), {"tfdist/replicas"}),
+        (lambda: MirroredStrategy(["CPU:0", "CPU:1"]), SENT | {"tfdist/replicas"}),
+    ],
+    ids=["none", "one replica", "stock", "uncompressed"],
+)
+def test_what_does_not_apply_is_not_written(tmp_path, curves, make, tags):
+    fit(compiled(make()), TrainingMonitor(tmp_path), batch_size=24)
+    found = curves(tmp_path / "tfdist")
+    assert set(found) == ALWAYS | tags
+    assert {step for points in found.values() for step in steps(points)} == {2}
+
+
+def test_only_the_chief_writes(cpus, tmp_path, monkeypatch):
+    model = compiled(strategy := MirroredStrategy(cpus[:2]))
+    monkeypatch.setattr(type(strategy.extended), "should_save_summary", property(lambda _: False))
+    fit(model, TrainingMonitor(tmp_path, every_steps=1, timing=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_updates_count_for_bytes_and_executions_for_steps(cpus, tmp_path, curves):
+    model = compiled(MirroredStrategy(cpus[:2]), steps_per_execution=3)
+    fit(model, GradientAccumulation(5), TrainingMonitor(tmp_path, every_steps=2))  # 12 steps, 2 updates
+    found = curves(tmp_path / "tfdist")
+    assert steps(found["tfdist/restarts"]) == [3, 6, 9, 12]
+    assert steps(found["tfdist/step_ms"]) == [6, 9, 12], "the first execution was traced"
+    assert found["tfdist/wire_bytes"] == [(6, 12480.0), (12, 12480.0)]
+
+
+def test_the_steps_of_a_second_fit_are_counted_on(cpus, tmp_path, curves):
+    model, monitor = compiled(MirroredStrategy(cpus[:2])), TrainingMonitor(tmp_path, every_steps=8)
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    for _ in range(2):
+        fit(model, monitor, board)
+    fit(model, TrainingMonitor(tmp_path, every_steps=8))
+    assert steps(curves(tmp_path / "tfdist")["tfdist/replicas"]) == [8, 12, 16, 24, 8, 12], "another training's stay"
+    assert "epoch_loss" in curves(tmp_path / "train")
+
+
+def test_times_are_taken_once_for_all_who_want_them(cpus, tmp_path, curves, monkeypatch):
+    made, clocks, numpy_function = [], [], tf.numpy_function
+    monkeypatch.setattr(tf, "numpy_function", lambda *a, **k: clocks.append(k) or numpy_function(*a, **k))
+    init = Stopwatch.__init__
+    monkeypatch.setattr(Stopwatch, "__init__", lambda self, host: made.append(self) or init(self, host))
+    model = compiled(strategy := MirroredStrategy(cpus[:2], compression="int8"))
+    report = CommunicationReport(timing=True, print_table=False)
+    for number, callbacks in enumerate(
+        [[TrainingMonitor(tmp_path, timing=True), report], [report, TrainingMonitor(tmp_path, timing=True)]], start=1
+    ):
+        history = fit(model, *callbacks)
+        assert (len(made), len(clocks)) == (number, 4 * number), "one stopwatch, the clocks of the only bucket"
+        assert strategy.durations_by_method == {}, "it is taken away in the end"
+        assert min(history[f"{name}_seconds"][0] for name in ("encode", "exchange", "decode")) > 0
+    found = curves(tmp_path / "tfdist")
+    assert set(found) == ALWAYS | SENT | TIMES | {"tfdist/residual_norm", "tfdist/replicas"}
+    of_fit = {name: [value for step, value in found[f"tfdist/{name}_ms"][2:]] for name in ("encode", "exchange")}
+    # The points of steps 10 and 12 tell of 10 and 2 updates.
+    for name, (first, second) in of_fit.items():
+        seconds = history[f"{name}_seconds"][0]
+        np.testing.assert_allclose((10 * first + 2 * second) / 12 / 1e3, seconds, rtol=1e-4)
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupted_at(step):
+    counter = {"steps": 0}
+
+    def count(_, logs):
+        counter["steps"] += 1
+        if counter["steps"] == step:
+            raise Interruption
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=count)
+
+
+def test_an_interrupted_training_has_the_curves_of_one_that_was_not(cpus, tmp_path, curves, monkeypatch):
+    def train(*callbacks, name):
+        recovery = FailureRecovery(tmp_path / f"{name}-checkpoints", every_steps=6, background=False)
+        model = compiled(MirroredStrategy(cpus[:2], compression="int8"))
+        fit(model, TrainingMonitor(tmp_path / name, every_steps=2), recovery, *callbacks, epochs=2)
+        assert recovery.saves == 5 - 2 * (name == "broken")
+        return curves(tmp_path / name / "tfdist")
+
+    whole = train(name="whole")
+    assert steps(whole["tfdist/checkpoint_stall_ms"]) == [8, 14, 20], "the last save comes after the last point"
+    assert min(values(whole["tfdist/checkpoint_stall_ms"])) > 0
+    with pytest.raises(Interruption):
+        train(interrupted_at(17), name="broken")
+    assert steps(curves(tmp_path / "broken" / "tfdist")["tfdist/restarts"]) == list(range(2, 17, 2))
+    monkeypatch.setattr(restart_count, "run_id", lambda: "another process")
+    broken = train(interrupted_at(100), name="broken")
+    assert set(broken) == set(whole)
+    for tag in set(whole) - {"tfdist/step_ms", "tfdist/checkpoint_stall_ms", "tfdist/restarts"}:
+        assert broken[tag] == whole[tag], tag
+    assert broken["tfdist/restarts"] == [(step, float(step > 12)) for step in range(2, 25, 2)]
+
+
+def test_an_attempt_without_a_checkpoint_begins_its_curves_anew(cpus, tmp_path, curves, monkeypatch):
+    model = compiled(MirroredStrategy(cpus[:1]))
+    broken = TrainingMonitor(tmp_path, every_steps=2)
+    with pytest.raises(Interruption):
+        fit(model, broken, interrupted_at(7))
+    fit(model, TrainingMonitor(tmp_path, every_steps=2))
+    again = TrainingMonitor(tmp_path, every_steps=3)
+    again._training = broken._training  # as in the next attempt of a run
+    monkeypatch.setenv("TFDIST_ATTEMPT", "1")
+    fit(model, again)
+    found = curves(tmp_path / "tfdist")["tfdist/restarts"]
+    assert found == [(step, 0.0) for step in range(2, 13, 2)] + [(step, 1.0) for step in range(3, 13, 3)]
+
+
+def test_attempts_of_a_run_give_their_trainings_the_same_names(monkeypatch):
+    monkeypatch.setenv("TFDIST_RUN_ID", "abc")
+    restart_count.run_id.cache_clear()
+    first, second = TrainingMonitor("x"), TrainingMonitor("x")
+    restart_count.run_id.cache_clear()
+    names = [monitor._training.rpartition("-") for monitor in (first, second)]
+    assert [run for run, _, _ in names] == ["abc", "abc"]
+    assert int(names[1][2]) == int(names[0][2]) + 1
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_step_times_leave_out_the_step_that_is_traced(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(monitored, "time", clock)
+    times = StepTimes()
+
+    def execute(seconds, count):
+        times.begin()
+        clock.now += seconds
+        times.end(count)
+        clock.now += 100.0  # callbacks and validation
+
+    execute(30.0, 1)
+    assert times.seconds == 30.0 and times.scalars() == {}
+    execute(1.0, 1)
+    execute(3.0, 4)
+    assert times.seconds == 4.0
+    assert times.scalars() == {"step_ms": 800.0}
+    assert times.seconds == 0.0 and times.scalars() == {}
+
+
+def test_stalls_are_those_of_the_saves_since_the_last_point():
+    recovery = SimpleNamespace(saves=2, stall_seconds=9.0)
+    stalls = SaveStalls(recovery)
+    assert stalls.scalars() == {}
+    recovery.saves, recovery.stall_seconds = 4, 9.5
+    assert stalls.scalars() == {"checkpoint_stall_ms": 250.0}
+    assert stalls.scalars() == {}
+    assert SaveStalls(None).scalars() == {}
+
+
+def test_workers_of_parameter_servers_have_runs_of_their_own(tmp_path, curves, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(monitored, "time", clock)
+
+    def count(steps, staleness):
+        return WorkerCount(steps, 8 * steps, staleness, 4, 100 * steps, 300 * steps)
+
+    strategy = SimpleNamespace(
+        worker_counts=(count(7, 0.0), count(0, 0.0), count(0, 0.0)),
+        workers=3,
+        num_replicas_in_sync=1,
+        extended=SimpleNamespace(should_save_summary=True),
+    )
+    monitor = TrainingMonitor(tmp_path, every_steps=2)
+    monitor.set_model(SimpleNamespace(distribute_strategy=strategy))
+    monitor.on_train_begin()
+    for batch, counts in enumerate(
+        [(count(7, 0.0), count(2, 0.5), count(0, 0.0)), (count(17, 0.0), count(4, 1.0), count(0, 0.0))]
+    ):
+        monitor.on_train_batch_begin(batch)
+        strategy.worker_counts = counts
+        clock.now += 2.0
+        monitor.on_train_batch_end(batch)
+    monitor.on_train_end()
+    assert set(curves(tmp_path / "tfdist")) == {"tfdist/restarts", "tfdist/step_ms", "tfdist/world_size"}
+    assert curves(tmp_path / "tfdist")["tfdist/world_size"] == [(2, 3.0)]
+    found = [curves(tmp_path / "tfdist" / f"worker-{worker}") for worker in range(3)]
+    assert [{tag: value for tag, [(_, value)] in of_worker.items()} for of_worker in found] == [
+        {
+            "tfdist/staleness": 0.0,
+            "tfdist/bytes_pushed": 100.0,
+            "tfdist/bytes_pulled": 300.0,
+            "tfdist/samples_per_second": 20.0,
+        },
+        {
+            "tfdist/staleness": 1.0,
+            "tfdist/bytes_pushed": 100.0,
+            "tfdist/bytes_pulled": 300.0,
+            "tfdist/samples_per_second": 8.0,
+        },
+        {},
+    ]
+
+
+@pytest.mark.parametrize("every_steps", [0, -1, 2.0, True, None], ids=str)
+def test_the_interval_is_checked(every_steps):
+    with pytest.raises(ValueError, match=r"`every_steps` is no interval. Received: every_steps=.*Expected: a whole"):
+        TrainingMonitor("x", every_steps=every_steps)

@@ -1,0 +1,128 @@
+"""The site builds without a warning or a network, its links lead somewhere, and it loads nothing from elsewhere."""
+
+import ast
+import doctest
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfdist.launch import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 240
+# What loads something when the page is opened; a link that one may follow does not.
+LOADS = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\b(?:href|src)=\"?((?:https?:)?//[^\s\">]+)")
+# What a type alias is, the signatures say; whether an environment is Slurm's, `detect` does.
+NOT_SHOWN = {"checkpoint": ["Json"], "cluster": ["has_tf_config", "is_kubernetes_cluster", "is_slurm_step"]}
+REFERS = re.compile(r"\b(?:href|src)=\"?([^\s\">]+)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("site")
+    # A proxy that is not there: whatever asks a network fails at once.
+    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(output)],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    return output
+
+
+def is_list_of_names(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+
+
+def is_shown(path: str, reference: str) -> bool:
+    """Whether the reference has a heading for it; `detect` is the function of the module of its name."""
+    name = path.rpartition(".")[2]
+    return any(f'id="{shown}"' in reference for shown in (path, f"{path}.{name}"))
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    assert pages and all((site / page).is_file() for page in pages)
+
+
+def test_links_lead_somewhere(site: Path) -> None:
+    gone = set()
+    for page in site.rglob("*.html"):
+        for link in REFERS.findall(text_of(page)):
+            name = re.split(r"[?#]", link)[0].replace("%20", " ")
+            if name and ":" not in name and not name.startswith("/") and not (page.parent / name).exists():
+                gone.add(f"{page.relative_to(site)}: {link}")
+    assert not gone
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    loaded = {match for page in site.rglob("*.html") for match in LOADS.findall(text_of(page))}
+    assert not loaded
+    styles = "".join(text_of(sheet) for sheet in site.rglob("*.css"))
+    assert not re.findall(r"url\(\s*['\"]?(?:https?:)?//", styles) and "@import" not in styles
+
+
+def test_reference_is_made_from_docstrings(site: Path) -> None:
+    page = text_of(site / "api" / "callbacks.html")
+    assert 'id="tfdist.callbacks.FailureRecovery"' in page
+    # The arguments of __init__ stand at the class, examples are code, names of pages are links.
+    assert "save after every so many training steps" in page
+    assert "&gt;&gt;&gt; " in page
+    assert not [path.name for path in (site / "api").glob("*.html") if "<blockquote>" in text_of(path)]
+    assert 'href="../guarantees.html"' in page
+
+
+def test_command_line_shows_its_help(site: Path) -> None:
+    page = text_of(site / "api" / "command_line.html")
+    assert "--max-restarts" in page and "--verify" in page and "<!-- tfdist" not in page
+
+
+def test_every_command_is_on_the_page(site: Path) -> None:
+    page = text_of(site / "api" / "command_line.html")
+    commands = [command.__name__.rpartition(".")[2].removesuffix("_command") for command in main._COMMANDS]
+    assert commands and all(f"usage: tfdist {command}" in page for command in commands)
+
+
+def test_everything_public_is_in_the_reference(site: Path) -> None:
+    reference = "".join(text_of(path) for path in (site / "api").glob("*.html"))
+    for module in ("strategies", "callbacks", "compression", "checkpoint", "cluster", "launch"):
+        tree = ast.parse((ROOT / "tfdist" / module / "__init__.py").read_text(encoding="utf-8"))
+        (names,) = (ast.literal_eval(node.value) for node in tree.body if is_list_of_names(node))
+        missing = [name for name in names if not is_shown(f"tfdist.{module}.{name}", reference)]
+        assert missing == NOT_SHOWN.get(module, [])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "building").glob("*.py")), ids=lambda path: path.name)
+def test_examples_of_the_building_tools(path: Path) -> None:
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
+    module.__spec__.loader.exec_module(module)
+    assert not doctest.testmod(module).failed
+
+
+def test_files_of_the_repository_are_copied(site: Path) -> None:
+    copy = site / "repository" / "examples" / "kubernetes" / "job.yaml.txt"
+    assert copy.read_bytes() == (ROOT / "examples" / "kubernetes" / "job.yaml").read_bytes()
+    assert (site / "repository" / "benchmarks" / "results" / "network.png").is_file()
+
+
+def test_a_warning_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Title\n\n[nowhere](gone.md)\n")
+    (tmp_path / "mkdocs.yml").write_text(text_of(ROOT / "mkdocs.yml").split("\ntheme:")[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert done.returncode != 0 and "gone.md" in done.stdout + done.stderr

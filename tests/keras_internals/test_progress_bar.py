@@ -1,0 +1,147 @@
+"""The progress bar: once for all workers, with what was sent, and nothing of that anywhere else."""
+
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.callbacks import CommunicationReport, GradientAccumulation
+from tfdist.keras_internals.progress_bar import SendingProgressBar, SizePerStep
+from tfdist.strategies import MirroredStrategy
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+INPUTS = np.random.default_rng(0).normal(size=(48, 64)).astype("float32")
+TARGETS = INPUTS[:, :48].copy()
+SENT = "12.5 kB/step"  # (64 x 48 + 48) values of 4 bytes
+
+
+@pytest.fixture(scope="module")
+def model(cpus):
+    """Of two replicas that send 12,480 bytes a step."""
+    return compiled(MirroredStrategy(cpus[:2]))
+
+
+def compiled(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(48)])
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    return model
+
+
+def lines(capsys):
+    """What was shown, each version of a line that was rewritten as one of its own, without colours."""
+    text = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
+    return [line.strip("\b ") for line in re.split("[\r\n]", text) if line.strip("\b ")]
+
+
+def fit(model, *callbacks, **arguments):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Training ended after")
+        return model.fit(INPUTS, TARGETS, batch_size=12, callbacks=list(callbacks), **arguments).history
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0 B/step"), (999.6, "1000 B/step"), (1000, "1.0 kB/step"), (40e6, "40.0 MB/step"), (1.25e9, "1.2 GB/step")],
+)
+def test_sizes_print_themselves_in_their_largest_unit(number, shown):
+    assert f"{SizePerStep(number) / 1:.4f}" == f"{SizePerStep(2 * number) / 2:.4e}" == shown
+
+
+def test_moving_bar_and_its_last_line_show_what_was_sent(model, capsys):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, logs: seen.append(set(logs)), on_epoch_end=lambda _, logs: seen.append(set(logs))
+    )
+    history = fit(model, watch, epochs=2, validation_data=(INPUTS, TARGETS))
+    shown = lines(capsys)
+    finished = [line for line in shown if line.startswith("4/4") and "val_loss" in line]
+    assert len(finished) == 2
+    assert all(f" - loss: {loss:.4f}" in line for line, loss in zip(finished, history["loss"], strict=True))
+    assert all(line.count(f" - sent: {SENT}") == 1 for line in finished)
+    assert set(history) == {"loss", "val_loss"}, "nobody else sees it"
+    assert seen == ([{"loss"}] * 4 + [{"loss", "val_loss"}]) * 2
+
+
+def test_one_line_an_epoch(model, capsys):
+    fit(model, epochs=2, verbose=2)
+    assert [line.partition(" - ")[2][-len(SENT) :] for line in lines(capsys) if "loss" in line] == [SENT, SENT]
+
+
+def test_a_size_is_that_of_the_steps_of_its_epoch(cpus, capsys):
+    fit(compiled(MirroredStrategy(cpus[:2])), GradientAccumulation({0: 1, 1: 2}), epochs=2, verbose=2)
+    sizes = [line.rpartition("sent: ")[2] for line in lines(capsys) if "sent: " in line]
+    assert sizes == [SENT, "6.2 kB/step"], "two steps make an update in the second epoch"
+
+
+def test_the_bar_of_a_resumed_epoch_counts_the_steps_that_it_makes(capsys):
+    sent = iter([1000, 1000, 3000, 3000])
+    bar = SendingProgressBar(lambda: next(sent))
+    bar.set_params({"verbose": 2, "epochs": 1, "steps": 9})
+    bar.on_epoch_begin(0)
+    logs = {"loss": 1.0}
+    for batch in (7, 8):
+        bar.on_train_batch_begin(batch)
+        bar.on_train_batch_end(batch, logs)
+    bar.on_epoch_end(0, logs)
+    assert logs == {"loss": 1.0}, "which callbacks behind the bar see, too"
+    assert lines(capsys)[-1].endswith(" - loss: 1.0000 - sent: 1.0 kB/step")
+
+
+def test_an_epoch_without_steps_says_nothing_of_bytes(capsys):
+    bar = SendingProgressBar(lambda: 5)
+    bar.set_params({"verbose": 2, "epochs": 1, "steps": 4})
+    bar.on_epoch_begin(0)
+    bar.on_epoch_end(0, {"loss": 1.0})
+    assert lines(capsys)[-1].endswith(" - loss: 1.0000")
+
+
+def test_a_bar_of_the_users_own_is_left_alone(model, capsys):
+    fit(model, keras.callbacks.ProgbarLogger(), verbose=2)
+    [line] = lines(capsys)
+    assert "loss" in line and "sent" not in line
+
+
+@pytest.mark.parametrize("verbose", ["auto", 1, 2], ids=str)
+def test_workers_but_the_chief_show_nothing(model, capsys, monkeypatch, verbose):
+    monkeypatch.setattr(model.distribute_strategy, "rank", 1, raising=False)
+    fit(model, verbose=verbose)
+    model.evaluate(INPUTS, TARGETS, verbose=verbose)
+    model.predict(INPUTS, verbose=verbose)
+    assert lines(capsys) == []
+    assert model.history.params["verbose"] == verbose
+    bar = keras.callbacks.ProgbarLogger()
+    fit(model, bar, verbose=2)
+    assert len(lines(capsys)) == 1, "unless they are told to"
+
+
+def test_the_chief_shows_evaluations_and_predictions_as_ever(model, capsys):
+    model.evaluate(INPUTS, TARGETS, batch_size=24)
+    model.predict(INPUTS, batch_size=24)
+    shown = lines(capsys)
+    assert sum(line.startswith("2/2") for line in shown) >= 2 and not any("sent" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tf.distribute.get_strategy,
+        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        lambda: MirroredStrategy(["CPU:0"]),
+    ],
+    ids=["none", "stock", "one replica"],
+)
+def test_where_nothing_is_counted_the_bar_is_as_ever(model, capsys, make):
+    fit(compiled(make()), verbose=2)
+    [line] = lines(capsys)
+    assert re.fullmatch(r"4/4 - \d+s - \d+m?s/step - loss: \d\.\d{4}", line)
+
+
+def test_a_report_beside_it_is_shown_too(model, capsys):
+    history = fit(model, CommunicationReport(print_table=False), verbose=2)
+    assert lines(capsys)[-1].endswith(f" - sent: {SENT}")
+    assert history["wire_bytes"] == [12480.0]

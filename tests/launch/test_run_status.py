@@ -1,0 +1,128 @@
+"""What is told of a run while it goes on: the line and the news of attempts as the heartbeats have them."""
+
+import json
+
+import pytest
+
+from tfdist.launch.liveness import Liveness
+from tfdist.launch.roles import peers, with_parameter_servers
+from tfdist.launch.run_status import RunStatus
+
+
+class Run:
+    """A run of attempts whose workers say what the test says."""
+
+    def __init__(self, workers=2):
+        self.status, self.workers = RunStatus(workers), workers
+
+    def begin(self, attempt=0, roles=None, now=0.0):
+        roles = peers(self.workers) if roles is None else roles
+        self.liveness = Liveness(
+            len(roles),
+            roles=dict(enumerate(roles)),
+            now=now,
+            heartbeat_timeout_seconds=10.0,
+            stall_timeout_seconds=0.0,
+        )
+        self.status.begin(attempt, roles, self.liveness, now=now)
+
+    def say(self, rank=0, *, now=0.0, **said):
+        self.liveness.hear(rank, json.dumps({"alive": True, **said}).encode(), now=now)
+
+
+@pytest.fixture
+def run():
+    run = Run()
+    run.begin()
+    return run
+
+
+def test_the_line_without_heartbeats_tells_of_time(run):
+    assert run.status.line(now=0.0) == "tfdist: 2 workers · running for 0 s"
+    assert run.status.line(now=119.9) == "tfdist: 2 workers · running for 119 s"
+    assert run.status.line(now=120.0) == "tfdist: 2 workers · running for 2 min"
+    assert run.status.line(now=7260.0) == "tfdist: 2 workers · running for 2 h 1 min"
+
+
+def test_the_line_of_a_training(run):
+    run.say(1, step=1229)
+    run.say(0, step=1230)
+    assert run.status.line(now=1.0) == "tfdist: 2 workers · step 1,230"
+    run.say(0, step=1230, phase="validation")
+    assert run.status.line(now=1.0) == "tfdist: 2 workers · step 1,230 · validation"
+    run.say(0, step=1231, saved=5, saved_step=1200)
+    assert run.status.line(now=2.0) == "tfdist: 2 workers · step 1,231 · checkpoint 1,200, 0 s ago"
+    run.say(0, step=1231, saved=5, saved_step=1200)
+    assert run.status.line(now=14.0) == "tfdist: 2 workers · step 1,231 · checkpoint 1,200, 12 s ago"
+
+
+def test_restarts_and_missing_workers_are_in_the_line_and_the_checkpoint_stays(run):
+    run.say(step=50, saved=3, saved_step=40)
+    run.status.line(now=1.0)
+    run.begin(1, now=10.0)
+    assert run.status.line(now=11.0) == "tfdist: 2 workers · running for 1 s · 1 restart · checkpoint 40, 10 s ago"
+    run.begin(2, peers(1), now=20.0)
+    run.say(step=41, now=20.0)
+    assert run.status.line(now=21.0) == "tfdist: 1 of 2 workers · step 41 · 2 restarts · checkpoint 40, 20 s ago"
+
+
+def test_a_checkpoint_of_a_restart_counts_if_it_is_newer(run):
+    run.say(saved=3, saved_step=40)
+    run.status.line(now=1.0)
+    run.begin(1)
+    run.say(saved=2, saved_step=20)
+    assert "checkpoint 40" in run.status.line(now=2.0)
+    run.say(saved=4, saved_step=30)
+    assert "checkpoint 30, 0 s ago" in run.status.line(now=3.0)
+
+
+def test_parameter_servers_are_named():
+    run = Run()
+    run.begin(0, with_parameter_servers(2, 1))
+    run.say(0, step=3)
+    assert run.status.line(now=0.0) == "tfdist: 1 chief, 2 workers, 1 parameter server · step 3"
+    assert run.status.news(now=0.0) == ["training goes on after step 3 with 1 chief, 2 workers, 1 parameter server"]
+
+
+def test_news_are_told_once(run):
+    assert run.status.news(now=0.0) == []
+    run.say(step=0)
+    assert run.status.news(now=0.0) == ["training begins with 2 workers"]
+    run.say(step=1)
+    assert run.status.news(now=1.0) == []
+    run.say(step=2, saved=0, saved_step=1_000)
+    assert run.status.news(now=2.0) == ["checkpoint saved at step 1,000"]
+    assert run.status.news(now=20.0) == []
+
+
+def test_checkpoints_that_follow_fast_are_told_of_now_and_then_and_the_last_one_in_any_case(run):
+    told = []
+    for second in range(26):
+        run.say(saved=second, saved_step=second, now=second)
+        told += run.status.news(now=float(second))
+    assert told == [f"checkpoint saved at step {step}" for step in (0, 10, 20)]
+    assert run.status.news(now=25.0, is_over=True) == ["checkpoint saved at step 25"]
+    assert run.status.news(now=25.0, is_over=True) == []
+
+
+def test_news_of_restarts_tell_who_is_left(run):
+    run.say(step=0)
+    run.status.news(now=0.0)
+    run.begin(1)
+    assert run.status.news(now=1.0) == []
+    run.say(step=30)
+    assert run.status.news(now=2.0) == ["training goes on after step 30 with 2 workers (restart 1)"]
+    run.begin(2, peers(1))
+    run.say(step=40)
+    assert run.status.news(now=3.0) == [
+        "training goes on after step 40 with 1 of 2 workers (restart 2, before with 2 workers)"
+    ]
+    run.begin(3)
+    run.say(step=0)
+    assert run.status.news(now=4.0) == ["training begins with 2 workers (restart 3, before with 1 of 2 workers)"]
+
+
+def test_a_checkpoint_without_its_step_is_not_told_of(run):
+    run.say(step=1, saved=4)
+    assert run.status.line(now=0.0) == "tfdist: 2 workers · step 1"
+    assert run.status.news(now=0.0) == ["training goes on after step 1 with 2 workers"]

@@ -1,0 +1,79 @@
+"""What the checks are told of the machine and of the training that is to run."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist.cluster import ClusterConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """What is to be looked at.
+
+    Args:
+        environ: The environment of the training.
+        cores: Number of cores that this process may use.
+        config: The cluster and this task of it, or None for a machine alone.
+        workers: Number of workers on this machine.
+        parameters: Number of the model's parameters.
+        checkpoints: Where checkpoints will be saved, or None.
+        keep: How many of them are kept.
+        root: Where `proc`, `sys` and `dev` are found.
+    """
+
+    environ: Mapping[str, str]
+    cores: int
+    config: ClusterConfig | None = None
+    workers: int = 1
+    parameters: int = 10_000_000
+    checkpoints: Path | None = None
+    keep: int = 3
+    root: Path = Path("/")
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Address by task (`"worker 1"`), this one's among them: the workers in rank order, then all others."""
+        if self.config is None:
+            return {}
+        jobs = self.config.cluster.jobs
+        tasks = [str(task) for task in self.config.cluster.workers]
+        tasks += [f"{job} {index}" for job in jobs for index in range(len(jobs[job])) if f"{job} {index}" not in tasks]
+        return {task: jobs[job][int(index)] for task in tasks for job, _, index in [task.partition(" ")]}
+
+    @property
+    def task(self) -> str:
+        """This task, for example `"worker 0"`, or an empty string."""
+        return "" if self.config is None else str(self.config.task)
+
+    @property
+    def training_state_bytes(self) -> int:
+        """Size of what a checkpoint holds: weights and Adam's two moments, float32."""
+        return 3 * 4 * self.parameters
+
+
+def workers_on_own_host(config: ClusterConfig) -> int:
+    """Returns how many workers the cluster has at this task's host, by the host in the addresses; at least 1.
+
+    >>> from tfdist.cluster import ClusterSpec, Task
+    >>> workers_on_own_host(ClusterConfig(ClusterSpec({"worker": ["a:1", "b:1", "a:2"]}), Task("worker", 0)))
+    2
+    """
+    if config.task.type not in config.cluster.jobs:
+        return 1
+    own = host_of(config.address)
+    return max(1, sum(host_of(config.cluster.address(task)) == own for task in config.cluster.workers))
+
+
+def host_of(address: str) -> str:
+    """Returns the host of a `"host:port"`.
+
+    >>> host_of("[::1]:2222")
+    '::1'
+    """
+    return address.rpartition(":")[0].strip("[]").lower()
+
+
+def port_of(address: str) -> int:
+    """Returns the port of a `"host:port"`."""
+    return int(address.rpartition(":")[2])
