@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
 from tfdist.collectives.stopwatch import Stopwatch
@@ -282,7 +283,7 @@ def test_the_frequency_is_checked(update_freq):
 
 
 def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
-    model = compiled(tf.distribute.MirroredStrategy(cpus[:2]))
+    model = compiled(stock_mirrored(cpus[:2]))
     with pytest.raises(ValueError, match=r"not counted. .*tf.distribute's MirroredStrategy.*tfdist.strategies"):
         fit(model, CommunicationReport())
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import (
     CommunicationReport,
@@ -79,7 +80,7 @@ def test_the_numbers_are_those_by_hand(cpus, tmp_path, curves):
     [
         (tf.distribute.get_strategy, set()),
         (lambda: MirroredStrategy(["CPU:0"]), set()),
-        (lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), {"tfdist/replicas"}),
+        (lambda: stock_mirrored(["CPU:0", "CPU:1"]), {"tfdist/replicas"}),
         (lambda: MirroredStrategy(["CPU:0", "CPU:1"]), SENT | {"tfdist/replicas"}),
     ],
     ids=["none", "one replica", "stock", "uncompressed"],

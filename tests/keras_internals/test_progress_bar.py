@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
 from tfdist.keras_internals.progress_bar import SendingProgressBar, SizePerStep
@@ -130,7 +131,7 @@ def test_the_chief_shows_evaluations_and_predictions_as_ever(model, capsys):
     "make",
     [
         tf.distribute.get_strategy,
-        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        lambda: stock_mirrored(["CPU:0", "CPU:1"]),
         lambda: MirroredStrategy(["CPU:0"]),
     ],
     ids=["none", "stock", "one replica"],

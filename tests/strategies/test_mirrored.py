@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stock_strategy import stock_mirrored
 
 from tfdist.strategies import MirroredStrategy
 
@@ -178,7 +179,7 @@ def test_a_model_made_outside_of_the_scope_is_refused(cpus):
 def test_other_strategies_and_plain_keras_go_on_as_ever(cpus):
     """Keras asks tfdist for its own strategies only."""
     MirroredStrategy(cpus[:2])
-    stock = tf.distribute.MirroredStrategy(cpus[:2])
+    stock = stock_mirrored(cpus[:2])
     fit(compiled(stock))
     with stock.scope():
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 0.5])
