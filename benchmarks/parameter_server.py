@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,9 @@ _SEEDS = 3
 class Cluster:
     """The processes of one variant."""
 
-    def __init__(self, variant: str, folder: Path) -> None:
-        """Starts them; `ready` waits for them."""
+    def __init__(self, variant: str, folder: Path, ports: Sequence[int]) -> None:
+        """Starts them, one a port; `ready` waits for them."""
         tasks = [("chief", 0), *(("worker", index) for index in range(WORKERS)), ("ps", 0)]
-        ports = _free_ports(len(tasks))
         cluster: dict[str, list[str]] = {}
         for (job, _), port in zip(tasks, ports, strict=True):
             cluster.setdefault(job, []).append(f"127.0.0.1:{port}")
@@ -130,8 +129,12 @@ def clusters(folder: Path) -> Iterator[dict[str, Cluster]]:
     """One of each variant."""
     started: dict[str, Cluster] = {}
     try:
-        for variant in _VARIANTS:
-            started[variant] = Cluster(variant, folder / variant.replace(" ", "-"))
+        # All at once: a port that one cluster has not yet taken must not be given to another, as gRPC would share it.
+        tasks = WORKERS + 2
+        ports = _free_ports(len(_VARIANTS) * tasks)
+        for number, variant in enumerate(_VARIANTS):
+            own = ports[number * tasks : (number + 1) * tasks]
+            started[variant] = Cluster(variant, folder / variant.replace(" ", "-"), own)
         for cluster in started.values():
             cluster.ready()
         yield started

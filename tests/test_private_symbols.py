@@ -32,9 +32,10 @@ def test_what_is_used_is_recorded_once():
             "del MirroredExtended._make_collective_ops_with_fallbacks",
             "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._make_collective_ops_with_fallbacks",
         ),
-        (
+        pytest.param(
             "import keras.src.losses.loss as m; del m.reduce_weighted_values",
             "keras.src.losses.loss:reduce_weighted_values",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -18,7 +18,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(2400)]
 @pytest.mark.parametrize(
     ("kind", "workers", "kills", "epochs"),
     [
-        ("workers", 2, 3, EPOCHS),
+        pytest.param("workers", 2, 3, EPOCHS, marks=LONG),
         pytest.param("workers", 2, 20, 10 * EPOCHS, marks=LONG),
         pytest.param("workers", 3, 6, 5 * EPOCHS, marks=LONG),
         pytest.param("replicas", 1, 6, 5 * EPOCHS, marks=LONG),

@@ -17,16 +17,20 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
                 _WORKERS_ONLY[_node.name] = any(keyword.arg == "workers_only" for keyword in _decorator.keywords)
                 _FILE_OF[_node.name] = _file.stem
 
-_OF_ALL_SETUPS = {"accumulation_with_clipping_ema_decay_and_schedule", "loss_scale_overflow_on_one_replica", "adam"}
+_OF_ALL_SETUPS = set(
+    "accumulation_with_clipping_ema_decay_and_schedule adam batch_logs convolutions_without_samples "
+    "everything_on_arrays loss_scale_overflow_on_one_replica masked_sequences sum_reduction texts "
+    "uneven_workers_of_known_size uneven_workers_of_unknown_size".split()
+)
 
 
 def _runs_on(name: str, setup: Setup) -> bool:
     if _WORKERS_ONLY[name] and setup.workers == 1:
         return False
-    # Optimizers know nothing of devices and workers, and four replicas on two cores are slow: `make parity` has all.
-    if setup == Setup(2, 2):
-        return _FILE_OF[name] == "data_cases" or name in _OF_ALL_SETUPS
-    return setup == SETUPS[0] or _FILE_OF[name] != "optimizer_cases" or name in _OF_ALL_SETUPS
+    # Optimizers, losses and metrics know nothing of workers, and two cores are few: `make parity` has all.
+    if setup == Setup(2, 1):
+        return _FILE_OF[name] in ("data_cases", "model_cases") or name in _OF_ALL_SETUPS
+    return setup == SETUPS[0] or name in _OF_ALL_SETUPS
 
 
 _PAIRS = [(setup, name) for setup in SETUPS for name in sorted(_WORKERS_ONLY) if _runs_on(name, setup)]
@@ -39,8 +43,7 @@ def results_on(tmp_path_factory):
 
     def run(setup):
         if setup not in results:
-            # The stock optimizers' cases are made in a loop: they run where all cases do.
-            names = [] if setup == SETUPS[0] else [name for of, name in _PAIRS if of == setup]
+            names = [name for of, name in _PAIRS if of == setup]
             output = tmp_path_factory.mktemp("parity") / "results.json"
             results[setup] = run_cases(setup, output, tmp_path_factory.getbasetemp() / "references", names)
         return results[setup]
@@ -59,13 +62,14 @@ def test_replicas_equal_one_process(results_on, setup, name):
     assert result["rank_difference"] == 0.0, "the workers' weights differ"
 
 
-@pytest.mark.multi_process
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1000)
-def test_the_stock_optimizers_are_among_the_cases(results_on):
-    swept = {name: result for name, result in results_on(SETUPS[0]).items() if name.startswith("optimizer_")}
-    assert len(swept) >= 10
-    assert not {name: result for name, result in swept.items() if result.get("difference", 1.0) > TOLERANCE}
+def test_the_stock_optimizers_are_among_the_cases(tmp_path):
+    swept = "adadelta adafactor adagrad adamax ftrl lamb lion muon nadam rmsprop".split()
+    names = [f"optimizer_{name}" for name in swept]
+    results = run_cases(SETUPS[0], tmp_path / "results.json", tmp_path / "references", names)
+    assert results.keys() == set(names)
+    assert not {name: result for name, result in results.items() if result.get("difference", 1.0) > TOLERANCE}
 
 
 @pytest.mark.parametrize(
