@@ -61,9 +61,10 @@ demo: $(STAMP)
 	$(BIN)/tfdist run --workers $(WORKERS) examples/digits.py
 	$(BIN)/python examples/recovery.py --epochs 3
 
-# Two processes: most tests wait for the processes that they have started. A file's tests stay together.
+# Two processes: most tests wait for those that they have started. A file's tests stay together; in the order of the tree,
+# as the default leaves the files of few and slow tests to the end, where one process waits for the other.
 test: lint browser
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # One test opens TensorBoard in a browser, and is skipped where there is none.
 browser:

@@ -53,7 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
             kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
             places = {key: str(folder / key.lower()) for key in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR")}
             nothing = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-            client.execute(env={**kept, **places, **nothing, "PYTHONPATH": str(ROOT)})
+            client.execute(cleanup_kc=True, env={**kept, **places, **nothing, "PYTHONPATH": str(ROOT)})
+            assert not kernel.has_kernel, "it has ended"
             del client, kernel
             with warnings.catch_warnings():  # they leave sockets to the garbage collector
                 warnings.simplefilter("ignore", ResourceWarning)
