@@ -29,11 +29,10 @@ def take(logs: Path, output: Path, browser: str) -> None:
     """Writes the picture of what `logs` holds."""
     with serving(logs) as server:
         server.wait_for({"tfdist/step_ms"})
-        with browser_page(browser) as page:
-            open_charts(page, server.address(), _TAGS, width=_WIDTH, height=_HEIGHT)
-            page.until("new Promise(done => setTimeout(() => done(true), 2000))")  # until the lines have been painted
-            output.parent.mkdir(parents=True, exist_ok=True)
-            page.screenshot(output, x=0, y=0, width=_WIDTH, height=_HEIGHT)
+        with browser_page(browser, width=_WIDTH, height=_HEIGHT) as page:
+            open_charts(page, server.address(), _TAGS)
+            page.wait_for_timeout(2000)  # until the lines have been painted
+            page.screenshot(path=output)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.browser import Page
+from playwright.sync_api import Page
 
 _ADDRESS = re.compile(r"at (http://[0-9.]+:[0-9]+)/")
 # As a user would set them by hand; kept in the browser.
@@ -24,8 +24,11 @@ _SETTINGS = {
     "sideBarWidthInPercent": 11,
     "scalarSmoothing": 0,
 }
-TAGS = "[...document.querySelectorAll('card-view tb-truncated-path.tag')].map(tag => tag.title)"
-DRAWN = "document.querySelectorAll('card-view line-chart canvas').length"
+_TAGS = "card-view tb-truncated-path.tag"
+_ALL_DRAWN = f"""() => {{
+    const drawn = document.querySelectorAll('card-view line-chart canvas').length;
+    return drawn > 0 && drawn == document.querySelectorAll('{_TAGS}').length;
+}}"""
 
 
 class Server:
@@ -79,20 +82,25 @@ def serving(log_dir: Path) -> Iterator[Server]:
         yield Server(process, output)
 
 
-def open_charts(page: Page, address: str, tags: str, *, width: int, height: int) -> None:
+def open_charts(page: Page, address: str, tags: str) -> None:
     """Opens the time series, and waits until a chart is drawn for each tag that is shown.
 
     Args:
-      page: where to.
+      page: where to; charts outside of its window are not drawn.
       address: of the server.
       tags: a regular expression for the tags, as a user would type it.
-      width: of the window, in CSS pixels.
-      height: of the window: charts outside of it are not drawn.
     """
     settings = json.dumps(json.dumps(_SETTINGS))
     url = f"{address}/?tagFilter={urllib.parse.quote(tags, safe='')}#timeseries"
-    page.open(url, width=width, height=height, before=f"localStorage.setItem('_tb_global_settings', {settings})")
-    page.until(f"{DRAWN} > 0 && {DRAWN} == {TAGS}.length")
+    page.add_init_script(f"localStorage.setItem('_tb_global_settings', {settings})")
+    page.goto("about:blank")  # else another tag of the same page would only be another part of it
+    page.goto(url)
+    page.wait_for_function(_ALL_DRAWN)
+
+
+def shown_tags(page: Page) -> list[str]:
+    """The tags of the charts that a page shows."""
+    return [str(tag.get_attribute("title")) for tag in page.locator(_TAGS).all()]
 
 
 def _get(url: str) -> str:

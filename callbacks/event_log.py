@@ -1,15 +1,14 @@
 """Scalars in TensorBoard's event files, with which a training that is started again goes on."""
 
+import contextlib
 import os
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
-_HEADER = struct.Struct("<QI")  # of a record: its length and a checksum of that
-_CHECKSUM_BYTES = 4
+_FRAME_BYTES = 16  # of a TFRecord: its length, and checksums of that and of the data
 _NEVER = 2**62  # a step that no training comes to
 _SCALAR = 1  # DATA_CLASS_SCALAR of TensorFlow's summary.proto
 
@@ -81,27 +80,18 @@ class EventLog:
 
 def _cut(path: str, step: int) -> None:
     """Takes events of steps after `step` out of a file, and a record that a killed process has left unfinished."""
-    with tf.io.gfile.GFile(path, "rb") as file:
-        data = file.read()
-    kept = [framed for framed, record in _records(data) if _is_kept(tf.compat.v1.Event.FromString(record), step)]
-    if sum(map(len, kept)) < len(data):
+    kept: list[bytes] = []
+    with contextlib.suppress(tf.errors.DataLossError):
+        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
+            kept += [record] * _is_kept(tf.compat.v1.Event.FromString(record), step)
+    # By the size: what is shorter than a frame's beginning passes for the end of the file.
+    if tf.io.gfile.stat(path).length > sum(len(record) + _FRAME_BYTES for record in kept):
         unfinished = os.path.join(os.path.dirname(path), "unfinished")  # no name that TensorBoard would read
-        with tf.io.gfile.GFile(unfinished, "wb") as file:
-            file.write(b"".join(kept))
+        with tf.io.TFRecordWriter(unfinished) as writer:
+            for record in kept:
+                writer.write(record)
         tf.io.gfile.rename(unfinished, path, overwrite=True)
 
 
 def _is_kept(event: tf.compat.v1.Event, step: int) -> bool:
     return event.step <= step or event.HasField("session_log")
-
-
-def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The whole records of a file, each with its frame and without."""
-    start = 0
-    while start + _HEADER.size <= len(data):
-        length, _ = _HEADER.unpack_from(data, start)
-        end = start + _HEADER.size + length + _CHECKSUM_BYTES
-        if end > len(data):
-            return
-        yield data[start:end], data[start + _HEADER.size : end - _CHECKSUM_BYTES]
-        start = end
