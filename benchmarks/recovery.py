@@ -28,7 +28,8 @@ from typing import Any
 
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
-_SAVES, _STEPS, _TURNS = 12, 200, 5
+_SAVES, _TURNS = 12, 5
+_STEPS, _OVERHEAD_TURNS = 500, 9
 _KILL_AT_STEP = 30
 _HEARTBEAT_TIMEOUT_SECONDS = 3
 # Layers, units and samples a step.
@@ -100,16 +101,21 @@ def _overhead(folder: Path, layers: list[int], units: int, batch: int) -> dict[s
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds = time.perf_counter() - self.began
 
-    for turn in range(_TURNS + 1):
-        for name in seconds:
+    for turn in range(_OVERHEAD_TURNS + 1):
+        for name in sorted(seconds, reverse=turn % 2 == 0):  # who is first takes turns, too
             steps = 100 if name == "every 100 steps" else 10**6
             recovery = FailureRecovery(folder / f"{name}-{turn}".replace(" ", "-"), every_steps=steps, keep=1)
             clock = Clock()
             models[name].fit(inputs, targets, batch_size=batch, shuffle=False, verbose=0, callbacks=[clock, recovery])
             if turn:  # the first traces
                 seconds[name].append(clock.seconds)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return medians | {"step": medians["at the end"] / _STEPS}
+    ratios = [saving / other for saving, other in zip(*seconds.values(), strict=True)]
+    return {
+        **{name: statistics.median(times) for name, times in seconds.items()},
+        "ratio": statistics.median(ratios),
+        "quartiles of the ratio": statistics.quantiles(ratios, n=4)[::2],
+        "step": statistics.median(seconds["at the end"]) / _STEPS,
+    }
 
 
 def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:

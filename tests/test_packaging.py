@@ -37,6 +37,10 @@ def build(kind: str, source: Path, output: Path) -> Path:
     return built
 
 
+def install(python: str | Path, release: Path, *options: str | Path, cwd: Path) -> None:
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *options, release, cwd=cwd)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clean clone of the present state holds, links as links."""
@@ -149,17 +153,8 @@ def test_a_release_works_in_an_environment_of_its_own(
     (site,) = environment.glob("lib/python3*/site-packages")
     # A .pth file puts a directory on the path; the .pth files in that, an editable install's, do nothing.
     site.joinpath("lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    install = [
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--ignore-installed",
-    ]
-    run(python, *install, request.getfixturevalue(kind), cwd=tmp_path)
+    release = request.getfixturevalue(kind)
+    install(python, release, "--no-build-isolation", "--ignore-installed", cwd=tmp_path)
     assert run(environment / "bin" / "tfdist", "--version", cwd=tmp_path) == f"tfdist {tfdist.__version__}\n"
     if kind == "sdist":  # of which the same wheel is built, see above
         return
@@ -180,19 +175,7 @@ def test_the_workflow_runs_what_everybody_runs_on_all_supported_versions() -> No
 
 def test_installed_wheel_imports_without_tensorflow(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        target,
-        wheel,
-        cwd=tmp_path,
-    )
+    install(sys.executable, wheel, "--target", target, cwd=tmp_path)
     program = f"""
 import sys
 sys.path.insert(0, {str(target)!r})

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from dense_model import INPUTS, TARGETS, compiled
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
@@ -17,19 +18,8 @@ from tfdist.collectives.stopwatch import Stopwatch
 from tfdist.compression import Policy, TopK
 from tfdist.strategies import MirroredStrategy
 
-INPUTS = np.random.default_rng(0).normal(size=(48, 64)).astype("float32")
-TARGETS = INPUTS[:, :48].copy()
 BYTES = ("dense_bytes", "wire_bytes", "compression_ratio")
 SECONDS = ("encode_seconds", "exchange_seconds", "decode_seconds")
-
-
-def compiled(strategy, **arguments):
-    """A kernel of 64 x 48 and a bias of 48, which is too small to be compressed."""
-    with strategy.scope():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(48)])
-        model.compile(keras.optimizers.SGD(0.1), loss="mse", **arguments)
-    return model
 
 
 def fit(model, *callbacks, batch_size=12, verbose=0, **arguments):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from dense_model import INPUTS, TARGETS, compiled
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import (
@@ -24,19 +25,9 @@ from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
-INPUTS = np.random.default_rng(0).normal(size=(48, 64)).astype("float32")
-TARGETS = INPUTS[:, :48].copy()
 ALWAYS = {"tfdist/restarts", "tfdist/step_ms"}
 SENT = {"tfdist/wire_bytes", "tfdist/dense_bytes", "tfdist/compression_ratio"}
 TIMES = {"tfdist/encode_ms", "tfdist/exchange_ms", "tfdist/decode_ms"}
-
-
-def compiled(strategy, **arguments):
-    with strategy.scope():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(48)])
-        model.compile(keras.optimizers.SGD(0.1), loss="mse", **arguments)
-    return model
 
 
 def fit(model, *callbacks, batch_size=4, **arguments):

@@ -1,6 +1,5 @@
 """The digits example: its data set, and a short run with two workers."""
 
-import os
 import re
 import socket
 import subprocess
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_runs import LIMIT_SECONDS, ROOT, run_example
 
 digits_dataset = pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
-
-ROOT = Path(__file__).resolve().parents[2]
-RUN_LIMIT_SECONDS = 150
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     for process in processes:
-        output, errors = process.communicate(timeout=RUN_LIMIT_SECONDS)
+        output, errors = process.communicate(timeout=LIMIT_SECONDS)
         assert process.returncode == 0 and output.strip() == "[1442, 355]", errors
 
 
@@ -94,25 +91,16 @@ def test_mnist_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.multi_process
 def test_two_workers_train_as_one_process_does(data_dir: Path) -> None:
-    script = [str(ROOT / "examples" / "digits.py"), "--epochs=3", f"--data_dir={data_dir}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", *script],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = run_example("digits.py", "--epochs=3", f"--data_dir={data_dir}")
     # Progress once, by the chief, and the last line.
-    assert re.findall(r"^(.*)Epoch \d/3", done.stdout, re.MULTILINE) == ["[0] "] * 3, done.stdout
+    assert re.findall(r"^(.*)Epoch \d/3", output, re.MULTILINE) == ["[0] "] * 3, output
     last = re.search(
         r"^\[0\] digits: 2 workers ([\d.]+) %, one process ([\d.]+) % held-out accuracy; "
         r"largest weight difference (\S+)$",
-        done.stdout,
+        output,
         re.MULTILINE,
     )
-    assert last, done.stdout
+    assert last, output
     workers, one_process, difference = map(float, last.groups())
     assert workers == one_process and workers > 80
     assert difference < 1e-4

@@ -1,32 +1,18 @@
 """The examples of parameter servers, each in a short run on a cluster."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from example_runs import run_example
 
 pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 200
 pytestmark = pytest.mark.multi_process
 
 
 def run(servers: int, *script: str) -> str:
-    command = ["run", "--workers", "2", "--parameter-servers", str(servers), str(ROOT / "examples" / script[0])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", *command, *script[1:]],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_example(*script, options=("--workers", "2", "--parameter-servers", str(servers)))
 
 
 def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:

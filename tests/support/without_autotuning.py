@@ -2,7 +2,7 @@
 
 `CancellationManager` runs its callbacks before it says that it is cancelled, so that the thread which such a callback
 wakes may look too early and sleep on, for as long as the iterator has lived, up to 60 s; who frees the iterator waits
-for it. On two busy cores every eighth iterator is freed so (TensorFlow 2.21). What is drawn is the same.
+for it. Not rare on two busy cores (TensorFlow 2.21). What is drawn is the same.
 """
 
 from typing import Any

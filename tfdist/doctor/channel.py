@@ -6,6 +6,8 @@ import socket
 import time
 from typing import Any
 
+from tfdist.cluster.json_object import json_object
+
 MAX_GREETING_BYTES = 4096
 MAX_MESSAGE_BYTES = 2**20
 _CHUNK = 2**18
@@ -90,12 +92,9 @@ class Channel:
         line = bytes(self._received[:position])
         del self._received[: position + 1]
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            return json_object(line)
+        except ValueError as error:
             raise ChannelError("it says what is no message") from error
-        if not isinstance(message, dict):
-            raise ChannelError("it says what is no message")
-        return message
 
     def send_bytes(self, count: int, limit_seconds: float) -> None:
         """Sends `count` bytes of any content.

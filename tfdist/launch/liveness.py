@@ -1,9 +1,9 @@
 """Judges by the heartbeats which worker is frozen, and whether the training stands still."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 
+from tfdist.cluster.json_object import json_object
 from tfdist.launch.roles import Role, peers
 
 # A beat comes every 0.25 s; gaps up to 1.3 s were seen where a worker held its GIL on a loaded host.
@@ -136,10 +136,8 @@ class Liveness:
     def hear(self, rank: int, datagram: bytes, *, now: float) -> None:
         """Takes a heartbeat (see `tfdist.cluster.heartbeat`). What is not one is ignored."""
         try:
-            said = json.loads(datagram)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(said, dict):
+            said = json_object(datagram)
+        except ValueError:
             return
         self._look(now)
         pulse = self._pulses[rank]

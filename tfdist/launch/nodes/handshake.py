@@ -15,6 +15,7 @@ import secrets
 from dataclasses import dataclass
 
 import tfdist
+from tfdist.cluster.json_object import json_object
 from tfdist.launch.nodes.frames import FrameError
 
 PROTOCOL = 1
@@ -142,9 +143,6 @@ def decode_object(body: bytes) -> dict[str, object]:
         FrameError: If it is none.
     """
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise FrameError("no JSON") from error
-    if not isinstance(said, dict):
-        raise FrameError("no JSON object")
-    return said
+        return json_object(body)
+    except ValueError as error:
+        raise FrameError("no JSON object") from error
