@@ -2,10 +2,11 @@
 
     python benchmarks/recovery.py
 
-- **A save** of a model of 50 MB (with Adam's slots): for how long a step is held up, and how long writing, with
-  checksums and flushed to the disk, would hold it up if it were not in the background.
-- **Overhead**: a training that saves every 100 steps against one that saves at its end only, for that model and for one
-  whose steps are very short.
+- **A save** of a model of 50 MB (with Adam's slots): for how long a step is held up, against the steps of a training
+  that does not save, and how long writing, with checksums and flushed to the disk, would hold it up if it were not in
+  the background.
+- **Overhead**: a `fit` that saves every 100 steps against one that saves at its end only, the writes in the background
+  included, for that model and for one whose steps are very short.
 - **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message, and to the first step of the next
   attempt, with and without `--warm-spares`, against a plain start; from SIGSTOP to the message.
 
@@ -26,6 +27,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
+
+from tfdist.callbacks import FailureRecovery
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
 _SAVES, _TURNS = 12, 5
@@ -39,53 +46,53 @@ _TRAININGS = {
 }
 
 
-def measure_saves(folder: Path) -> dict[str, float]:
-    """Seconds of a step that saves beyond one that does not, and of a save in the foreground."""
-    import keras
-    import numpy as np
+class _Clock(keras.callbacks.Callback):
+    """The seconds of each step of a `fit`, from the beginning of one to that of the next."""
 
-    from tfdist.callbacks import FailureRecovery
+    remembers_nothing = True
 
-    class Clock(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+        self.began = self._step_began = 0.0
 
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            now = time.perf_counter()
-            if batch:
-                self.seconds.append(now - self.began)
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        now = time.perf_counter()
+        if batch:
+            self.steps.append(now - self._step_began)
+        else:
             self.began = now
+        self._step_began = now
 
-    inputs = np.random.default_rng(0).normal(size=(_SAVES * 8 * 16, _UNITS)).astype("float32")
-    held_up: dict[str, list[float]] = {"background": [], "foreground": []}
+
+def measure_saves(folder: Path) -> dict[str, float]:
+    """Seconds by which a step that saves is longer than a step of a training that does not save."""
+    every = 8
+    inputs = np.random.default_rng(0).normal(size=(_SAVES * every * 16, _UNITS)).astype("float32")
+    intervals = {"background": every, "foreground": every, "without": 10**6}
+    steps: dict[str, list[float]] = {name: [] for name in intervals}
     for turn in range(_TURNS):
-        for name in held_up:
+        for name, interval in intervals.items():
             keras.utils.set_random_seed(0)
             layers = [keras.layers.Dense(_UNITS) for _ in range(4)]
             model = keras.Sequential([keras.Input((_UNITS,)), *layers])
             model.compile("adam", loss="mse", jit_compile=False)
-            directory, background = folder / f"{name}-{turn}", name == "background"
-            recovery = FailureRecovery(directory, every_steps=8, keep=1, background=background)
-            clock = Clock()
+            directory = folder / f"{name}-{turn}"
+            recovery = FailureRecovery(directory, every_steps=interval, keep=1, background=name != "foreground")
+            clock = _Clock()
             model.fit(inputs, inputs, batch_size=16, shuffle=False, verbose=0, callbacks=[clock, recovery])
-            saving = [seconds for step, seconds in enumerate(clock.seconds, 1) if step % 8 == 0]
-            others = [seconds for step, seconds in enumerate(clock.seconds, 1) if step % 8 and step > 8]
-            held_up[name].append(statistics.median(saving) - statistics.median(others))
-    return {name: statistics.median(seconds) for name, seconds in held_up.items()}
+            saves = clock.steps[every - 1 :: every]
+            steps[name].append(statistics.median(clock.steps[every:] if name == "without" else saves))
+    without = statistics.median(steps.pop("without"))
+    return {name: statistics.median(seconds) - without for name, seconds in steps.items()}
 
 
-def measure_overhead(folder: Path) -> dict[str, dict[str, float]]:
-    """By training: the seconds of an epoch with a save every 100 steps, and without, and of one step."""
+def measure_overhead(folder: Path) -> dict[str, dict[str, Any]]:
+    """By training: the seconds of a `fit` with a save every 100 steps, and with one at its end only; and of a step."""
     return {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
 
 
-def _overhead(folder: Path, layers: list[int], units: int, batch: int) -> dict[str, float]:
-    import keras
-    import numpy as np
-
-    from tfdist.callbacks import FailureRecovery
-
+def _overhead(folder: Path, layers: list[int], units: int, batch: int) -> dict[str, Any]:
     inputs = np.random.default_rng(0).normal(size=(_STEPS * batch, units)).astype("float32")
     targets = np.zeros([len(inputs), layers[-1]], "float32")
     models: dict[str, Any] = {}
@@ -93,22 +100,15 @@ def _overhead(folder: Path, layers: list[int], units: int, batch: int) -> dict[s
     for name in seconds:
         models[name] = keras.Sequential([keras.Input((units,)), *(keras.layers.Dense(size) for size in layers)])
         models[name].compile("adam", loss="mse", jit_compile=False)
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.began = time.perf_counter()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.seconds = time.perf_counter() - self.began
-
     for turn in range(_OVERHEAD_TURNS + 1):
         for name in sorted(seconds, reverse=turn % 2 == 0):  # who is first takes turns, too
-            steps = 100 if name == "every 100 steps" else 10**6
-            recovery = FailureRecovery(folder / f"{name}-{turn}".replace(" ", "-"), every_steps=steps, keep=1)
-            clock = Clock()
+            interval = 100 if name == "every 100 steps" else 10**6
+            recovery = FailureRecovery(folder / f"{name}-{turn}".replace(" ", "-"), every_steps=interval, keep=1)
+            clock = _Clock()
             models[name].fit(inputs, targets, batch_size=batch, shuffle=False, verbose=0, callbacks=[clock, recovery])
             if turn:  # the first traces
-                seconds[name].append(clock.seconds)
+                # To the end of `fit`, which waits for all that is still written: one save more in both.
+                seconds[name].append(time.perf_counter() - clock.began)
     ratios = [saving / other for saving, other in zip(*seconds.values(), strict=True)]
     return {
         **{name: statistics.median(times) for name, times in seconds.items()},
@@ -122,13 +122,14 @@ def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:
     """Seconds from a plain start to its first step, from SIGKILL to the message, and to the next first step."""
     found: dict[str, dict[str, list[float]]] = {}
     frozen = ["--heartbeat-timeout", str(_HEARTBEAT_TIMEOUT_SECONDS)]
-    for turn in range(3):
+    for turn in range(_TURNS):
         for name, signal_name, options in (
             ("cold", "SIGKILL", []),
             ("warm spares", "SIGKILL", ["--warm-spares"]),
             ("frozen", "SIGSTOP", frozen),
         ):
             times = _restart(folder / f"{name}-{turn}".replace(" ", "-"), signal_name, options)
+            found.setdefault("plain", {}).setdefault("start", []).append(times.pop("start"))
             for what, seconds in times.items():
                 found.setdefault(name, {}).setdefault(what, []).append(seconds)
     return {name: {what: statistics.median(seconds) for what, seconds in of.items()} for name, of in found.items()}
@@ -160,12 +161,6 @@ def _restart(folder: Path, signal_name: str, options: list[str]) -> dict[str, fl
 
 def work(folder: Path, signal_name: str) -> None:
     """A worker; rank 1 sends itself the signal in the first attempt."""
-    import keras
-    import numpy as np
-
-    from tfdist.callbacks import FailureRecovery
-    from tfdist.strategies import MultiWorkerMirroredStrategy
-
     strategy = MultiWorkerMirroredStrategy()
     attempt = os.environ["TFDIST_ATTEMPT"]
 
@@ -180,7 +175,7 @@ def work(folder: Path, signal_name: str) -> None:
                 (folder / f"first-{attempt}").write_text(str(time.time()))
             if attempt == "0" and self.steps == _KILL_AT_STEP and strategy.rank == 1:
                 # Long enough for the spares to have come up, as in any real training.
-                time.sleep(20)
+                time.sleep(12)
                 (folder / "killed").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.Signals[signal_name])
 
@@ -198,8 +193,9 @@ def work(folder: Path, signal_name: str) -> None:
     )
 
 
-def _extra(overhead: dict[str, float]) -> float:
-    return overhead["every 100 steps"] / overhead["at the end"] - 1
+def _percent(overhead: dict[str, Any]) -> str:
+    ratios = overhead["ratio"], *overhead["quartiles of the ratio"]
+    return "{:.1%} ({:.1%} to {:.1%})".format(*(ratio - 1 for ratio in ratios))
 
 
 def main() -> int:
@@ -224,16 +220,17 @@ def main() -> int:
         ("by the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
         ("part of it", f"{saves['background'] / saves['foreground']:.1%}"),
         *(
-            (f"saving every 100 steps, overhead; {name} of {of['step'] * 1e3:.1f} ms", f"{_extra(of):.1%}")
+            (f"saving every 100 steps; {name} of {of['step'] * 1e3:.1f} ms", _percent(of))
             for name, of in overhead.items()
         ),
-        ("a plain start to its first step, s", f"{restarts['cold']['start']:.1f}"),
+        ("a plain start to its first step, s", f"{restarts['plain']['start']:.1f}"),
         ("SIGKILL to the message, s", f"{restarts['cold']['noticed']:.2f}"),
         (
             f"SIGSTOP to the message, --heartbeat-timeout {_HEARTBEAT_TIMEOUT_SECONDS}, s",
             f"{restarts['frozen']['noticed']:.2f}",
         ),
         ("SIGKILL to the next step, s", f"{restarts['cold']['next step']:.1f}"),
+        ("by a plain start", f"{restarts['cold']['next step'] / restarts['plain']['start']:.2f}"),
         ("the same with warm spares, s", f"{restarts['warm spares']['next step']:.1f}"),
     ]
     for what, figure in rows:

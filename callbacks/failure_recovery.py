@@ -5,27 +5,31 @@ import os
 import secrets
 import sys
 import time
-import warnings
-import weakref
 from dataclasses import asdict
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.other_strategies import check_early, place_of, tell_of_tpus
-from tfdist.checkpoint import BackgroundWriter, Checkpoint, CheckpointError, CheckpointStore
+from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.keras_internals.callback_list import LastCallback
+from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.agreement import Agreement
+from tfdist.recovery.choice import choose, open_chosen
+from tfdist.recovery.completeness import tell_of_completeness
+from tfdist.recovery.divergence import is_ended_by_nan, tell_of_nan
+from tfdist.recovery.learning_rates import learning_rates, tell_of_change
+from tfdist.recovery.leaving import leave
 from tfdist.recovery.position import Position, install_resumable_iterator, start_at_epoch, training_iterator
 from tfdist.recovery.preemption import Preemption
 from tfdist.recovery.progress import Progress
 from tfdist.recovery.schedule import Interval, Schedule
 from tfdist.recovery.training_state import TrainingState
+from tfdist.recovery.writing import finish, new_writer
 
 _log = logging.getLogger("tfdist")
-_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
 class FailureRecovery(LastCallback):
@@ -45,8 +49,12 @@ class FailureRecovery(LastCallback):
     with code 75; a second signal ends the process at once. During validation they are heeded after the next training
     step.
 
-    A finished training is marked: `fit` of the same program then trains nothing and returns the same History, unless
-    it is asked for more epochs.
+    A finished training is marked: `fit` of the same program then warns, trains nothing and returns the same History,
+    unless it is asked for more epochs. One that a callback has ended by `stop_training` is finished, too. One that
+    `TerminateOnNaN` has ended is not: nothing is saved of the step whose loss was not finite.
+
+    A directory is for one training, and for one program at a time: if another one trains there, this one waits for it,
+    and ends with an error if that takes long. Loops of one's own are not recovered, only `fit`.
 
     Attributes:
       saves: how many checkpoints were begun in this process.
@@ -74,6 +82,7 @@ class FailureRecovery(LastCallback):
         every_seconds: float | None = None,
         every_epochs: int | None = None,
         keep: int = 3,
+        peer_timeout_seconds: float = 600.0,
         background: bool = True,
         replay_data: bool = False,
         handle_signals: bool = True,
@@ -85,7 +94,8 @@ class FailureRecovery(LastCallback):
           every_steps: save after every so many training steps; with gradient accumulation these are micro-steps.
           every_seconds: save when the last save is so many seconds ago.
           every_epochs: save at the end of every so many epochs; 1 if no interval is given.
-          keep: how many checkpoints to keep.
+          keep: how many checkpoints to keep at least; after a restart there may be up to `2 * keep - 1`.
+          peer_timeout_seconds: how long the chief waits for the other workers' parts of a checkpoint.
           background: whether to write in the background. If not, a step waits until its checkpoint is on the disk.
           replay_data: whether data that has no position, such as a Python generator, may be drawn again from its
             beginning to come to where it was. If not, such data is an error.
@@ -98,7 +108,7 @@ class FailureRecovery(LastCallback):
         if every_steps is None and every_seconds is None and every_epochs is None:
             every_epochs = 1
         self._interval = Interval(every_steps, every_seconds, every_epochs)
-        self._store = CheckpointStore(directory, keep=keep)
+        self._store = CheckpointStore(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
         self.saves, self.stall_seconds = 0, 0.0
@@ -110,23 +120,24 @@ class FailureRecovery(LastCallback):
         rank, workers = place_of(strategy)
         tell_of_tpus(strategy)
         self._agreement = Agreement(rank, workers)
-        _finish_earlier_writes()
-        self._writer = BackgroundWriter()
-        _writers.add(self._writer)
+        self._writer = new_writer()
         self._iterator = training_iterator(self.model)
         self._state = TrainingState(self.model, self.others, self._iterator.element_spec)
         if rank == 0:
-            self._warn_of_callbacks()
+            self._state.warn_of_callbacks()
+            self._take_directory()
         sequence, self._attempt = self._agreement.from_chief("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
         self._tells_cost = False
-        self._was_complete = False
+        self._was_complete = self._is_ended_by_nan = False
         self._progress, self._logs = Progress(), None
+        self._rates = learning_rates(self.model)
         if sequence is not None:
-            self._resume(self._open(sequence))
+            self._resume(open_chosen(self._store, sequence, rank))
         self._sequence = 0 if sequence is None else sequence + 1
         self._schedule = Schedule(self._interval, self._agreement, self._progress.step)
-        self._preemption = Preemption(self._agreement)
+        fit = running_fit(self.model)
+        self._preemption = Preemption(self._agreement, lambda frame: fit is not None and fit.is_beneath(frame))
         if self._handle_signals:
             self._iterator.at_end_of_fit(self._preemption.stop_listening)
             if not self._preemption.listen():
@@ -157,6 +168,9 @@ class FailureRecovery(LastCallback):
             self._heartbeat.step(step)
         # Whether a step saves must be known to all workers, each for itself.
         is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(self._progress.step)
+        self._is_ended_by_nan = self._is_ended_by_nan or is_ended_by_nan(self.others, logs)
+        if self._is_ended_by_nan:
+            return
         if is_due or is_preempted:
             self._save()
         if is_preempted:
@@ -165,7 +179,7 @@ class FailureRecovery(LastCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
         is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._preemption.is_due(self._progress.step)
-        is_last = self.model.stop_training or epoch + 1 >= self.params.get("epochs", 0)
+        is_last = self.model.stop_training or epoch + 1 >= self._epochs or self._is_ended_by_nan
         if (is_due or is_preempted) and not is_last:  # else `on_train_end` saves
             self._save()
         if is_preempted and not is_last:
@@ -173,46 +187,63 @@ class FailureRecovery(LastCallback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.phase("validation")
+            self._heartbeat.phase("validation", has_batches=True)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # Not at its end: Keras would then wait for each batch before it begins the next.
+        if self._heartbeat is not None:
+            self._heartbeat.batch(batch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if not self._was_complete:
-            self._progress = self._progress.finished(stopped=bool(self.model.stop_training))
+        if self._is_ended_by_nan:
+            self._writer.wait()
+            if self._agreement.rank == 0:
+                tell_of_nan(self._progress.step, self._store.directory)
+        elif not self._was_complete:
+            stopped = bool(self.model.stop_training)
+            self._progress = self._progress.finished(stopped=stopped, asked_epochs=self._epochs)
             self._save()
             self._writer.wait()
         self._preemption.close()
         if self._heartbeat is not None:
             self._heartbeat.phase("finished")
+            self._heartbeat = None  # `evaluate` with this callback is followed by no step
 
-    def _warn_of_callbacks(self) -> None:
-        if unknown := self._state.callbacks_that_start_anew:
-            warnings.warn(
-                f"After a restart these callbacks start anew: {', '.join(unknown)}. If they remember something between "
-                "steps, give them the methods `get_state` and `set_state` (tfdist.recovery.callback_state).",
-                stacklevel=2,
-            )
+    def _take_directory(self) -> None:
+        writer, lock = self._writer, DirectoryLock(self._store.directory)  # of this `fit`: one before may end later
+        lock.acquire()
+
+        def give_up() -> None:
+            finish(writer)
+            lock.release()
+
+        self._iterator.at_end_of_fit(give_up)
 
     def _choose(self) -> tuple[int | None, str]:
         """Called on the chief: the checkpoint to go on from, and a name of this attempt."""
-        self._store.clean()
-        checkpoint, passed_over = self._store.newest()
-        for reason in passed_over:
-            _log.warning("FailureRecovery passes over a checkpoint: %s", reason)
+        checkpoint = choose(self._store)
         return (None if checkpoint is None else checkpoint.sequence), secrets.token_hex(8)
+
+    @property
+    def _epochs(self) -> int:
+        return int(self.params.get("epochs", 0))
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         if (training := training_of(self.model)) is not None:
             training.abandon()
         progress, rank = Progress(**checkpoint.facts["progress"]), self._agreement.rank
-        epochs = self.params.get("epochs", 0)
-        self._was_complete = progress.stopped or progress.epoch >= epochs
+        epochs = self._epochs
+        self._was_complete = progress.is_complete(epochs)
         if self._was_complete:
             start_at_epoch(self.model, epochs)
-            self._say(f"the training is complete ({progress.epoch} epochs), nothing is left to train")
+            if rank == 0:
+                tell_of_completeness(progress, epochs, self._store.directory)
         else:
+            progress = progress.going_on()
             # Each worker's own, where there are as many as before; the steps are common to all.
             at = checkpoint.of_rank(rank if rank < checkpoint.world else 0).notes["position"]
-            self._iterator.resume_at(Position.from_json(at), replay=self._replay_data)
+            same_workers = checkpoint.world == self._agreement.workers
+            self._iterator.resume_at(Position.from_json(at), replay=self._replay_data, same_workers=same_workers)
             self._tells_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"going on in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
@@ -220,24 +251,16 @@ class FailureRecovery(LastCallback):
             self._state.accumulate_as_in(checkpoint)  # else that callback would only do so when the epoch begins
         self._state.restore(checkpoint, rank, self._agreement.workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint
-
-    def _open(self, sequence: int) -> Checkpoint:
-        try:
-            return self._store.open(sequence)
-        except CheckpointError as error:
-            if self._agreement.rank == 0:
-                raise
-            raise CheckpointError(
-                f"Worker {self._agreement.rank} cannot read the checkpoint that the chief has chosen: {error}. "
-                "Expected: a directory on a file system that all workers share. Mount one, and give its path to "
-                "FailureRecovery."
-            ) from error
+        if rank == 0 and not self._was_complete:
+            rates = checkpoint.facts.get("learning_rates")
+            tell_of_change(rates, self._rates, learning_rates(self.model), self.others)
 
     def _save(self) -> None:
         sequence, rank, workers = self._sequence, self._agreement.rank, self._agreement.workers
         facts = {
             "progress": asdict(self._progress),
             **{name: getattr(self._progress, name) for name in ("step", "epoch")},
+            "learning_rates": self._rates,
         }
         if (training := training_of(self.model)) is not None:
             training.wait()  # for steps that workers of parameter servers are still at
@@ -264,23 +287,9 @@ class FailureRecovery(LastCallback):
         self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
         if self._agreement.workers == 1:
             self._preemption.stop_listening()
-            raise SystemExit(PREEMPTED_EXIT_CODE)
-        # TensorFlow's shutdown waits for the others, each of which is here.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(PREEMPTED_EXIT_CODE)
+        leave(PREEMPTED_EXIT_CODE, self.others, is_alone=self._agreement.workers == 1)
 
     def _say(self, message: str) -> None:
         if self._agreement.rank == 0 and self.params.get("verbose"):
             sys.stdout.write(f"FailureRecovery: {message}\n")
             sys.stdout.flush()
-
-
-def _finish_earlier_writes() -> None:
-    """Waits for the writes of a `fit` that was interrupted in this process, as in a notebook."""
-    for writer in list(_writers):
-        try:
-            writer.wait()
-        except Exception as error:
-            _log.warning("FailureRecovery: the last save of an earlier `fit` failed: %s", error)
-    _writers.clear()

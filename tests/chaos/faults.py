@@ -1,9 +1,11 @@
 """What a worker does to itself, at moments that a plan has chosen."""
 
+import errno
 import os
 import signal
 
 import keras
+from step_journal import StepJournal
 
 from tfdist.recovery.training_state import TrainingState
 
@@ -12,13 +14,16 @@ def arm(fault):
     """Makes a fault strike when its time has come; returns the callbacks that are needed for it.
 
     Args:
-      fault: `do` is the name of a signal or "raise"; `at` is a hook of a callback, "fsync" (in the midst of a save),
-        or "restore"; `count` says at which call of it.
+      fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
+        "train_step" (in its forward pass, on one of the replicas), "fsync" (in the midst of a save), or "restore";
+        `count` says at which call of it.
     """
     if fault["at"] == "fsync":
         _patch(os, "fsync", fault)
     elif fault["at"] == "restore":
         _patch(TrainingState, "restore", fault)
+    elif fault["at"] == "train_step":
+        _patch(StepJournal, "tell", fault)
     else:
         return [_Fault(fault)]
     return []
@@ -28,6 +33,8 @@ def _strike(fault):
     print(f"fault: {fault}", flush=True)
     if fault["do"] == "raise":
         raise RuntimeError("on purpose")
+    if number := getattr(errno, fault["do"], None):
+        raise OSError(number, os.strerror(number))
     os.kill(os.getpid(), getattr(signal, fault["do"]))
 
 

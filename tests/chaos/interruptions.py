@@ -38,8 +38,8 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def names(folder):
-    """What lies in the directory of the checkpoints."""
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    """What lies in the directory of the checkpoints, but for its lock."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != ".lock")
 
 
 def disturbed(folder, *interruptions, **arguments):

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from worker_journal import Journal
+from worker_journal import SAVING, Journal
 
 
 def main(folder, plan, kind, epochs):
@@ -22,12 +22,13 @@ def main(folder, plan, kind, epochs):
     import numpy as np
     import tensorflow as tf
     import training
+    from first_state import FirstState
     from step_journal import StepJournal
 
     from tfdist.checkpoint import CheckpointStore
     from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-    journal.watch(CheckpointStore, "save", "while a save was written")
+    journal.watch(CheckpointStore, "save", SAVING)
     journal.phase("start of the cluster")
     if kind == "replicas":
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -37,7 +38,7 @@ def main(folder, plan, kind, epochs):
         strategy = MultiWorkerMirroredStrategy(compression="powersgd:2")
     journal.phase("making of the model")
     attempt, steps = int(os.environ["TFDIST_ATTEMPT"]), StepJournal(journal)
-    callbacks = [steps]
+    callbacks = [steps, FirstState(folder / f"first-state-{rank}.npz")]
     if attempt < len(plan) and plan[attempt]["rank"] == rank:
         callbacks += faults.arm(plan[attempt])
     result = training.train(

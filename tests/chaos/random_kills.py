@@ -1,5 +1,6 @@
 """Kills random workers of a `tfdist run` at random moments, from outside, until enough have been killed."""
 
+import collections
 import json
 import os
 import signal
@@ -8,12 +9,21 @@ import time
 from pathlib import Path
 
 import worker_journal
+from training import STEPS
+from worker_journal import SAVING
 from worker_runs import SCRIPT, command
 
 _LIMIT_SECONDS = 240  # for whatever is waited for
 _POLL_SECONDS = 0.02
+_SHORT_POLL_SECONDS = 0.001  # a save is over after some milliseconds
 _START_SECONDS = 6.0
-_AT_START, _IN_STEPS = 0.4, 0.5
+_AT_START = 0.4
+_ANY, _STEPS = "any moment", "steps"
+# What a kill waits for, each with the same probability. What is short is hardly ever hit by chance.
+_WAITS_AT_START = _ANY, "restore"
+_WAITS_BEHIND_STEPS = _ANY, _STEPS, "validation", "end of an epoch", SAVING
+BETWEEN_EPOCHS, HALF_DONE = "between epochs", "with an accumulation half done"
+_BETWEEN = "end of an epoch", "beginning of an epoch"
 _GAVE_UP = "the last two restarts made no progress"
 
 
@@ -24,11 +34,11 @@ class RandomKills:
     does so all the same, because the kill came before it heard of that step, the command is run again.
 
     A kill comes up to `_START_SECONDS` after the start of the workers, which is about when training begins, or up to
-    `steps_seconds` after the first step beyond those of all attempts before. Most of that time is spent between epochs;
-    so half of these kills come less than a 20th of it after one of the next steps.
+    `steps_seconds` after the first step beyond those of all attempts before; or less than a 20th of it after one of the
+    next steps; or when the journal of the worker that is to die tells of a phase chosen at random.
 
     Attributes:
-      moments: what each worker that was killed was doing.
+      moments: the `Moment` of each worker that was killed, with its rank.
     """
 
     def __init__(self, folder, kind, workers, epochs, random, steps_seconds=2.0):
@@ -77,31 +87,35 @@ class RandomKills:
             return False
         at_start = not self._waits_for_steps and self._random.random() < _AT_START
         rank = self._random.randrange(self._workers)
+        pid = workers[rank]
         delay = self._random.uniform(0, _START_SECONDS if at_start else self._steps_seconds)
-        if not at_start and self._random.random() < _IN_STEPS:
-            best, delay = [best[0], best[1] + self._random.randrange(9)], delay / 20
+        what = self._random.choice(_WAITS_AT_START if at_start else _WAITS_BEHIND_STEPS)
+        if what == _STEPS:
+            best = [best[0], best[1] + self._random.randrange(9)]
         if not at_start:
             self._wait(run, lambda: max([best, *self._steps()]) > best)
+        if what not in (_ANY, _STEPS):
+            self._wait(run, lambda: what in self._now(rank, pid) or not _is_alive(pid), _SHORT_POLL_SECONDS)
+        delay *= {_ANY: 1.0, _STEPS: 0.05, "validation": 0.05}.get(what, 0.0)  # the others are over at once
         end = time.monotonic() + delay
         self._wait(run, lambda: time.monotonic() > end)
-        pid = workers[rank]
         if not _is_alive(pid):
             return run.poll() is None  # it was through; another attempt, or the end, follows
         os.kill(pid, signal.SIGKILL)
         self._wait(run, lambda: not _is_alive(pid))
-        self.moments.append(f"rank {rank}: {self._moment(rank, pid)}")
+        self.moments.append((rank, self._moment(rank, pid)))
         self._waits_for_steps = at_start
         self._wait(run, lambda: not set(_workers_of(run.pid).values()) & set(workers.values()))
         return True
 
-    def _wait(self, run, condition):
+    def _wait(self, run, condition, poll_seconds=_POLL_SECONDS):
         """Waits until `condition()` is true and returns it; or something false once the command has ended."""
         end = time.monotonic() + _LIMIT_SECONDS
         while not (found := condition()):
             if run.poll() is not None:
                 return None
             assert time.monotonic() < end, (self._folder / "output").read_text()[-6000:]
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll_seconds)
         return found
 
     def _steps(self):
@@ -112,6 +126,23 @@ class RandomKills:
     def _moment(self, rank, pid):
         found = list((self._journals / str(rank)).glob(f"*-pid-{pid}.jsonl"))
         return worker_journal.last_moment(worker_journal.read(found[0]) if found else [])
+
+    def _now(self, rank, pid):
+        moment = self._moment(rank, pid)
+        return moment.phase, moment.meanwhile
+
+
+def tally(moments):
+    """How many of `RandomKills.moments` hit what: by phase, and what went on in the midst of a phase."""
+    moments = [moment for _, moment in moments]
+    counts = collections.Counter(moment.phase for moment in moments)
+    counts[BETWEEN_EPOCHS] = sum(moment.step is not None and moment.phase in _BETWEEN for moment in moments)
+    counts[SAVING] = sum(moment.meanwhile == SAVING for moment in moments)
+    # An update is of two steps: after an odd number of steps it is half done.
+    counts[HALF_DONE] = sum(
+        moment.step is not None and (moment.step[0] * STEPS + moment.step[1] + 1) % 2 for moment in moments
+    )
+    return +counts
 
 
 def _workers_of(launcher):

@@ -22,11 +22,12 @@ class StepJournal(keras.callbacks.Callback):
         self._journal.phase("restore")
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch = epoch
+        self._epoch, self._is_first = epoch, True
         self._journal.phase("beginning of an epoch")
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 0:
+        if self._is_first:  # which is not 0 where `fit` goes on in the middle
+            self._is_first = False
             self._journal.phase("steps")
 
     def on_train_batch_end(self, batch, logs=None):

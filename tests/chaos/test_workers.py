@@ -1,31 +1,62 @@
 """Workers that are killed, frozen and broken at every kind of moment end with the weights of the undisturbed run."""
 
+import re
+import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from worker_runs import assert_as_undisturbed, command, results
 
-_LIMIT_SECONDS = 280
+from tfdist.checkpoint import CheckpointStore
+from tfdist.recovery.replicas import by_name, merge
+
+_LIMIT_SECONDS = 400
 pytestmark = pytest.mark.multi_process
 
-# Every second attempt at least comes further than those before it, or `tfdist run` gives up.
+# By kind and workers. Every second attempt at least comes further than those before it, or `tfdist run` gives up.
 PLANS = {
-    2: [
-        {"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
-        {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},
-        {"rank": 1, "at": "on_test_batch_end", "count": 2, "do": "SIGSTOP"},
-        {"rank": 0, "at": "fsync", "count": 7, "do": "SIGKILL"},
-        {"rank": 0, "at": "on_epoch_end", "count": 1, "do": "raise"},
+    ("workers", 2): [
+        {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP"},
+        {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},  # of the save after step 3
+        {"rank": 1, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
+        {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the save after step 9
+        {"rank": 1, "at": "fsync", "count": 1, "do": "ENOSPC"},  # of the same save; found at the next
+        {"rank": 0, "at": "train_step", "count": 5, "do": "raise"},
+        {"rank": 0, "at": "on_epoch_end", "count": 1, "do": "SIGKILL"},
     ],
-    3: [{"rank": 2, "at": "on_train_batch_end", "count": 9, "do": "SIGKILL"}],
+    ("workers", 3): [
+        {"rank": 2, "at": "on_train_batch_end", "count": 9, "do": "SIGKILL"},
+        {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP"},
+        {"rank": 2, "at": "train_step", "count": 4, "do": "raise"},
+    ],
+    ("replicas", 1): [
+        {"rank": 0, "at": "fsync", "count": 7, "do": "SIGKILL"},
+        {"rank": 0, "at": "train_step", "count": 19, "do": "SIGSTOP"},  # two calls a step
+        {"rank": 0, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
+        {"rank": 0, "at": "train_step", "count": 9, "do": "raise"},
+    ],
 }
+# What is told of them.
+CAUSES = {
+    "SIGKILL": "failed first: killed by SIGKILL",
+    "SIGSTOP": "failed first: frozen: ",
+    "ENOSPC": "No space left on device",
+    "raise": "RuntimeError: on purpose",
+}
+# In the midst of an accumulation and of an epoch, and no step that saves anyway.
+STOP_STEP = 11
+KINDS = [
+    pytest.param(*key, marks=[] if key == ("workers", 2) else pytest.mark.long, id=f"{key[1]} {key[0]}")
+    for key in PLANS
+]
 
 
-def run(folder, workers, plan, *, code=0):
+def run(folder, workers, plan=(), *, kind="workers", code=0):
     """Runs `on_workers.py` and returns what was shown."""
     restarts = 0 if code else len(plan)
     options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "3"]
-    arguments, environ = command(folder, "workers", workers, *options, plan=plan)
+    arguments, environ = command(folder, kind, workers, *options, plan=plan)
     finished = subprocess.run(
         arguments, env=environ, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )
@@ -34,25 +65,63 @@ def run(folder, workers, plan, *, code=0):
     return finished.stderr
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, undisturbed_workers, workers):
-    said = run(tmp_path, workers, PLANS[workers])
-    assert_as_undisturbed(undisturbed_workers(workers), tmp_path, workers, said)
+@pytest.fixture(scope="module")
+def ended_by_signals(tmp_path_factory):
+    """A copy of the folder of a training that a signal to one worker has ended, and then one to another."""
+    known = {}
+
+    def of(kind, workers, folder):
+        if (kind, workers) not in known:
+            known[kind, workers] = ended = tmp_path_factory.mktemp("ended") / "folder"
+            done = 0
+            for rank, number, step in ((0, "SIGUSR1", 5), (workers - 1, "SIGTERM", STOP_STEP)):
+                count = step - done - (workers > 1)  # several end after the next step that they have in common
+                told = {"rank": rank, "at": "on_train_batch_end", "count": count, "do": number}
+                run(ended, workers, [told], kind=kind, code=75)
+                done = newest(ended).facts["step"]
+                assert done == step
+        return shutil.copytree(known[kind, workers], folder / "copy")
+
+    return of
 
 
-def test_a_signal_to_one_worker_saves_and_ends_all(tmp_path, undisturbed_workers):
-    told = {"rank": 1, "at": "on_train_batch_end", "count": 4, "do": "SIGTERM"}
-    run(tmp_path, 2, [told], code=75)
-    assert len(list((tmp_path / "checkpoints").glob("ckpt-*"))) == 2, "after step 3, and after the signal"
-    said = run(tmp_path, 2, [])
-    assert_as_undisturbed(undisturbed_workers(2), tmp_path, 2, said)
+def newest(folder):
+    checkpoint, passed_over = CheckpointStore(folder / "checkpoints").newest()
+    assert checkpoint is not None and not passed_over
+    return checkpoint
 
 
-def test_fewer_workers_take_over_what_more_have_saved(tmp_path, undisturbed_workers):
-    told = {"rank": 0, "at": "on_train_batch_end", "count": 9, "do": "SIGTERM"}
-    run(tmp_path, 2, [told], code=75)
-    run(tmp_path, 1, [])
-    (result,) = results(tmp_path, 1)
+@pytest.mark.parametrize(("kind", "workers"), KINDS)
+def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, undisturbed_workers, kind, workers):
+    plan = PLANS[kind, workers]
+    said = run(tmp_path, workers, plan, kind=kind)
+    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), tmp_path, workers, said)
+    assert all(CAUSES[fault["do"]] in said for fault in plan), said
+    first = [int(rank) for rank in re.findall(r"^tfdist: worker (\d) failed first: ", said, re.MULTILINE)]
+    # Where one cannot write its part, all of them hear of it, and end at the same step.
+    pairs = zip(first, plan, strict=True)
+    assert all(rank == fault["rank"] for rank, fault in pairs if fault["do"] != "ENOSPC"), said
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS)
+def test_a_signal_to_one_worker_saves_and_ends_all(tmp_path, ended_by_signals, undisturbed_workers, kind, workers):
+    folder = ended_by_signals(kind, workers, tmp_path)
+    said = run(folder, workers, kind=kind)
+    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), folder, workers, said)
+
+
+def test_fewer_workers_take_over_what_more_have_saved(tmp_path, ended_by_signals, undisturbed_workers):
+    folder = ended_by_signals("workers", 2, tmp_path)
+    checkpoint = newest(folder)
+    saved = by_name(merge([checkpoint.of_rank(rank).tensors for rank in range(2)]))
+    run(folder, 1)
+    taken = by_name(dict(np.load(folder / "first-state-0.npz")))
+    summed = [name for name in taken if name.startswith("accumulators/") or name.endswith("residual")]
+    assert len(summed) > 2 and set(summed) <= saved.keys()
+    for name in summed:
+        assert np.any(saved[name][0] != saved[name][1]), name
+        np.testing.assert_array_equal(taken[name][0], saved[name][0] + saved[name][1], name)
+    (result,) = results(folder, 1)
     expected = results(undisturbed_workers(2), 2)[0]
     assert result["epochs"].tolist() == expected["epochs"].tolist() and len(result["rows"]) == len(expected["rows"])
     # The first epoch was theirs; after that one replica draws other masks of dropout.

@@ -1,8 +1,11 @@
 """What a worker that may be killed at any moment leaves behind: where it was, and which samples each step saw."""
 
+import dataclasses
 import json
 import os
 import time
+
+SAVING = "while a save was written"
 
 
 class Journal:
@@ -41,10 +44,28 @@ def read(path):
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What a process was doing.
+
+    Attributes:
+      phase: of the script or of `fit`.
+      step: the last step that was done, its epoch and its number in the epoch; or None.
+      meanwhile: what went on at the same time, as `Journal.watch` was told; or an empty string.
+    """
+
+    phase: str
+    step: tuple[int, int] | None
+    meanwhile: str
+
+    def __str__(self):
+        done = f" (epoch {self.step[0]}, step {self.step[1]} done)" if self.step else ""
+        return self.phase + done + (f", {self.meanwhile}" if self.meanwhile else "")
+
+
 def last_moment(events):
     """What a process was doing, by its journal."""
     phases = [event["phase"] for event in events if "phase" in event] or ["start of the interpreter"]
     changes = [event for event in events if "begins" in event or "ends" in event]
-    during = f", {changes[-1]['begins']}" if changes and "begins" in changes[-1] else ""
     steps = [event["step"] for event in events if "step" in event]
-    return phases[-1] + (f" (epoch {steps[-1][0]}, step {steps[-1][1]} done)" if steps else "") + during
+    return Moment(phases[-1], tuple(steps[-1]) if steps else None, changes[-1].get("begins", "") if changes else "")

@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 30
 
 
+@pytest.fixture(autouse=True)
+def first_fit(monkeypatch):
+    """Other tests in this process have trained before."""
+    monkeypatch.setattr(Heartbeat, "_fits", 0)
+
+
 @pytest.fixture
 def ends():
     supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -89,6 +95,17 @@ def test_step_ends_a_phase(ends, heartbeat, monkeypatch):
     assert ["phase" in said for said in all_heard(ends[0])] == [True, False]
 
 
+def test_batches_belong_to_a_phase(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "_STEP_INTERVAL_SECONDS", 0.0)
+    heartbeat.batch(3)
+    heartbeat.phase("validation", has_batches=True)
+    heartbeat.batch(1)
+    heartbeat.step(4)
+    heartbeat.phase("finished")
+    told = [(said.get("phase"), said.get("batch")) for said in all_heard(ends[0])]
+    assert told == [("validation", 0), ("validation", 1), (None, None), ("finished", None)]
+
+
 def test_quick_steps_are_not_all_told(ends, heartbeat, monkeypatch):
     sent = []
     monkeypatch.setattr(heartbeat, "_send", lambda: sent.append(1))
@@ -122,6 +139,18 @@ def test_a_later_training_beats_in_place_of_an_earlier(ends, heartbeat, monkeypa
     all_heard(ends[0])
     assert [heard(ends[0]).get("step") for _ in range(5)] == [1] * 5
     later.close()
+
+
+def test_trainings_of_a_process_are_numbered(ends, heartbeat):
+    heartbeat.start()
+    heartbeat.step(100)
+    later = Heartbeat(ends[1].fileno())
+    later.start()
+    later.step(1)
+    later.close()
+    numbers = [(said.get("fit"), said.get("step")) for said in all_heard(ends[0])]
+    assert (None, 100) in numbers and (2, 1) in numbers
+    assert {number for number, step in numbers if step != 1} <= {None, 2}
 
 
 def test_nothing_waits_for_a_supervisor_that_does_not_read(ends, heartbeat):

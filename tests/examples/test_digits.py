@@ -69,6 +69,7 @@ def test_a_second_load_finds_the_same_data(data_dir: Path) -> None:
     assert first == second and len(first) == 1797
 
 
+@pytest.mark.long
 def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); from digits_dataset import load; "

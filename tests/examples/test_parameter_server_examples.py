@@ -25,6 +25,7 @@ def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:
     assert rows[2][3] == f"{3 * 1442:,}", output
 
 
+@pytest.mark.long
 def test_a_step_moves_a_small_part_of_the_tables() -> None:
     output = run(2, "embeddings.py", "--steps=150", "--epochs=2", "--batch_size=64")
     last = re.search(

@@ -132,8 +132,8 @@ class Run:
     def pids(self) -> dict[str, int]:
         return {path.name: int(path.read_text()) for path in self._here.glob("pid-*")}
 
-    def end(self) -> Ended:
-        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+    def end(self, limit_seconds: float = LIMIT_SECONDS) -> Ended:
+        out, err = self.process.communicate(timeout=limit_seconds)
         lines = [(text or b"").decode(errors="surrogateescape").split("\n")[:-1] for text in (out, err)]
         return Ended(self.process.returncode, *lines)
 

@@ -92,7 +92,7 @@ class Hosts:
             }
             for index, code in enumerate(codes)
         ]
-        nothing = {"stall": "", "unstarted": None, "heard": [], "step": attempt, "saved": None, "errors": []}
+        nothing = {"stall": "", "unstarted": None, "heard": [], "errors": [], "fit": 1, "step": attempt, "saved": None}
         outcome = {"workers": len(codes), "ends": ends, **nothing, "heard": [end["rank"] for end in ends], **changed}
         self.tell(rank, "done", attempt=attempt, outcome=outcome)
 

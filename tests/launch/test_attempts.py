@@ -1,5 +1,6 @@
 """Runs that are started again."""
 
+import json
 import re
 import signal
 
@@ -58,6 +59,23 @@ def test_no_progress_ends_the_run(run, tmp_path):
     assert len(restart_lines(ended)) == 2
     assert len(list(tmp_path.glob("started-*"))) == 3
     assert "made no progress (none got beyond step 41, none saved a new checkpoint)" in ended.said[-1]
+
+
+def test_a_later_fit_of_the_script_is_progress(run, tmp_path):
+    """Each attempt passes through the first one, which is complete, and comes to the second, whose steps begin anew."""
+    script = """
+        from tfdist.cluster.heartbeat import Heartbeat
+        for steps in ([900], range(10 * ATTEMPT)) if ATTEMPT else ([900],):
+            heartbeat = Heartbeat.from_environment()
+            heartbeat.start()
+            for step in steps:
+                heartbeat.step(step)
+        sys.exit(5)
+    """
+    ended = run(script, "--max-restarts", "3", "--error-file", "error.json", *NO_DELAY, workers=1)
+    assert ended.said[-1] == "not started again: no restart is left (--max-restarts 3)"
+    error = json.loads((tmp_path / "error.json").read_text())
+    assert (error["last_fit"], error["last_step"]) == (2, 29)
 
 
 def test_heartbeat_sent_just_before_the_end_counts(run):

@@ -134,6 +134,19 @@ def test_delay_counts_from_the_failure():
     assert hosts.links[0].take("prepare")
 
 
+def test_progress_is_that_of_the_furthest_host_and_the_newest_fit():
+    """Each attempt comes beyond the one before: the chief, on node 0, trains alone before, the others do not."""
+    hosts = Hosts(max_restarts=9).start()
+    for attempt, (fit, step) in enumerate([(1, 900), (2, 40), (2, 80), (3, 5), (3, 5), (3, 4)]):
+        hosts.tell(0, "failed", attempt=attempt, text="killed")
+        hosts.done(0, -9, attempt=attempt, fit=fit, step=step)
+        hosts.done(1, -15, attempt=attempt, told=True, fit=1, step=1000)
+        hosts.get_ready()
+    (over,) = hosts.links[0].take("over")
+    assert over["lines"][-1].endswith("(none got beyond step 5 of fit 3, none saved a new checkpoint)")
+    assert (over["entry"]["last_fit"], over["entry"]["last_step"]) == (3, 4)
+
+
 def test_stop_while_nothing_runs_ends_the_run():
     hosts = Hosts()
     hosts.join(1)
@@ -157,7 +170,7 @@ def test_preemption_without_a_told_supervisor_leads_to_a_restart():
     for rank in (0, 1):
         hosts.done(rank, 75)
     (settled,) = hosts.links[0].take("settled")
-    assert settled["lines"][0] == "all workers saved and left, though no supervisor was told to end"
+    assert settled["lines"][0] == "all workers saved and left, though this command was not told to end"
     hosts.get_ready()
     for rank in (0, 1):
         hosts.done(rank, 75, attempt=1)

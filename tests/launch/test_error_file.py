@@ -11,7 +11,7 @@ from tfdist.launch.failure import WorkerEnd
 from tfdist.launch.outcome import Outcome
 
 NO_DELAY = ("--restart-delay", "0")
-FAILED = Outcome(0, 1, (WorkerEnd(0, 3),))
+FAILED = describe(Outcome(0, 1, (WorkerEnd(0, 3),)), "f00d", earlier=[])
 
 
 def read(path):
@@ -112,13 +112,13 @@ def test_success_leaves_no_file(run, tmp_path):
 
 def test_nothing_is_written_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ErrorFile(None, None, "f00d").write(FAILED) == ""
+    assert ErrorFile(None, None).write(FAILED) == ""
     assert not list(tmp_path.iterdir())
 
 
 def test_file_is_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "error.json"
-    file = ErrorFile(path, None, "f00d")
+    file = ErrorFile(path, None)
     path.write_text("before")
 
     def fail(descriptor):
@@ -140,7 +140,7 @@ def test_file_that_cannot_be_written_does_not_end_the_run(run, tmp_path):
 def test_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="The error file cannot be written. Received: .*Expected: .*--error-file"):
-        ErrorFile(tmp_path / "file" / "error.json", None, "f00d")
+        ErrorFile(tmp_path / "file" / "error.json", None)
 
 
 def test_worker_that_could_not_be_started():

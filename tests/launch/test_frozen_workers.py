@@ -119,6 +119,19 @@ def test_stall(run):
     assert ended.said[-1].endswith("(last steps: 3, 4)")
 
 
+def test_stall_in_validation(run):
+    script = """
+        for step in range(4):
+            beat(step=step)
+            time.sleep(0.06)
+        beat(step=3, phase="validation", batch=0)
+        beat_on(step=3, phase="validation", batch=2 + RANK)
+    """
+    ended = run(script, "--heartbeat-timeout", "0", "--stall-timeout", "1.5", "--grace", "0.5")
+    assert ended.code == 1
+    assert ended.said[-1].startswith("the attempt failed: no worker got through a batch of validation for ")
+
+
 def test_phase_is_no_stall(run):
     script = """
         for step in range(4):

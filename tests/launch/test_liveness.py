@@ -171,6 +171,62 @@ def test_phase_is_no_stall_and_no_interval():
     assert watch.pass_time(61, beating=[0, 1], step=step).stall.startswith("no worker made a step for 60 s")
 
 
+def validate(watch, step, seconds_a_batch, batches=3):
+    for batch in range(batches + 1):
+        for rank in (0, 1):
+            watch.hear(rank, alive=True, step=step, phase="validation", batch=batch)
+        if batch < batches:
+            watch.pass_time(seconds_a_batch, beating=[0, 1], step=step, phase="validation", batch=batch)
+    return {"step": step, "phase": "validation", "batch": batches}
+
+
+@pytest.mark.parametrize(("seconds_a_batch", "limit"), [(1.0, 60), (8.0, 80)])
+def test_batches_of_validation_are_judged_as_steps_are(seconds_a_batch, limit):
+    watch = Watch()
+    said = validate(watch, train(watch, 1.0), seconds_a_batch)
+    assert not watch.pass_time(limit - 0.25, beating=[0, 1], **said).stall
+    stall = watch.pass_time(0.25, beating=[0, 1], **said).stall
+    assert stall == f"no worker got through a batch of validation for {limit} s (last steps: 3, 3)"
+
+
+def test_validation_is_judged_from_its_beginning():
+    watch = Watch()
+    said = validate(watch, train(watch, 1.0), 1.0, batches=0)
+    assert not watch.pass_time(59.75, beating=[0, 1], **said).stall
+    assert watch.pass_time(0.25, beating=[0, 1], **said).stall
+
+
+def test_long_validation_is_no_stall():
+    watch = Watch()
+    step = train(watch, 1.0)
+    said = validate(watch, step, 50.0, batches=40)
+    assert not watch.pass_time(300, beating=[0, 1], **said).stall
+    assert train(watch, 1.0, steps=step + 2)
+    assert not watch.pass_time(300, beating=[0, 1], step=step + 2).stall, "it adapts to batches, too"
+
+
+def test_a_later_fit_is_judged_by_its_own_steps():
+    watch = Watch()
+    step = train(watch, 1.0)
+    watch.pass_time(1, beating=[0, 1], step=step, phase="finished")
+    assert not watch.pass_time(300, beating=[0, 1], fit=2, step=0).stall, "its first step is traced"
+    for step in (1, 2):
+        watch.pass_time(1, beating=[0, 1], fit=2, step=step)
+    assert (watch.liveness.fit, watch.liveness.step) == (2, 2)
+    stall = watch.pass_time(10_000, beating=[0, 1], fit=2, step=2).stall
+    assert stall == "no worker made a step for 3000 s (last steps: 2, 2 of fit 2)"
+
+
+def test_time_between_two_fits_is_no_interval():
+    watch = Watch()
+    step = train(watch, 1.0)
+    for fit in (2, 3):
+        watch.pass_time(50, beating=[0, 1], fit=fit - 1, step=step)
+        for step in range(3):
+            watch.pass_time(1, beating=[0, 1], fit=fit, step=step)
+    assert watch.pass_time(10_000, beating=[0, 1], fit=3, step=2).stall.startswith("no worker made a step for 60 s")
+
+
 @pytest.mark.parametrize("running", [{0: False}, {}])
 def test_no_stall_after_a_worker_has_ended(running):
     watch = Watch()
@@ -201,6 +257,18 @@ def test_what_is_known():
     assert watch.liveness.errors == {1: {"type": "KeyError", "message": "x"}}
 
 
+def test_steps_and_checkpoints_are_those_of_the_newest_fit():
+    watch = Watch()
+    watch.hear(0, step=900, saved=9, saved_step=900)
+    watch.hear(1, step=900)
+    watch.hear(0, fit=2, step=0)
+    known = watch.liveness
+    assert (known.fit, known.step, known.saved, known.saved_step) == (2, 0, None, None)
+    watch.hear(0, fit=2, step=3, saved=0, saved_step=2)
+    assert (known.step, known.saved, known.saved_step) == (3, 0, 2)
+    assert "(last step 3 of fit 2)" in watch.pass_time(20).frozen[0]
+
+
 @pytest.mark.parametrize("datagram", [b"", b"\xff", b"[1]", b"3", b"{", b"[" * 60_000])
 def test_what_is_no_heartbeat_is_ignored(datagram):
     liveness = Watch().liveness
@@ -210,8 +278,9 @@ def test_what_is_no_heartbeat_is_ignored(datagram):
 
 def test_wrong_values_are_ignored():
     watch = Watch()
-    watch.hear(0, step="many", saved=1.5, phase=3, error="none")
-    watch.hear(1, step=True)
+    watch.hear(0, step="many", saved=1.5, phase=3, error="none", fit="2")
+    watch.hear(1, step=True, phase="validation", batch="1", fit=True)
+    assert watch.liveness.fit == 1
     assert (watch.liveness.step, watch.liveness.saved, watch.liveness.errors) == (None, None, {})
 
 

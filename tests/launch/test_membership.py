@@ -92,6 +92,7 @@ def test_outcomes_pass_whole():
         stall="stands",
         unstarted=(3, OSError("no room")),
         heard=frozenset({1}),
+        fit=2,
         step=4,
         errors={1: {"a": "b"}},
     )
@@ -101,7 +102,8 @@ def test_outcomes_pass_whole():
         (2, 1, (), "h"),
     ]
     assert (back.ends[0].verdict, back.ends[0].at, back.ends[1].was_told) == ("frozen", 1.5, True)
-    assert (back.stall, back.heard, back.step, back.saved, back.errors) == ("stands", {1}, 4, None, {1: {"a": "b"}})
+    assert (back.stall, back.heard, back.errors) == ("stands", {1}, {1: {"a": "b"}})
+    assert (back.fit, back.step, back.saved) == (2, 4, None)
     assert (back.unstarted[0], str(back.unstarted[1])) == (3, "no room")
 
 

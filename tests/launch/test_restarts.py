@@ -70,6 +70,36 @@ def test_a_step_or_a_checkpoint_is_progress(progress):
     assert not counted.after(failed(4, step=1, saved=1)).workers
 
 
+def test_a_later_fit_is_progress_though_its_steps_begin_anew():
+    counted = restarts()
+    reached = [(1, 900, 9), (2, 40, None), (2, 80, 0), (2, 80, 0), (3, 5, 0)]
+    outcomes = [failed(n, fit=fit, step=step, saved=saved) for n, (fit, step, saved) in enumerate(reached)]
+    decisions = [counted.after(outcome) for outcome in outcomes]
+    assert all(decision.workers for decision in decisions)
+    assert [decision.delay_seconds for decision in decisions] == [0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_checkpoint_of_a_later_fit_is_progress():
+    counted = restarts()
+    assert counted.after(failed(0, fit=2, step=80)).workers
+    assert all(counted.after(failed(n, fit=2, step=40, saved=n)).workers for n in range(1, 5))
+
+
+def test_no_progress_in_a_later_fit():
+    counted = restarts()
+    assert counted.after(failed(0, fit=2, step=40, saved=1)).workers
+    assert counted.after(failed(1, fit=1, step=900, saved=9)).workers
+    decision = counted.after(failed(2, fit=2, step=40, saved=1))
+    assert not decision.workers
+    assert "(none got beyond step 40 of fit 2, none saved a new checkpoint)" in decision.text
+
+
+def test_no_step_in_a_later_fit():
+    counted = restarts()
+    assert all(counted.after(failed(n, fit=2, heard=[0])).workers for n in range(2))
+    assert "none got to a first step of fit 2" in counted.after(failed(2, fit=2, heard=[0])).text
+
+
 def test_a_script_without_heartbeats_gets_on_by_lasting():
     counted = restarts()
     outcomes = [failed(0, seconds=1), failed(1, seconds=1), failed(2, seconds=60), failed(3, seconds=1)]

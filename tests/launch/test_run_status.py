@@ -76,6 +76,25 @@ def test_a_checkpoint_of_a_restart_counts_if_it_is_newer(run):
     assert "checkpoint 30, 0 s ago" in run.status.line(now=3.0)
 
 
+def test_a_later_fit_is_named_and_its_steps_and_checkpoints_count_anew(run):
+    run.say(step=900, saved=9, saved_step=900)
+    assert run.status.news(now=0.0) == [
+        "training goes on after step 900 with 2 workers",
+        "checkpoint saved at step 900",
+    ]
+    run.say(fit=2, step=7)
+    assert run.status.line(now=1.0) == "tfdist: 2 workers · step 7 of fit 2"
+    run.say(fit=2, step=12, saved=0, saved_step=10)
+    assert run.status.line(now=2.0) == "tfdist: 2 workers · step 12 of fit 2 · checkpoint 10 of fit 2, 0 s ago"
+    assert run.status.news(now=20.0) == ["checkpoint saved at step 10 of fit 2"]
+    run.begin(1, now=20.0)
+    run.say(step=900, now=20.0)  # complete: nothing is saved
+    assert run.status.line(now=22.0).endswith("step 900 · 1 restart · checkpoint 10 of fit 2, 20 s ago")
+    run.begin(2, now=30.0)
+    run.say(fit=2, step=10, now=30.0)
+    assert run.status.news(now=30.0) == ["training goes on after step 10 of fit 2 with 2 workers (restart 2)"]
+
+
 def test_parameter_servers_are_named():
     run = Run()
     run.begin(0, with_parameter_servers(2, 1))

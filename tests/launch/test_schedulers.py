@@ -8,56 +8,18 @@ import signal
 import subprocess
 import sys
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.launch.run_options import add_options
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
+MANIFESTS = sorted((ROOT / "examples" / "kubernetes").iterdir())
 JOB = ROOT / "examples" / "kubernetes" / "job.yaml"
 LIMIT_SECONDS = 60
-
-
-def parse(text):
-    """Reads the part of YAML that the manifest uses: maps, lists, lists in brackets, strings and numbers."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    value, rest = _block(lines)
-    assert not rest, rest
-    return value
-
-
-def _indent(line):
-    return len(line) - len(line.lstrip(" "))
-
-
-def _block(lines):
-    depth = _indent(lines[0])
-    result = [] if lines[0].lstrip().startswith("- ") else {}
-    while lines and _indent(lines[0]) == depth:
-        line = lines[0].strip()
-        if isinstance(result, list):
-            assert line.startswith("- "), line
-            item, lines = _block([" " * (depth + 2) + line[2:], *lines[1:]])
-            result.append(item)
-            continue
-        key, colon, value = line.partition(":")
-        assert colon and key not in result, line
-        if value.strip():
-            result[key], lines = _scalar(value.strip()), lines[1:]
-        else:
-            assert _indent(lines[1]) > depth, line
-            result[key], lines = _block(lines[1:])
-    assert not lines or _indent(lines[0]) < depth, lines[0]
-    return result, lines
-
-
-def _scalar(text):
-    if text.startswith("["):
-        return [_scalar(part.strip()) for part in text.removeprefix("[").removesuffix("]").split(",")]
-    if text.startswith('"'):
-        return text.strip('"')
-    return int(text) if text.isdigit() else text
 
 
 def options_of(arguments):
@@ -66,15 +28,16 @@ def options_of(arguments):
     return parser.parse_args(arguments)
 
 
-def test_parser_of_this_test():
-    text = 'a: 1\nb:\n  # no\n  - c: x\n    d: [y, "2"]\n  - e:\n      f: g\nh: i\n'
-    assert parse(text) == {"a": 1, "b": [{"c": "x", "d": ["y", "2"]}, {"e": {"f": "g"}}], "h": "i"}
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()], ids=["1.29", "newest"])
+def test_kubernetes_schema(version):
+    manifests = [part for path in MANIFESTS for part in yaml.safe_load_all(path.read_text())]
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def test_kubernetes_job():
-    job = parse(JOB.read_text())
+    job = yaml.safe_load(JOB.read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
-    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "podFailurePolicy is allowed with nothing else"
     (container,) = pod["containers"]

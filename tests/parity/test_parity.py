@@ -9,28 +9,31 @@ from setups import SETUPS, Setup, run_cases
 
 # Learned from the sources: importing the cases would start TensorFlow in the process that only starts others.
 _WORKERS_ONLY: dict[str, bool] = {}
-_FILE_OF: dict[str, str] = {}
 for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
     for _node in ast.parse(_file.read_text()).body:
         for _decorator in getattr(_node, "decorator_list", []):
             if isinstance(_decorator, ast.Call) and getattr(_decorator.func, "id", "") == "case":
                 _WORKERS_ONLY[_node.name] = any(keyword.arg == "workers_only" for keyword in _decorator.keywords)
-                _FILE_OF[_node.name] = _file.stem
 
-_OF_ALL_SETUPS = set(
+_ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule adam batch_logs convolutions_without_samples "
     "everything_on_arrays loss_scale_overflow_on_one_replica masked_sequences sum_reduction texts "
     "uneven_workers_of_known_size uneven_workers_of_unknown_size".split()
 )
 
 
+_OF_SEVERAL_DEVICES_A_WORKER = set(
+    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays uneven_workers_of_known_size".split()
+)
+
+
 def _runs_on(name: str, setup: Setup) -> bool:
-    if _WORKERS_ONLY[name] and setup.workers == 1:
-        return False
-    # Optimizers, losses and metrics know nothing of workers, and two cores are few: `make parity` has all.
-    if setup == Setup(2, 1):
-        return _FILE_OF[name] in ("data_cases", "model_cases") or name in _OF_ALL_SETUPS
-    return setup == SETUPS[0] or name in _OF_ALL_SETUPS
+    """Optimizers, losses and metrics know nothing of workers, and two cores are few: `make parity` has all."""
+    if setup == SETUPS[0]:
+        return not _WORKERS_ONLY[name]
+    if setup.devices > 1:
+        return name in _OF_SEVERAL_DEVICES_A_WORKER
+    return _WORKERS_ONLY[name] or name in _ON_WORKERS
 
 
 _PAIRS = [(setup, name) for setup in SETUPS for name in sorted(_WORKERS_ONLY) if _runs_on(name, setup)]

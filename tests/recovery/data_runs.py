@@ -1,5 +1,6 @@
 """Trainings that tell which samples every step saw, and the data that they are given."""
 
+import collections
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Start:
     epoch: int
     position: dict[str, Any]
     random_state: Any = field(default_factory=random.getstate, repr=False)
+    same_workers: bool = True
 
 
 @dataclass
@@ -80,7 +82,8 @@ class Watch(keras.callbacks.Callback):
         self.iterator = training_iterator(self.model)
         self.model.seen.clear()
         if self.start is not None:
-            self.iterator.resume_at(Position.from_json(self.start.position), replay=self.replay)
+            position = Position.from_json(self.start.position)
+            self.iterator.resume_at(position, replay=self.replay, same_workers=self.start.same_workers)
             start_at_epoch(self.model, self.start.epoch)
             random.setstate(self.start.random_state)
         self.run.positions.append(Start(0, self.iterator.position(0).to_json()))
@@ -156,7 +159,7 @@ class Numbers(keras.utils.PyDataset):
         self._own_order, self._endless = own_order, endless
         self._generator = np.random.default_rng(SEED)
         self._ids = IDS.copy()
-        self.read: list[int] = []
+        self.read: collections.deque[int] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:

@@ -83,14 +83,13 @@ CASES = {
     "PyDataset with threads": lambda strategy: {"x": Numbers(workers=2), "shuffle": True},
     "PyDataset over epochs": lambda strategy: {"x": Numbers(), "shuffle": True, "steps_per_epoch": 4},
     "PyDataset without an end": lambda strategy: {"x": Numbers(endless=True), "steps_per_epoch": 4},
-}
-ON_ONE_DEVICE = {
-    # Distributed iterators read ahead: what they make a shuffle draw again before they are dropped is a race.
     "data set repeated in every epoch": lambda strategy: {"x": dataset().shuffle(50, seed=3).repeat(2).batch(BATCH)},
     "data set shuffled and kept": lambda strategy: {"x": dataset().shuffle(50, seed=3).cache().batch(BATCH)},
+    "data set of whole batches kept and read ahead": lambda strategy: {
+        "x": dataset().take(20).shuffle(50, seed=3).cache().batch(BATCH).prefetch(2)
+    },
     "PyDataset without an end, with threads": lambda strategy: {
         "x": Numbers(endless=True, workers=2),
         "steps_per_epoch": 4,
     },
 }
-# On devices all takes ten times longer. TensorFlow's own strategy differs in that Keras draws a batch to build a model.

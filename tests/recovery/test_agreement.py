@@ -1,8 +1,11 @@
 """What the workers of a training agree on, each a thread here."""
 
+import itertools
 import threading
 
 import pytest
+
+from tfdist.recovery import agreement
 
 
 def test_all_hear_what_the_chief_says(agreements, in_threads):
@@ -47,3 +50,15 @@ def test_one_worker_asks_nobody(agreements, told, value):
     alone.meet("saved")
     assert alone.from_chief("resume", value) == value and alone.first("stop", value) == value
     assert told.values == {}
+
+
+def test_what_one_has_trained_alone_before_changes_no_names(monkeypatch, told, in_threads):
+    """As a chief does that has trained without the others: each rank counts in a process of its own."""
+    ranks = []
+    for rank, alone in ((0, 2), (1, 0)):
+        monkeypatch.setattr(agreement, "_agreements", itertools.count())
+        for _ in range(alone):
+            agreement.Agreement(0, 1)
+        ranks.append(agreement.Agreement(rank, 2))
+    ranks[0].tell("resume", 7)
+    assert [ranks[1].first("resume", 8), len(told.values)] == [7, 1]

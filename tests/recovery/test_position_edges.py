@@ -185,7 +185,7 @@ def test_batches_of_a_py_dataset_are_passed_over_by_number(strategy):
     whole = train(CASES["PyDataset in order"], strategy, epochs=1)
     numbers = Numbers()
     train(lambda strategy: {"x": numbers}, strategy, after(whole, 4), epochs=1)
-    assert numbers.read[2:] == [4, 5]  # Keras reads the first two for their shapes
+    assert list(numbers.read)[2:] == [4, 5]  # Keras reads the first two for their shapes
 
 
 def test_processes_read_the_batches_of_a_py_dataset_that_are_left(strategy):

@@ -2,6 +2,7 @@
 
 python on_workers_elastic.py same FOLDER          the programs, as the workers that there are
 python on_workers_elastic.py disturbed FOLDER     a training that goes on with fewer workers, and grows again
+python on_workers_elastic.py uneven FOLDER        the same of a model without dropout and batch statistics
 """
 
 import json
@@ -33,12 +34,13 @@ class Fault(keras.callbacks.Callback):
             raise RuntimeError("on purpose")
 
 
-def train(strategy, checkpoints, callbacks=()):
+def train(strategy, checkpoints, callbacks=(), *, plain=False, accumulation_steps=None):
     """Six epochs of three steps, with a last batch that is smaller."""
     with strategy.scope():
-        model = elastic_programs.network(own=False)
+        model = elastic_programs.plain_network() if plain else elastic_programs.network(own=False)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), loss, metrics=["accuracy"])
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.5, gradient_accumulation_steps=accumulation_steps)
+        model.compile(optimizer, loss, metrics=["accuracy"])
     rows = elastic_programs.INPUTS, elastic_programs.LABELS
     data = tf.data.Dataset.from_tensor_slices(rows).shuffle(elastic_programs.ROWS, seed=3).batch(16)
     recovery = FailureRecovery(checkpoints, every_steps=1)
@@ -60,7 +62,7 @@ def same(folder):
     np.savez(folder / f"same-{strategy.rank}.npz", **elastic_programs.flat(outcomes))
 
 
-def disturbed(folder):
+def disturbed(folder, *, plain=False):
     strategy = MultiWorkerMirroredStrategy()
     attempt = int(os.environ["TFDIST_ATTEMPT"])
     seen = {"workers": strategy.num_workers, "micro_batches": strategy.micro_batches}
@@ -68,9 +70,13 @@ def disturbed(folder):
     callbacks = []
     if attempt < len(FAULTS) and FAULTS[attempt][0] == strategy.rank:
         callbacks.append(Fault(FAULTS[attempt][1]))
-    outcome = train(strategy, folder / "checkpoints", callbacks)
+    outcome = train(strategy, folder / "checkpoints", callbacks, plain=plain)
     np.savez(folder / f"disturbed-{strategy.rank}.npz", **elastic_programs.flat({"training": outcome}))
 
 
+def uneven(folder):
+    disturbed(folder, plain=True)
+
+
 if __name__ == "__main__":
-    {"same": same, "disturbed": disturbed}[sys.argv[1]](Path(sys.argv[2]))
+    {"same": same, "disturbed": disturbed, "uneven": uneven}[sys.argv[1]](Path(sys.argv[2]))

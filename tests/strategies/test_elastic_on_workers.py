@@ -21,13 +21,13 @@ TOLERANCE = 2e-5
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 
 
-def run(folder, program, *options):
+def run(folder, program, *options, workers=2):
     foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environ |= {"PYTHONPATH": str(_HERE.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
     script = [str(_HERE / "on_workers_elastic.py"), program, str(folder)]
     finished = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", *options, *script],
+        [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options, *script],
         env=environ,
         capture_output=True,
         text=True,
@@ -91,12 +91,23 @@ def test_the_sum_of_the_micro_batches_is_encoded_and_sent_once(two_workers):
     assert [parts[f"exchanges/{index}"] for index in range(2)] == [whole[f"exchanges/{index}"] for index in range(2)]
 
 
-def test_a_training_that_shrinks_and_grows_again_ends_as_if_nothing_had_happened(tmp_path, cpus):
-    options = ["--min-workers", "1", "--max-restarts", "3", "--restart-delay", "0"]
-    said = run(tmp_path, "disturbed", *options)
+@pytest.mark.parametrize(
+    ("program", "workers", "micro_batches"),
+    [
+        ("disturbed", [2, 2, 1, 2], [1, 1, 2, 1]),
+        # Two cannot make up for three by micro-batches: their own batches are larger.
+        pytest.param("uneven", [3, 3, 2, 3], [1, 1, 1, 1], marks=pytest.mark.long),
+    ],
+)
+def test_a_training_that_shrinks_and_grows_again_ends_as_if_nothing_had_happened(
+    tmp_path, cpus, program, workers, micro_batches
+):
+    options = ["--min-workers", str(min(workers)), "--max-restarts", "3", "--restart-delay", "0"]
+    said = run(tmp_path, program, *options, workers=max(workers))
     seen = [json.loads((tmp_path / f"attempt-{attempt}-0.json").read_text()) for attempt in range(4)]
-    assert [attempt["workers"] for attempt in seen] == [2, 2, 1, 2], said[-4000:]
-    assert [attempt["micro_batches"] for attempt in seen] == [1, 1, 2, 1]
-    undisturbed = on_workers_elastic.train(one_worker(cpus, 2), tmp_path / "undisturbed")
+    assert [attempt["workers"] for attempt in seen] == workers, said[-4000:]
+    assert [attempt["micro_batches"] for attempt in seen] == micro_batches
+    one, plain = one_worker(cpus, max(micro_batches)), program == "uneven"
+    undisturbed = on_workers_elastic.train(one, tmp_path / "undisturbed", plain=plain)
     ours = of(dict(np.load(tmp_path / "disturbed-0.npz")), "training")
     assert_alike(ours, of(elastic_programs.flat({"training": undisturbed}), "training"))

@@ -8,6 +8,7 @@ DIR/ckpt-0000000007/manifest.json          format, sizes and SHA-256 of the file
                     rank-0.safetensors     what differs between ranks, written by each
                     rank-1.safetensors
 DIR/.unfinished-0000000008-<attempt>/      a save that is running, or was cut off
+DIR/.lock                                  of the process that trains there; says which one
 ```
 
 It is written under its temporary name, every file is forced to the disk, the manifest comes last, and renaming makes
@@ -33,7 +34,8 @@ TensorFlow to be listed or verified, which `tfdist checkpoints` and the supervis
 from tfdist.checkpoint.background_writer import BackgroundWriter
 from tfdist.checkpoint.checkpoint import Checkpoint
 from tfdist.checkpoint.entry import Entry
-from tfdist.checkpoint.errors import CheckpointError
+from tfdist.checkpoint.errors import CheckpointError, LaterFormatError
+from tfdist.checkpoint.lock import DirectoryLock
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.store import CheckpointStore
 
@@ -42,7 +44,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointStore",
+    "DirectoryLock",
     "Entry",
     "Json",
+    "LaterFormatError",
     "Shard",
 ]

@@ -42,7 +42,7 @@ class Checkpoint:
         Raises:
           BrokenError: if it is not whole; the message says what is wrong, without its path.
           LaterFormatError: if a later version of tfdist wrote it.
-          PermissionError: if this user may not read it.
+          OSError: if this user may not read it, or the file system does not answer.
         """
         self.path = path
         self._manifest = _read_manifest(path)
@@ -82,7 +82,7 @@ class Checkpoint:
         return self._read(rank_file(rank))
 
     def _read(self, name: str) -> Shard:
-        if self._verified.get(name) != _fingerprint(self.path / name):
+        if not (found := _fingerprint(self.path / name)) or self._verified.get(name) != found:
             self._check(name, every_byte=True)
         return container.read(self.path / name)
 
@@ -94,10 +94,10 @@ class Checkpoint:
 
 
 def _fingerprint(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written to; empty if there is none."""
+    """What changes when a file is written to; empty if there is none, or none that can be looked at."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:
+    except OSError:  # whoever reads it says why
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 

@@ -61,7 +61,7 @@ def inspect(sequence: int, path: Path, *, every_byte: bool) -> Entry:
     """Looks whether a checkpoint is whole.
 
     Raises:
-      PermissionError: if this user may not read it.
+      OSError: if this user may not read it, or the file system does not answer.
     """
     size = _size_bytes(path)
     try:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+# The server of a network file system does not answer, or has been mounted anew.
+_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED)
 
 
 class CheckpointError(RuntimeError):
@@ -53,8 +55,11 @@ def _remedy(error: OSError) -> str:
     if error.errno in (errno.ENOENT, errno.ESTALE):
         return (
             "Expected: that nobody else removes files there. Rank 0 does when it gives a save up, and tfdist "
-            "checkpoints --prune does; the error of whoever removed them is the cause."
+            "checkpoints --prune does; the error of whoever removed them is the cause. If it was the server that was "
+            "started anew, start the program again."
         )
+    if error.errno in _AWAY:
+        return "Expected: a file system that answers. Start again when its server does, or name another directory."
     return (
         "Expected: a file system that works. Look at its health (dmesg, the server's log), or name another directory."
     )
@@ -62,17 +67,19 @@ def _remedy(error: OSError) -> str:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Tells of a file `name` that is missing or cannot be read by a BrokenError.
+    """Tells of a file `name` that is missing or damaged by a BrokenError.
+
+    A disk that cannot read a file (EIO) has damaged it. A file system that is away has not.
 
     Raises:
       BrokenError: as above.
-      PermissionError: if this user may not read it, which says nothing about the file.
+      OSError: if this user may not read it, or the file system does not answer, which says nothing about the file.
     """
     try:
         yield
-    except PermissionError:
-        raise
     except FileNotFoundError as error:
         raise BrokenError(f"{name} is missing") from error
     except OSError as error:
+        if error.errno in _REFUSED + _AWAY:
+            raise
         raise BrokenError(f"{name} cannot be read: {error}") from error

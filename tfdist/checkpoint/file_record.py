@@ -31,7 +31,7 @@ class FileRecord:
 
         Raises:
           BrokenError: if it differs or cannot be read.
-          PermissionError: if this user may not read it, which says nothing about the file.
+          OSError: if this user may not read it, or the file system does not answer, which says nothing about the file.
         """
         with reading(path.name):
             size = path.stat().st_size

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,8 @@ from tfdist.checkpoint.file_record import FileRecord
 
 _SHORTEST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
+# For how long a program that an error has ended may be kept from its end by ranks that the same has happened to.
+_AT_THE_END_SECONDS = 60.0
 
 
 def write(directory: Path, rank: int, record: FileRecord) -> None:
@@ -29,6 +32,8 @@ def write_failure(directory: Path, rank: int, error: BaseException) -> None:
 def collect(directory: Path, ranks: Iterable[int], *, timeout_seconds: float) -> dict[int, FileRecord]:
     """Waits for the receipts of `ranks`, and removes them.
 
+    It waits less if the program ends meanwhile.
+
     Raises:
       CheckpointError: if some are missing after `timeout_seconds`, or one of them tells of a failure.
       OSError: if the directory cannot be read, or is gone.
@@ -36,6 +41,7 @@ def collect(directory: Path, ranks: Iterable[int], *, timeout_seconds: float) ->
     missing = {_name(rank): rank for rank in ranks}
     records: dict[int, FileRecord] = {}
     end = time.monotonic() + timeout_seconds
+    is_ending = False
     pause = _SHORTEST_PAUSE_SECONDS
     while True:
         # Listing the directory, not asking for each file: network file systems remember that a file was not there.
@@ -44,6 +50,8 @@ def collect(directory: Path, ranks: Iterable[int], *, timeout_seconds: float) ->
             records[rank] = _read(directory / name, rank)
         if not missing:
             break
+        if not is_ending and not threading.main_thread().is_alive():
+            is_ending, end = True, min(end, time.monotonic() + _AT_THE_END_SECONDS)
         if time.monotonic() > end:
             raise CheckpointError(_late(sorted(missing.values()), timeout_seconds, directory))
         time.sleep(pause)
@@ -73,5 +81,6 @@ def _late(ranks: list[int], timeout_seconds: float, directory: Path) -> str:
     return (
         f"{who} not written a part of the checkpoint within {timeout_seconds:g} s. Expected: a file of every rank "
         f"in {str(directory)!r}. All ranks must see the same directory, on a file system they share, and save the same "
-        "sequence number in the same attempt; if they do and are slow, raise peer_timeout_seconds."
+        "sequence number in the same attempt; if they do and are slow, raise peer_timeout_seconds of "
+        "FailureRecovery."
     )

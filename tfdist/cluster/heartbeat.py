@@ -6,11 +6,13 @@ is one JSON object with any of these keys:
 | key          | value                                                                                                 |
 |--------------|-------------------------------------------------------------------------------------------------------|
 | `alive`      | true; false when the process is leaving: from then on its silence means nothing                       |
+| `fit`        | which training of its process this is; without it the first. What follows is counted anew in each     |
 | `step`       | the number of training steps done                                                                     |
 | `saved`      | the sequence number of the newest whole checkpoint                                                    |
 | `saved_step` | the number of training steps that it holds                                                            |
 | `ready`      | true once everything is restored and training begins                                                  |
 | `phase`      | what it does instead of training steps, such as "validation"; while this is set no step is expected   |
+| `batch`      | the number of batches done in this phase, where these are expected in place of steps                  |
 | `error`      | the exception that nobody caught: {"type": "ValueError", "message": "…"}                              |
 """
 
@@ -51,6 +53,7 @@ class Heartbeat:
     """
 
     _beating: ClassVar["Heartbeat | None"] = None
+    _fits: ClassVar[int] = 0  # those that have begun in this process
 
     def __init__(self, fd: int) -> None:
         own = os.dup(fd)
@@ -60,10 +63,11 @@ class Heartbeat:
             os.close(own)
             raise
         self._pid = os.getpid()  # a fork of the worker must not speak for it
+        self._fit = 1
         self._step: int | None = None
         self._saved: tuple[int, int] | None = None  # set at once: the thread that beats reads both
         self._ready = False
-        self._phase: str | None = None
+        self._phase: tuple[str, int | None] | None = None  # and its batches; set at once, too
         self._next_step_at = 0.0
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -94,13 +98,16 @@ class Heartbeat:
         """Begins to beat every 0.25 s until the process ends, and to tell of an exception that nobody catches.
 
         From now on silence counts as a frozen process. One heartbeat beats in a process: that of an earlier training
-        stops here.
+        stops here. A program that is started again comes to the same training by as many starts, so that the number
+        of a training and that of a step tell together how far it is.
         """
         if self._thread is not None:
             return
         if Heartbeat._beating is not None:
             Heartbeat._beating._stop(is_process_leaving=False)
         Heartbeat._beating = self
+        Heartbeat._fits += 1
+        self._fit = Heartbeat._fits
         self._hook = sys.excepthook
         sys.excepthook = self._tell_of
         self._thread = threading.Thread(target=self._beat, name="tfdist-heartbeat", daemon=True)
@@ -115,10 +122,7 @@ class Heartbeat:
             number: The steps done so far, counted over the whole training.
         """
         self._step, self._phase = int(number), None
-        now = time.monotonic()
-        if now >= self._next_step_at:
-            self._next_step_at = now + _STEP_INTERVAL_SECONDS
-            self._send()
+        self._send_now_and_then()
 
     def saved(self, sequence: int, step: int) -> None:
         """Tells that a checkpoint is whole. It may be called by any thread.
@@ -135,14 +139,25 @@ class Heartbeat:
         self._ready = True
         self._send()
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, *, has_batches: bool = False) -> None:
         """Tells that until the next `step` no step is to be expected.
 
         Args:
             name: What happens instead, for example "validation", or "finished" at the end of training.
+            has_batches: Whether calls of `batch` are to be expected in place of steps.
         """
-        self._phase = name
+        self._phase = name, (0 if has_batches else None)
         self._send()
+
+    def batch(self, number: int) -> None:
+        """Tells of the batches of the present phase; without one this does nothing.
+
+        Args:
+            number: Those that are done, counted in this phase.
+        """
+        if self._phase is not None:
+            self._phase = self._phase[0], int(number)
+            self._send_now_and_then()
 
     def error(self, error: BaseException) -> None:
         """Tells of the exception that ends this process."""
@@ -179,12 +194,27 @@ class Heartbeat:
         self.error(error)
         self._hook(kind, error, trace)
 
+    def _send_now_and_then(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_step_at:
+            self._next_step_at = now + _STEP_INTERVAL_SECONDS
+            self._send()
+
     def _send(self, *, alive: bool = True, error: Mapping[str, str] | None = None) -> None:
         if os.getpid() != self._pid:
             return
         known: dict[str, Any] = {"alive": alive}
         saved, saved_step = self._saved or (None, None)
-        optional = {"step": self._step, "saved": saved, "saved_step": saved_step, "phase": self._phase, "error": error}
+        phase, batch = self._phase or (None, None)
+        optional = {
+            "fit": self._fit if self._fit > 1 else None,
+            "step": self._step,
+            "saved": saved,
+            "saved_step": saved_step,
+            "phase": phase,
+            "batch": batch,
+            "error": error,
+        }
         known.update({key: value for key, value in optional.items() if value is not None})
         if self._ready:
             known["ready"] = True

@@ -44,3 +44,12 @@ def find_direction(callback: Any) -> None:
     """
     if callback.monitor_op is None:
         callback._set_monitor_op()
+
+
+def open_files(callback: Any) -> list[Any]:
+    """What a callback of Keras has written to and not closed; each has a method `flush`."""
+    if isinstance(callback, _known.TensorBoard):
+        return list(callback._writers.values())
+    if isinstance(callback, _known.CSVLogger) and callback.csv_file is not None and not callback.csv_file.closed:
+        return [callback.csv_file]
+    return []

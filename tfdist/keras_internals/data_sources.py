@@ -1,13 +1,12 @@
 """What an epoch iterator draws from beside tf.data pipelines, by kind, and which kind it is."""
 
 import secrets
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tfdist.keras_internals.data_source import DataSource, Json
-from tfdist.keras_internals.py_dataset_view import PyDatasetView
+from tfdist.keras_internals.py_dataset_source import PyDatasetSource
 from tfdist.private_symbols import private
 
 _ADAPTERS = "keras.src.trainers.data_adapters"
@@ -36,11 +35,16 @@ class ArraySource(DataSource):
         self._own_seed = secrets.randbelow(_SEEDS) if adapter._shuffle and self._seed is None else None
         self._follows = False
 
+    @property
+    def batch_size(self) -> int | None:
+        """See the base class."""
+        return self.adapter.batch_size
+
     def follow(self, steps_per_epoch: int | None) -> None:
         """See the base class."""
         self._follows = True
 
-    def order(self) -> Json:
+    def order(self, drawn: int | None) -> Json:
         """See the base class."""
         return {"seed": self._seed if self.adapter._shuffle else None, "own_seed": self._own_seed}
 
@@ -72,69 +76,11 @@ class ArraySource(DataSource):
             self.dataset = self.strategy.experimental_distribute_dataset(self.adapter.get_tf_dataset())
 
 
-class PyDatasetSource(DataSource):
-    """A `keras.utils.PyDataset`; batches are passed over by their numbers, and never made."""
-
-    kind = "keras.utils.PyDataset"
-    makes_ahead = False
-
-    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
-        super().__init__(adapter, dataset, strategy)
-        self._view = PyDatasetView(adapter.py_dataset, adapter.shuffle)
-        adapter.py_dataset, adapter.shuffle = self._view, False
-        self._restored: tuple[int, Any] | None = None
-
-    def follow(self, steps_per_epoch: int | None) -> None:
-        """See the base class."""
-        batches = self._view.num_batches
-        if self.adapter.enqueuer is not None and batches is not None and (steps_per_epoch or batches) < batches:
-            warnings.warn(
-                "The order of this PyDataset cannot be had again: Keras ends its workers with every epoch, and with "
-                "them a pass over the data that is not yet over. After a restart some samples may come twice and "
-                f"others not at all. Received: steps_per_epoch={steps_per_epoch} of {batches} batches, with workers. "
-                "Expected: `workers=1` without multiprocessing, or whole passes. Leave `steps_per_epoch` out.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def order(self) -> Json:
-        """See the base class."""
-        return {"hooks": list(self._view.hooks), "random_state": self._view.state}
-
-    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
-        """See the base class."""
-
-    def begin_epoch(self, number: int) -> None:
-        """See the base class."""
-        restored, self._restored = self._restored, None
-        self._view.begin_pass(*(restored or ()))
-        if self.adapter.enqueuer is not None:
-            # A pass that was left early, as to build the model, has batches in the old one, and perhaps a thread that
-            # still takes some.
-            view = self._view
-            self.adapter.enqueuer = type(self.adapter.enqueuer)(
-                view, view.workers, view.use_multiprocessing, view.max_queue_size
-            )
-
-    def repeat_iterators(self, drawn: Sequence[int]) -> int:
-        """See the base class."""
-        return 0
-
-    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
-        """See the base class."""
-        begins, ends = order["hooks"]
-        self._view.replay_hooks(begins - within_epoch, ends)  # an epoch that goes on calls it again
-        self._restored = None if batches is None else (batches, order["random_state"])
-
-    def iterator_at(self, batches: int) -> Any:
-        """See the base class."""
-        return self.iterator()
-
-
 class OnceSource(DataSource):
     """A Python generator, or what Keras gives no other hold of: its batches can only be counted."""
 
     makes_ahead = False
+    tells_of_batches = False
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -144,7 +90,7 @@ class OnceSource(DataSource):
     def follow(self, steps_per_epoch: int | None) -> None:
         """See the base class."""
 
-    def order(self) -> Json:
+    def order(self, drawn: int | None) -> Json:
         """See the base class."""
         return {}
 
@@ -175,11 +121,12 @@ class WorkersSource(DataSource):
 
     kind = "data of workers"
     makes_ahead = False
+    tells_of_batches = False
 
     def follow(self, steps_per_epoch: int | None) -> None:
         """See the base class."""
 
-    def order(self) -> Json:
+    def order(self, drawn: int | None) -> Json:
         """See the base class."""
         return {}
 

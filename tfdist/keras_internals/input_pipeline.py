@@ -13,7 +13,7 @@ _INPUT = "tensorflow.python.distribute.input_lib"
 _Shuffle = private(f"{_OPS}.shuffle_op:_ShuffleDataset", "tells the seeds of a shuffle")
 _Random = private(f"{_OPS}.random_op:_RandomDataset", "tells the seeds of random numbers")
 _Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, behind sharding")
-_FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
+FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
 
 Seeds = list[list[int]]
 
@@ -37,7 +37,7 @@ def shuffle_seeds(dataset: Any) -> Seeds:
     5
     """
     seeds = []
-    for node in _nodes(_roots(dataset)):
+    for node in nodes(roots(dataset)):
         if isinstance(node, _Shuffle | _Random):
             seeds.append([int(node._seed), int(node._seed2)])
         for wrapper in node._functions():
@@ -69,8 +69,8 @@ def decisive_batches(dataset: Any) -> int | None:
     """
     behind = [
         node
-        for node in _nodes(_roots(dataset))
-        if any(isinstance(above, _Shuffle | _Random) for above in _nodes(node._inputs()))
+        for node in nodes(roots(dataset))
+        if any(isinstance(above, _Shuffle | _Random) for above in nodes(node._inputs()))
     ]
     if not all(isinstance(node, _Shuffle) or type(node).__name__ in _MAKES_ITS_INPUT for node in behind):
         return None
@@ -86,8 +86,8 @@ def share_a_shuffle(one: Any, other: Any) -> bool:
     """
 
     def shuffles(dataset: Any) -> set[int]:
-        nodes = _nodes(_roots(dataset))
-        return {id(node) for node in nodes if isinstance(node, _Shuffle) and node._reshuffle_each_iteration}
+        pipeline = nodes(roots(dataset))
+        return {id(node) for node in pipeline if isinstance(node, _Shuffle) and node._reshuffle_each_iteration}
 
     return not shuffles(one).isdisjoint(shuffles(other))
 
@@ -112,7 +112,7 @@ def without_first(dataset: Any, steps: int) -> Any | None:
     """
     if isinstance(dataset, tf.data.Dataset):
         return dataset.skip(steps)
-    if type(dataset) not in (_Distributed, _FromFunction):
+    if type(dataset) not in (_Distributed, FromFunction):
         return None
     workers = dataset._input_workers
     parts = []
@@ -134,15 +134,15 @@ def _parts(dataset: Any) -> list[Any]:
     """The data sets of this process that iterators are made of."""
     if type(dataset) is _Distributed:
         return list(dataset._cloned_datasets)
-    return list(dataset._datasets) if type(dataset) is _FromFunction else [dataset]
+    return list(dataset._datasets) if type(dataset) is FromFunction else [dataset]
 
 
-def _roots(dataset: Any) -> list[Any]:
+def roots(dataset: Any) -> list[Any]:
     """The data sets as the user has made them, before they were shared out."""
     return [dataset._original_dataset] if type(dataset) is _Distributed else _parts(dataset)
 
 
-def _nodes(datasets: Iterable[Any]) -> Iterator[Any]:
+def nodes(datasets: Iterable[Any]) -> Iterator[Any]:
     """Every data set of the pipelines that end in `datasets`, each once."""
     seen: set[int] = set()
     waiting = list(datasets)

@@ -20,7 +20,7 @@ class OptimizerState:
     def meaning(self) -> dict[str, Any]:
         """What decides on the meaning of the variables: all switches, whether there is a schedule, the loss's factor.
 
-        Numbers such as rates and decays are left to the user, who may change them on purpose.
+        Numbers such as decays are left to the user, who may change them on purpose. (The rate is a variable.)
         """
         config = self._optimizer.get_config()
         rate = getattr(self._optimizer, "_learning_rate", None)
@@ -29,6 +29,12 @@ class OptimizerState:
         if isinstance(config.get("loss_scale_factor"), int | float):
             meaning["loss_scale_factor"] = float(config["loss_scale_factor"])
         return meaning
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The rate, if it is a variable; `None` if a schedule or a function gives it."""
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
     @property
     def accumulation_steps(self) -> int:

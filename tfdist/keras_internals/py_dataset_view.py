@@ -1,11 +1,19 @@
 """A `keras.utils.PyDataset` whose order is known, and which can begin in the middle."""
 
+import collections
+import copy
 import random
 from typing import Any
 
 import keras
 
-RandomState = list[Any]
+from tfdist.keras_internals.py_dataset_hooks import BEGIN, END, PyDatasetHooks
+from tfdist.keras_internals.random_states import global_states, same, set_global_states
+
+Json = dict[str, Any]
+
+_OWN = "own"
+_READ_AHEAD = 4096  # batches that may have been read before they are trained on
 
 
 class PyDatasetView(keras.utils.PyDataset):
@@ -14,42 +22,86 @@ class PyDatasetView(keras.utils.PyDataset):
     Keras shuffles the numbers of the batches with Python's `random`, in a thread, when the first batch is asked for;
     the view draws the same in the caller's thread, and keeps the state that it began with.
 
+    Batches are read ahead of training, by a thread. What reading a batch changes (the global generators of NumPy and
+    Python, the state that the data set tells of by `get_state`) is kept as it was before each one, so that the batch
+    that is trained on next can be read again, and the same.
+
     Attributes:
-      hooks: how often `on_epoch_begin` and `on_epoch_end` have been called.
-      state: the state of `random` before the order of this pass was drawn, as `random.getstate()` has it, with lists
-        for tuples; `None` if the pass is not shuffled.
+      hooks: calls the data's hooks.
+      state: the state of `random` before the order of this pass was drawn, as `random.getstate()` has it; `None` if
+        the pass is not shuffled.
     """
 
     def __init__(self, source: Any, shuffle: bool) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
-        self.hooks = [0, 0]
-        self.state: RandomState | None = None
+        self.hooks = PyDatasetHooks(source)
+        self.state: Any = None
         self._source = source
         self._shuffle = shuffle and source.num_batches is not None
         self._order: list[int] | None = None
         self._first = 0
+        self._follows = False
+        self._is_read_in_turn = source.workers <= 1 and not source.use_multiprocessing
+        self._keeps_state = all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
+        self._own_at_begin: Any = None
+        self._changing: list[str] = []
+        self._before: collections.deque[tuple[int, Json]] = collections.deque(maxlen=_READ_AHEAD)
+        self._pending: Json = {}
 
-    def begin_pass(self, first: int = 0, state: RandomState | None = None) -> None:
+    @property
+    def source_name(self) -> str:
+        """The class of the data."""
+        return type(self._source).__name__
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the data has `get_state` and `set_state`."""
+        return self._keeps_state
+
+    def follow(self) -> None:
+        """Has it keep from now on what `order` needs."""
+        self._follows = True
+
+    def order(self, drawn: int | None) -> Json:
+        """What decides which batches come next.
+
+        Args:
+          drawn: how many batches of this pass have been trained on; `None` if a new pass comes next.
+        """
+        if self._keeps_state and (drawn is None or self._is_read_in_turn):
+            own: Any = copy.deepcopy(self._source.get_state())
+        else:
+            own = self._own_at_begin
+        before: Json = {}
+        if drawn is not None:
+            before = dict(next((states for number, states in list(self._before) if number == drawn), {}))
+            own = before.pop(_OWN, own)
+        return {**self.hooks.order(), "random_state": self.state, "before": before, _OWN: own}
+
+    def restore(self, order: Json, within_epoch: bool) -> None:
+        """Puts back what `order` has returned; the beginning of an epoch that goes on is left to Keras."""
+        self._pending = dict(order["before"])
+        if order[_OWN] is None:
+            self.hooks.repeat(order, within_epoch)
+            return
+        self.hooks.pass_over(order, within_epoch)
+        self._source.set_state(copy.deepcopy(order[_OWN]))
+        if within_epoch:
+            self._pending[_OWN] = order[_OWN]
+
+    def begin_pass(self, first: int = 0, state: Any = None) -> None:
         """Begins a pass at batch `first` of its order, from 0: the order that `state` stands for, else a new one."""
         self._first = first
+        self._before.clear()
         self.state = self._order = None
         if self._shuffle:
             generator: Any = random
             if state is not None:
                 generator = random.Random()
-                generator.setstate(_tuples(state))
-            self.state = _lists(generator.getstate())
+                generator.setstate(state)
+            self.state = generator.getstate()
             self._order = list(range(self._source.num_batches))
             generator.shuffle(self._order)
-
-    def replay_hooks(self, begins: int, ends: int) -> None:
-        """Calls the hooks, in turn, until they have been called that often."""
-        while self.hooks[1] < ends:
-            if self.hooks[0] < begins and self.hooks[0] <= self.hooks[1]:
-                self.on_epoch_begin()
-            self.on_epoch_end()
-        while self.hooks[0] < begins:
-            self.on_epoch_begin()
 
     @property
     def num_batches(self) -> int | None:
@@ -58,22 +110,39 @@ class PyDatasetView(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         number = self._first + index
-        return self._source[number if self._order is None else self._order[number]]
+        if not self._follows or not self._is_read_in_turn:
+            return self._read(number)
+        # While the first batch is read, training waits for it, and nobody else draws.
+        before = self._states() if index == 0 else {}
+        batch = self._read(number)
+        if before:
+            after = self._states()
+            self._changing = [name for name in after if not same(before[name], after[name])]
+        if self._changing:
+            after = self._states()
+            self._before.append((number + 1, {name: after[name] for name in self._changing}))
+        return batch
 
     def on_epoch_begin(self) -> None:
         """Hands the call on, and counts it."""
-        self.hooks[0] += 1
-        self._source.on_epoch_begin()
+        present, pending = global_states(), self._pending
+        self.hooks.call(BEGIN)
+        if pending:
+            self._pending = {}
+            if _OWN in pending:  # that call has been made before
+                set_global_states(present)
+                self._source.set_state(copy.deepcopy(pending[_OWN]))
+            set_global_states(pending)
+        if self._keeps_state and self._follows:
+            self._own_at_begin = copy.deepcopy(self._source.get_state())
 
     def on_epoch_end(self) -> None:
         """Hands the call on, and counts it."""
-        self.hooks[1] += 1
-        self._source.on_epoch_end()
+        self.hooks.call(END)
 
+    def _read(self, number: int) -> Any:
+        return self._source[number if self._order is None else self._order[number]]
 
-def _lists(state: Any) -> Any:
-    return [_lists(part) for part in state] if isinstance(state, tuple) else state
-
-
-def _tuples(state: Any) -> Any:
-    return tuple(_tuples(part) for part in state) if isinstance(state, list) else state
+    def _states(self) -> Json:
+        own = {_OWN: copy.deepcopy(self._source.get_state())} if self._keeps_state else {}
+        return {**global_states(), **own}

@@ -2,13 +2,15 @@
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist.keras_internals.data_source import DataSource
 from tfdist.keras_internals.data_sources import source_of
 from tfdist.keras_internals.running_fit import claim_fit, fit_validated_by, install_running_fit
+from tfdist.keras_internals.same_data import PositionLike, check_same_data
 from tfdist.keras_internals.symbols import trainer
 from tfdist.private_symbols import private
 
@@ -19,31 +21,6 @@ for _method, _why in {
     "reset": "forgets the iterator that the model was built with",
 }.items():
     private(f"{_EPOCH_ITERATOR}.{_method}", _why)
-
-
-class PositionLike(Protocol):
-    """What `resume_at` needs to know; `tfdist.recovery.position.Position` says what the names mean."""
-
-    @property
-    def next_step(self) -> int: ...
-    @property
-    def finished(self) -> tuple[int, ...]: ...
-    @property
-    def current(self) -> int | None: ...
-    @property
-    def num_batches(self) -> int | None: ...
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-    @property
-    def steps_per_execution(self) -> int: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def order(self) -> dict[str, Any]: ...
-    @property
-    def validated(self) -> tuple[int, ...]: ...
-    @property
-    def is_validated_by_itself(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -150,28 +127,43 @@ class ResumableIterator:
             "next_step": next_step,
             "finished": (*self._finished, *over),
             "current": current,
-            "num_batches": self._num_batches,
-            "steps_per_epoch": self.steps_per_epoch,
-            "steps_per_execution": self.steps_per_execution,
-            "source": source.kind,
-            "order": source.order(),
+            **self._data(),
+            "order": source.order(current),
             "validated": self._validation.drawn(),
             "is_validated_by_itself": self._validation.shares_a_shuffle,
         }
 
-    def resume_at(self, position: PositionLike, *, replay: bool = False) -> None:
+    def _data(self) -> dict[str, Any]:
+        """What must be the same in a run that goes on."""
+        source = self._source_in_fit()
+        return {
+            "num_batches": self._num_batches,
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_execution": self.steps_per_execution,
+            "source": source.kind,
+            "batch_size": source.batch_size,
+            "elements": source.elements(),
+            "is_each_workers_own": source.is_each_workers_own(),
+        }
+
+    def resume_at(self, position: PositionLike, *, replay: bool = False, same_workers: bool = True) -> None:
         """Makes the next epoch go on at `position`; to be called in `on_train_begin`.
 
         Args:
           position: where to go on.
           replay: whether data that only begins anew may be drawn and thrown away up to there.
+          same_workers: whether as many workers train as when the position was taken.
 
         Raises:
           ValueError: the data is drawn otherwise than when the position was taken.
           RuntimeError: the data cannot be had again from there.
         """
         source = self._source_in_fit()
-        self._check(position)
+        is_shared_out_anew = position.is_each_workers_own and not same_workers
+        check_same_data(position, {**self._data(), **({"num_batches": None} if is_shared_out_anew else {})})
+        self._check_unused(position)
+        if is_shared_out_anew and (position.next_step or position.current):
+            _tell_of_shares()
         drawn = position.finished if position.current is None else (*position.finished, position.current)
         source.check(position.order, drawn, replay)
         missing = position.finished[len(self._finished) :]
@@ -181,7 +173,8 @@ class ResumableIterator:
         source.restore(position.order, position.current, position.next_step > 0)
         self.skipped = Skipped(len(missing) + len(others), batches, time.perf_counter() - began)
         self._finished = list(position.finished)
-        self._num_batches = position.num_batches
+        if not is_shared_out_anew:
+            self._num_batches = position.num_batches
         self._validation = Validation(position.validated, position.is_validated_by_itself)
         self._resuming = position
 
@@ -190,18 +183,7 @@ class ResumableIterator:
         self._close()
         super().reset()  # type: ignore[misc]
 
-    def _check(self, position: PositionLike) -> None:
-        for name, before, now in (
-            ("kind of data", position.source, self._source_in_fit().kind),
-            ("steps_per_epoch", position.steps_per_epoch, self.steps_per_epoch),
-            ("steps_per_execution", position.steps_per_execution, self.steps_per_execution),
-            ("number of batches", position.num_batches, self._num_batches or position.num_batches),
-        ):
-            if before != now:
-                raise ValueError(
-                    f"The training data differs from that of the run that is to go on, in its {name}. Received: {now}. "
-                    f"Expected: {before}. Give `fit` the data and the arguments that it had, or begin a new training."
-                )
+    def _check_unused(self, position: PositionLike) -> None:
         if self._is_open or len(self._finished) > len(position.finished) + (position.current is not None):
             raise RuntimeError(
                 "The training data has been drawn from more often than in the run that is to go on. Received: "
@@ -255,8 +237,9 @@ class ResumableIterator:
             return source.iterator()
         began = time.perf_counter()
         batches, decisive = position.current, source.decisive_batches()
-        if position.num_batches is not None and batches >= position.num_batches and decisive is not None:
-            batches = min(batches, decisive)  # none is left: only what it does to the next iterators matters
+        if self._num_batches is not None and batches >= self._num_batches and not source.runs_python:
+            if decisive is not None:
+                batches = min(batches, decisive)  # none is left: only what it does to the next iterators matters
         iterator = source.iterator_at(batches)
         seconds = self.skipped.seconds + time.perf_counter() - began
         self.skipped = Skipped(self.skipped.iterators, self.skipped.batches + batches, seconds)
@@ -285,6 +268,17 @@ class ResumableIterator:
             yield step
         if not source.makes_ahead and not self._is_open:
             self._current_iterator = None  # the next epoch makes it
+
+
+def _tell_of_shares() -> None:
+    warnings.warn(
+        "The data is shared out among another number of workers than before the restart, and each has samples of its "
+        "own: by files, or by `distribute_datasets_from_function`. In this pass over the data some samples may come "
+        "twice and others not at all; the next ones are whole. To go on exactly, have workers take their parts of "
+        "common batches (`AutoShardPolicy.DATA`).",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class _Made:

@@ -1,9 +1,11 @@
 """The running `fit` of a model: its epoch iterator, where it starts, the logs of an epoch without steps."""
 
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import keras
@@ -23,6 +25,7 @@ class RunningFit:
     def __init__(self, model: Any, iterator: Any) -> None:
         self.model = model
         self._iterator = weakref.ref(iterator)
+        self._code = _code_of_caller(model)
         self._undo: list[Any] = []
         self._at_end: list[Callable[[], object]] = []
 
@@ -30,6 +33,11 @@ class RunningFit:
     def iterator(self) -> Any:
         """Its epoch iterator over the training data; `None` when that is gone, as after an exception."""
         return self._iterator()
+
+    def is_beneath(self, frame: FrameType | None) -> bool:
+        """Whether `frame`, of the thread that `fit` was called in, was called by it; not after an exception."""
+        # No frame is kept, which would keep the data.
+        return self._code is None or any(_is_call(above, self._code, self.model) for above in _callers(frame))
 
     def start_at_epoch(self, epoch: int | None) -> None:
         """Makes this `fit` begin with `epoch`, from 0; with 0 or `None` where it was told to."""
@@ -109,6 +117,23 @@ def install_running_fit() -> None:
     on_train_begin.is_known = True  # type: ignore[attr-defined]
     keras.callbacks.CallbackList.on_train_begin = on_train_begin
     keras.callbacks.CallbackList.on_train_end = on_train_end
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_call(frame: FrameType, code: CodeType, of: Any) -> bool:
+    """Whether `frame` runs `code` as a method of `of`."""
+    return frame.f_code is code and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is of
+
+
+def _code_of_caller(model: Any) -> CodeType | None:
+    """The code of the method of `model`, `fit`, that has called this; `None` in a loop that is no method of it."""
+    callers = (frame for frame in _callers(sys._getframe(1)) if _is_call(frame, frame.f_code, model))
+    return next((frame.f_code for frame in callers), None)
 
 
 def _model_of(callbacks: keras.callbacks.CallbackList) -> Any:

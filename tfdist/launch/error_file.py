@@ -21,15 +21,13 @@ class ErrorFile:
     Args:
         path: The file, written anew by every failed attempt; None: `attempt-<number>.json` in `directory`.
         directory: The directory of the logs; None, and no path: nothing is written.
-        run_id: What tells this run from others.
 
     Raises:
         UsageError: If the file cannot be written there. Those of an earlier run are removed.
     """
 
-    def __init__(self, path: Path | None, directory: Path | None, run_id: str) -> None:
-        self._path, self._directory, self._run_id = path, directory, run_id
-        self._earlier: list[dict[str, Any]] = []
+    def __init__(self, path: Path | None, directory: Path | None) -> None:
+        self._path, self._directory = path, directory
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,17 +42,7 @@ class ErrorFile:
                 "that can be made or replaced (--error-file), or none. Choose another path."
             ) from error
 
-    def write(self, outcome: Outcome) -> str:
-        """Writes why an attempt failed, whole or not at all.
-
-        Returns:
-            Why it could not be written, or an empty string.
-        """
-        entry = describe(outcome, self._run_id, earlier=self._earlier)
-        self._earlier.append({"attempt": outcome.attempt, "cause": outcome.describe()})
-        return self.write_entry(entry)
-
-    def write_entry(self, entry: dict[str, Any]) -> str:
+    def write(self, entry: dict[str, Any]) -> str:
         """Writes what `describe` has returned, whole or not at all.
 
         Returns:
@@ -105,6 +93,7 @@ def describe(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) ->
         "host": socket.gethostname(),
         "started": _time(outcome.started_at),
         "failed": _time(outcome.started_at + outcome.seconds),
+        "last_fit": outcome.fit,
         "last_step": outcome.step,
         "last_saved": outcome.saved,
         "cause": {"host": (first.host if first else "") or socket.gethostname(), **what},

@@ -108,6 +108,7 @@ class Findings:
             stall=self.stall,
             unstarted=self.unstarted,
             heard=liveness.heard,
+            fit=liveness.fit,
             step=liveness.step,
             saved=liveness.saved,
             errors=errors,

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from tfdist.cluster.json_object import json_object
+from tfdist.launch.fits import of_fit
 from tfdist.launch.roles import Role, peers
 
 # A beat comes every 0.25 s; gaps up to 1.3 s were seen where a worker held its GIL on a loaded host.
@@ -18,13 +20,15 @@ _MAX_LOOK_SECONDS = 1.0
 class Pulse:
     """What is known of one worker. Times are in seconds in which the launcher looked."""
 
+    fit: int = 1  # what follows is counted anew in each
     step: int | None = None
     saved: int | None = None
     saved_step: int | None = None
     phase: str | None = None
+    batch: int | None = None  # of the phase
     error: Mapping[str, str] | None = None
     heard_at: float | None = None  # None: not heard yet, or leaving: it is not judged
-    stepped_at: float | None = None
+    stepped_at: float | None = None  # the last step or batch of a phase, or the beginning of a phase that has some
     stopped_at: float | None = None  # when its process was seen to be stopped
     has_beaten: bool = False
     is_leaving: bool = False
@@ -32,7 +36,12 @@ class Pulse:
     @property
     def last_step(self) -> str:
         """What to add to a message."""
-        return "" if self.step is None else f" (last step {self.step})"
+        return "" if self.step is None else f" (last step {self.step}{of_fit(self.fit)})"
+
+    @property
+    def is_in_silent_phase(self) -> bool:
+        """Whether neither steps nor batches are expected of it."""
+        return self.phase is not None and self.batch is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +64,8 @@ class Liveness:
 
     A worker is judged from its first heartbeat on: before that TensorFlow starts, and nothing else in the process runs.
     A stopped process (SIGSTOP) is one at any time. No step of any worker for ten times the longest interval between two
-    steps so far, and at least `stall_timeout_seconds`, is a stall.
+    steps so far, and at least `stall_timeout_seconds`, is a stall. Batches of a phase that has some, as validation has,
+    count as steps do. A later `fit` of the program is judged by its own steps.
 
     Args:
         workers: Number of workers.
@@ -85,7 +95,7 @@ class Liveness:
         self._pulses = {rank: Pulse() for rank in self._roles}
         self._timeout, self._stall_timeout = heartbeat_timeout_seconds, stall_timeout_seconds
         self._now, self._time = now, 0.0
-        self._moved_at: float | None = None  # the last step or checkpoint of any worker
+        self._moved_at: float | None = None  # the last step, batch or checkpoint of any worker
         self._longest_seconds: float | None = None  # between two steps of a worker; None: not two steps yet
 
     @property
@@ -99,20 +109,24 @@ class Liveness:
         return frozenset(rank for rank, pulse in self._pulses.items() if pulse.has_beaten)
 
     @property
+    def fit(self) -> int:
+        """Which `fit` of the program runs, 1 first."""
+        return max((pulse.fit for pulse in self._pulses.values()), default=1)
+
+    @property
     def step(self) -> int | None:
-        """The highest step of any worker, or None."""
-        return max((pulse.step for pulse in self._pulses.values() if pulse.step is not None), default=None)
+        """The highest step of any worker in it, or None."""
+        return max((pulse.step for pulse in self._in_fit if pulse.step is not None), default=None)
 
     @property
     def saved(self) -> int | None:
-        """The highest sequence number of a checkpoint, or None."""
-        return max((pulse.saved for pulse in self._pulses.values() if pulse.saved is not None), default=None)
+        """The highest sequence number of a checkpoint of it, or None."""
+        return max((pulse.saved for pulse in self._in_fit if pulse.saved is not None), default=None)
 
     @property
     def saved_step(self) -> int | None:
         """The training steps that this checkpoint holds, or None."""
-        newest = max(self._pulses.values(), key=lambda pulse: -1 if pulse.saved is None else pulse.saved)
-        return newest.saved_step
+        return max(self._in_fit, key=lambda pulse: -1 if pulse.saved is None else pulse.saved).saved_step
 
     @property
     def phase(self) -> str | None:
@@ -146,21 +160,8 @@ class Liveness:
         pulse.heard_at = None if pulse.is_leaving else self._time
         if isinstance(said.get("error"), dict):
             pulse.error = {str(key): str(value) for key, value in said["error"].items()}
-        if not self._roles[rank].runs_script:
-            return
-        phase = said.get("phase")
-        if pulse.phase is not None:
-            # The time without steps is no interval between two of them.
-            self._moved_at, pulse.stepped_at = self._time, None
-        pulse.phase = phase if isinstance(phase, str) else None
-        step, saved, saved_step = said.get("step"), said.get("saved"), said.get("saved_step")
-        if type(saved) is int and saved != pulse.saved:
-            pulse.saved, self._moved_at = saved, self._time
-            pulse.saved_step = saved_step if type(saved_step) is int else None
-        if type(step) is int and step != pulse.step:
-            if pulse.stepped_at is not None:
-                self._longest_seconds = max(self._longest_seconds or 0.0, self._time - pulse.stepped_at)
-            pulse.step, pulse.stepped_at, self._moved_at = step, self._time, self._time
+        if self._roles[rank].runs_script:
+            self._note_progress(pulse, said)
 
     def judge(self, is_stopped: Mapping[int, bool], *, now: float) -> Judgement:
         """Looks at all workers that run.
@@ -180,6 +181,37 @@ class Liveness:
             self._time - pulse.heard_at for rank in is_stopped if (pulse := self._pulses[rank]).heard_at is not None
         ]
         return self._timeout > 0 and (any(is_stopped.values()) or max(silences, default=0.0) >= _SUSPICIOUS_SECONDS)
+
+    @property
+    def _in_fit(self) -> list[Pulse]:
+        fit = self.fit
+        return [pulse for pulse in self._pulses.values() if pulse.fit == fit]
+
+    def _note_progress(self, pulse: Pulse, said: Mapping[str, Any]) -> None:
+        if pulse.is_in_silent_phase:
+            # The time without steps is no interval between two of them.
+            self._moved_at, pulse.stepped_at = self._time, None
+        fit, phase, batch = said.get("fit"), said.get("phase"), said.get("batch")
+        step, saved, saved_step = said.get("step"), said.get("saved"), said.get("saved_step")
+        self._note_fit(pulse, fit if type(fit) is int else 1)
+        if type(saved) is int and saved != pulse.saved:
+            pulse.saved, self._moved_at = saved, self._time
+            pulse.saved_step = saved_step if type(saved_step) is int else None
+        before = pulse.step, pulse.batch
+        pulse.step = step if type(step) is int else pulse.step
+        pulse.phase = phase if isinstance(phase, str) else None
+        pulse.batch = batch if type(batch) is int and pulse.phase is not None else None
+        if (pulse.step, pulse.batch) != before:
+            if pulse.stepped_at is not None:
+                self._longest_seconds = max(self._longest_seconds or 0.0, self._time - pulse.stepped_at)
+            pulse.stepped_at = self._moved_at = self._time
+
+    def _note_fit(self, pulse: Pulse, fit: int) -> None:
+        if fit > self.fit:
+            self._longest_seconds = None  # its steps may be longer, and its first one is traced
+        if fit != pulse.fit:
+            pulse.fit, pulse.step, pulse.saved, pulse.saved_step = fit, None, None, None
+            self._moved_at, pulse.stepped_at = self._time, None
 
     def _look(self, now: float) -> None:
         self._time += min(max(now - self._now, 0.0), _MAX_LOOK_SECONDS)
@@ -210,11 +242,13 @@ class Liveness:
             return ""
         # Where one has ended the others may have no step left to do.
         training = {rank: pulse for rank, pulse in self._pulses.items() if self._roles[rank].runs_script}
-        waits = [pulse for pulse in training.values() if pulse.phase is not None or pulse.is_leaving]
-        if waits or not training.keys() <= is_stopped.keys():
+        is_excused = any(pulse.is_in_silent_phase or pulse.is_leaving for pulse in training.values())
+        if is_excused or not training.keys() <= is_stopped.keys():
             return ""
         limit = max(self._stall_timeout, _STALL_FACTOR * self._longest_seconds)
         if self._time - self._moved_at < limit:
             return ""
         steps = ", ".join(str(pulse.step) for pulse in training.values())
-        return f"no worker made a step for {limit:.0f} s (last steps: {steps})"
+        phase = next((pulse.phase for pulse in training.values() if pulse.phase is not None), None)
+        what = "made a step" if phase is None else f"got through a batch of {phase}"
+        return f"no worker {what} for {limit:.0f} s (last steps: {steps}{of_fit(self.fit)})"

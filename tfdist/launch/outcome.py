@@ -24,8 +24,9 @@ class Outcome:
         lost: Which host was lost, and why, or an empty string.
         unstarted: The rank that could not be started, and why, or None.
         heard: The ranks that sent heartbeats.
-        step: The highest step of any worker, or None.
-        saved: The highest sequence number of a checkpoint, or None.
+        fit: Which `fit` of the script ran, 1 first.
+        step: The highest step of any worker in it, or None.
+        saved: The highest sequence number of a checkpoint of it, or None.
         errors: The exceptions that workers told of, by rank: `type` and `message`.
     """
 
@@ -41,6 +42,7 @@ class Outcome:
     lost: str = ""
     unstarted: tuple[int, OSError] | None = None
     heard: frozenset[int] = frozenset()
+    fit: int = 1
     step: int | None = None
     saved: int | None = None
     errors: Mapping[int, Mapping[str, str]] = dataclasses.field(default_factory=dict)

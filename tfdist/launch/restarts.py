@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from tfdist.launch.failure import WorkerEnd, tells_of_a_lost_peer
+from tfdist.launch.fits import of_fit
 from tfdist.launch.outcome import Outcome
 
 MAX_DELAY_SECONDS = 30.0
@@ -34,9 +35,10 @@ class Decision:
 class Restarts:
     """Counts restarts and progress.
 
-    Progress is a step or a checkpoint beyond the highest of all attempts before. Two restarts in a row without it end
-    the run. So does a first attempt in which a worker ends by itself with an error before its first heartbeat: a
-    wrong argument or import fails again.
+    Progress is a step or a checkpoint beyond the highest of all attempts before, or a later `fit` of the script: where
+    it has several, an attempt passes through those that are complete, and counts anew in the one that is not. Two
+    restarts in a row without it end the run. So does a first attempt in which a worker ends by itself with an error
+    before its first heartbeat: a wrong argument or import fails again.
 
     Args:
         workers: The full number of workers.
@@ -55,7 +57,7 @@ class Restarts:
         self._max, self._first_delay = max_restarts, delay_seconds
         self._done = 0
         self._heard = False
-        self._step, self._saved = -1, -1
+        self._step, self._saved = (1, -1), (1, -1)  # the highest ones: in which `fit`, and its number there
         self._attempts_without_progress = 0
         self._delay = 0.0
         self._failed_rank: int | None = None  # in the attempt before, where that had all workers
@@ -87,8 +89,8 @@ class Restarts:
 
     def _note_progress(self, outcome: Outcome) -> None:
         self._heard = self._heard or any(map(outcome.runs_script, outcome.heard))
-        step = -1 if outcome.step is None else outcome.step
-        saved = -1 if outcome.saved is None else outcome.saved
+        step = outcome.fit, -1 if outcome.step is None else outcome.step
+        saved = outcome.fit, -1 if outcome.saved is None else outcome.saved
         if self._heard:
             has_progress = step > self._step or saved > self._saved
         else:
@@ -113,7 +115,8 @@ class Restarts:
             return ""
         if not self._heard:
             return f"the last two restarts ended within {_SILENT_SECONDS:g} s"
-        beyond = f"beyond step {self._step}" if self._step >= 0 else "to a first step"
+        fit, step = self._step
+        beyond = f"beyond step {step}{of_fit(fit)}" if step >= 0 else f"to a first step{of_fit(fit)}"
         return f"the last two restarts made no progress (none got {beyond}, none saved a new checkpoint)"
 
     def _failed_before_it_began(self, outcome: Outcome, first: WorkerEnd) -> bool:

@@ -23,6 +23,7 @@ from tfdist.launch.ports import ReservedPorts
 from tfdist.launch.restarts import Restarts
 from tfdist.launch.roles import Role, cluster_of, describe_jobs, peers, with_parameter_servers
 from tfdist.launch.run_options import add_run_parser
+from tfdist.launch.settlement import Settlements
 from tfdist.launch.supervisor import Supervisor
 
 
@@ -54,7 +55,7 @@ def execute(options: argparse.Namespace) -> int:
     min_workers = _min_workers(options) if nodes is None else options.workers
     run_id = secrets.token_hex(8)
     logs = open_logs(options.log_dir, all_roles if nodes is None else ())
-    error_file = ErrorFile(options.error_file, options.log_dir, run_id)
+    error_file = ErrorFile(options.error_file, options.log_dir)
     network = choose_network(options.network if nodes is None else "host")
     live = LiveLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     console = Console(sys.stdout.fileno(), sys.stderr.fileno(), live=live)
@@ -109,6 +110,12 @@ def execute(options: argparse.Namespace) -> int:
                 error_file=error_file,
                 warm_spares=options.warm_spares,
             )
+        restarts = Restarts(
+            workers=options.workers,
+            min_workers=min_workers,
+            max_restarts=options.max_restarts,
+            delay_seconds=options.restart_delay,
+        )
         return Supervisor(
             command,
             environments,
@@ -118,12 +125,7 @@ def execute(options: argparse.Namespace) -> int:
             roles=roles,
             worker_restarts=options.worker_restarts,
             limits=limits,
-            restarts=Restarts(
-                workers=options.workers,
-                min_workers=min_workers,
-                max_restarts=options.max_restarts,
-                delay_seconds=options.restart_delay,
-            ),
+            settlements=Settlements(restarts, run_id),
             error_file=error_file,
             warm_spares=options.warm_spares,
         ).run()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tfdist.launch.fits import of_fit
 from tfdist.launch.liveness import Liveness
 from tfdist.launch.roles import Role, describe_jobs
 
@@ -35,10 +36,11 @@ class RunStatus:
         self._began_at = 0.0
         self._has_told_start = False
         self._told_jobs = ""
-        self._saved: int | None = None  # the sequence number of the newest checkpoint of all attempts
+        # The `fit` and the sequence number of the newest checkpoint of all attempts.
+        self._saved: tuple[int, int] | None = None
         self._saved_step: int | None = None
         self._saved_at = 0.0
-        self._told_saved: int | None = None
+        self._told_saved: tuple[int, int] | None = None
         self._told_saved_at = -_NEWS_SECONDS
 
     def begin(self, attempt: int, roles: Sequence[Role], liveness: Liveness, *, now: float) -> None:
@@ -60,15 +62,16 @@ class RunStatus:
     def line(self, *, now: float) -> str:
         """Returns what is known, the most important first."""
         self._look(now)
-        step = None if self._liveness is None else self._liveness.step
+        fit, step = (1, None) if self._liveness is None else (self._liveness.fit, self._liveness.step)
         phase = None if self._liveness is None else self._liveness.phase
-        parts = [self._jobs, f"running for {_span(now - self._began_at)}" if step is None else f"step {step:,}"]
+        how_far = f"running for {_span(now - self._began_at)}" if step is None else f"step {step:,}{of_fit(fit)}"
+        parts = [self._jobs, how_far]
         if phase is not None:
             parts.append(phase)
         if self._attempt:
             parts.append("1 restart" if self._attempt == 1 else f"{self._attempt} restarts")
-        if self._saved_step is not None:
-            parts.append(f"checkpoint {self._saved_step:,}, {_span(now - self._saved_at)} ago")
+        if self._saved is not None and self._saved_step is not None and self._saved[0] >= fit:
+            parts.append(f"checkpoint {self._saved_step:,}{of_fit(self._saved[0])}, {_span(now - self._saved_at)} ago")
         return "tfdist: " + " · ".join(parts)
 
     def news(self, *, now: float, is_over: bool = False) -> list[str]:
@@ -81,26 +84,28 @@ class RunStatus:
         self._look(now)
         news = []
         step = None if self._liveness is None else self._liveness.step
-        if step is not None and not self._has_told_start:
+        if self._liveness is not None and step is not None and not self._has_told_start:
             self._has_told_start = True
-            news.append(self._start(step))
+            news.append(self._start(step, self._liveness.fit))
             self._told_jobs = self._jobs
         is_time = is_over or now - self._told_saved_at >= _NEWS_SECONDS
-        if self._saved_step is not None and self._saved != self._told_saved and is_time:
+        if is_time and self._saved not in (None, self._told_saved) and self._saved_step is not None:
             self._told_saved, self._told_saved_at = self._saved, now
-            news.append(f"checkpoint saved at step {self._saved_step:,}")
+            news.append(f"checkpoint saved at step {self._saved_step:,}{of_fit(self._saved[0])}")
         return news
 
-    def _start(self, step: int) -> str:
-        how = f"training goes on after step {step:,}" if step else "training begins"
+    def _start(self, step: int, fit: int) -> str:
+        how = f"training goes on after step {step:,}{of_fit(fit)}" if step else "training begins"
         notes = [f"restart {self._attempt}"] if self._attempt else []
         if self._told_jobs not in ("", self._jobs):
             notes.append(f"before with {self._told_jobs}")
         return f"{how} with {self._jobs}" + (f" ({', '.join(notes)})" if notes else "")
 
     def _look(self, now: float) -> None:
-        saved = None if self._liveness is None else self._liveness.saved
-        if saved is not None and self._liveness is not None and saved > (-1 if self._saved is None else self._saved):
+        if self._liveness is None or self._liveness.saved is None:
+            return
+        saved = self._liveness.fit, self._liveness.saved
+        if self._saved is None or saved > self._saved:
             self._saved, self._saved_step, self._saved_at = saved, self._liveness.saved_step, now
 
 

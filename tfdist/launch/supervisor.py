@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.launch.attempt import Attempt
 from tfdist.launch.crew import Crew
 from tfdist.launch.error_file import ErrorFile
@@ -20,9 +19,9 @@ from tfdist.launch.others import Others
 from tfdist.launch.outcome import Outcome
 from tfdist.launch.output import Console, OutputClosed
 from tfdist.launch.replacements import Replacements
-from tfdist.launch.restarts import Restarts
 from tfdist.launch.roles import Role, peers
 from tfdist.launch.run_status import RunStatus
+from tfdist.launch.settlement import Settlement, Settlements
 from tfdist.launch.spares import Spares
 from tfdist.launch.stop_signals import StopSignals
 from tfdist.launch.worker_process import children, end_strays
@@ -40,7 +39,7 @@ class Supervisor:
         roles: Returns what the processes are, given the number of workers and the rank of the first.
         worker_restarts: How often a worker that is started again alone is, in an attempt; None: always.
         limits: When workers are judged or ended.
-        restarts: Decides what follows after a failure.
+        settlements: Decide what follows after each attempt.
         error_file: Tells programs of failures.
         warm_spares: Whether to keep a process that has imported TensorFlow for each worker of the next attempt.
     """
@@ -56,13 +55,13 @@ class Supervisor:
         roles: Callable[[int, int], Sequence[Role]] = peers,
         worker_restarts: int | None = None,
         limits: Limits,
-        restarts: Restarts,
+        settlements: Settlements,
         error_file: ErrorFile,
         warm_spares: bool = False,
     ) -> None:
         self._command, self._environments = command, environments
         self._console, self._logs, self._workers = console, logs, workers
-        self._limits, self._restarts, self._error_file = limits, restarts, error_file
+        self._limits, self._settlements, self._error_file = limits, settlements, error_file
         self._roles, self._worker_restarts = roles, worker_restarts
         self._warm_spares = warm_spares
         self._status = RunStatus(workers)
@@ -100,26 +99,17 @@ class Supervisor:
     def _run_attempts(self) -> int:
         number, workers = 0, self._workers
         while True:
-            outcome = self._run_attempt(number, workers, may_restart=self._restarts.are_left)
+            outcome = self._run_attempt(number, workers, may_restart=self._settlements.may_restart)
             if outcome.unstarted is not None and number == 0 and not self._signals.received:
                 raise outcome.unstarted[1]
-            if outcome.is_preempted and (self._signals.received or not self._restarts.are_left):
-                self._console.say(f"preempted: all workers saved and left (exit code {PREEMPTED_EXIT_CODE})")
-                return PREEMPTED_EXIT_CODE
-            if not outcome.has_failed:
-                return outcome.exit_code
-            self._report(outcome)
-            if self._signals.received:
-                return outcome.exit_code
-            decision = self._restarts.after(outcome)
-            if decision.text:
-                self._console.say(decision.text)
-            if not decision.workers:
-                return outcome.exit_code
-            self._wait_until(outcome.failed_at + decision.delay_seconds)
+            settlement = self._settlements.after(outcome, is_stopped=bool(self._signals.received))
+            self._tell(settlement)
+            if settlement.code is not None:
+                return settlement.code
+            self._wait_until(outcome.failed_at + settlement.delay_seconds)
             if self._signals.received:
                 return 128 + self._signals.received[0]
-            number, workers = number + 1, decision.workers
+            number, workers = number + 1, settlement.workers
 
     def _run_attempt(
         self, number: int, workers: int, *, may_restart: bool, first_rank: int = 0, others: Others | None = None
@@ -161,14 +151,9 @@ class Supervisor:
                 self._console.follow(None, now=time.monotonic())
             end_strays(spared=self._spared | self._spares.pids)
 
-    def _report(self, outcome: Outcome) -> None:
-        if outcome.is_preempted:
-            self._console.say("all workers saved and left, though this command was not told to end")
-            return
-        trouble = self._error_file.write(outcome)
-        if trouble:
-            self._console.say(trouble)
-        self._console.say(*outcome.report())
+    def _tell(self, settlement: Settlement) -> None:
+        trouble = "" if settlement.entry is None else self._error_file.write(settlement.entry)
+        self._console.say(*([trouble] if trouble else []), *settlement.lines)
 
     def _separate_logs(self, number: int) -> None:
         time_of_day = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

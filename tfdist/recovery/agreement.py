@@ -8,16 +8,16 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.server import share, shared
 
-_agreements = itertools.count()
+_agreements = itertools.count()  # those of several workers: the chief may have trained alone before
 
 
 class Agreement:
     """Messages between the workers of one `fit`; every name is used once."""
 
     def __init__(self, rank: int, workers: int) -> None:
-        """To be made by all workers, as often by each."""
+        """To be made by all workers, as often by each; one worker alone may make any number."""
         self.rank, self.workers = rank, workers
-        self._prefix = f"tfdist/recovery/{next(_agreements)}"
+        self._prefix = f"tfdist/recovery/{next(_agreements)}" if workers > 1 else ""
 
     def from_chief(self, name: str, value: Any = None) -> Any:
         """The chief's `value`, of JSON; what the others pass does not count. Waits for it."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from tfdist.keras_internals.resumable_iterator import ResumableIterator, Skipped, install_resumable_iterator
 from tfdist.keras_internals.running_fit import RunningFit, running_fit
+from tfdist.recovery.json_values import from_json, to_json
+from tfdist.recovery.step_logs import logs_to_save
 
 __all__ = [
     "Position",
@@ -34,8 +36,12 @@ class Position:
       steps_per_epoch: as given to `fit`.
       steps_per_execution: as given to `compile`.
       source: the kind of data.
-      order: what else decides the order, by kind: seeds, the state of Python's `random`, calls of a PyDataset's hooks.
+      order: what else decides the order, by kind: seeds, states of random generators, calls of a PyDataset's hooks, or
+        what it tells by `get_state`: anything that `tfdist.recovery.json_values.to_json` takes.
       validated: how many batches were drawn of each iterator of the validation data.
+      batch_size: how many samples a batch of all workers has, where that is known.
+      elements: the parts of a batch, each with its path, dtype and dimensions but for the first, where they are known.
+      is_each_workers_own: whether other workers are at other positions, in data of their own: files, for instance.
       is_validated_by_itself: whether the validation data is made from the same shuffle as the training data.
       logs: what the last step has logged, if that was said.
 
@@ -54,11 +60,16 @@ class Position:
     order: Json
     validated: tuple[int, ...] = ()
     is_validated_by_itself: bool = False
+    batch_size: int | None = None
+    elements: list[Any] | None = None
+    is_each_workers_own: bool = False
     logs: Json | None = None
 
     def to_json(self) -> Json:
         """The position as JSON."""
-        return {**asdict(self), "finished": list(self.finished), "validated": list(self.validated)}
+        logs = None if self.logs is None else to_json(self.logs, name="logs")
+        counts = {"finished": list(self.finished), "validated": list(self.validated)}
+        return {**asdict(self), **counts, "order": to_json(self.order, name="data"), "logs": logs}
 
     @classmethod
     def from_json(cls, json: Json) -> "Position":
@@ -73,7 +84,9 @@ class Position:
                 f"This is no position in the training data. Received: {sorted(json)}. Expected: {sorted(names)}. It "
                 "may have been written by another version of tfdist."
             )
-        return cls(**{**json, "finished": tuple(json["finished"]), "validated": tuple(json["validated"])})
+        counts = {name: tuple(json[name]) for name in ("finished", "validated")}
+        decoded = {name: from_json(json[name]) for name in ("order", "logs")}
+        return cls(**{**json, **counts, **decoded})
 
 
 class TrainingIterator:
@@ -103,13 +116,12 @@ class TrainingIterator:
         Args:
           next_step: the step of the epoch that comes next: in `on_train_batch_end(batch)` it is `batch + 1`, in
             `on_epoch_end` 0.
-          logs: what `on_train_batch_end` was given: numbers, or scalar tensors. Needed where this was the epoch's last
-            step and the model's own `train_step` logs something else than its metrics.
+          logs: what `on_train_batch_end` was given: numbers and arrays. Needed where this was the epoch's last step and
+            the model's own `train_step` logs something else than its metrics.
         """
-        numbers = None if logs is None else {name: float(value) for name, value in logs.items()}
-        return Position(**self._iterator.position(next_step), logs=numbers)
+        return Position(**self._iterator.position(next_step), logs=logs_to_save(logs))
 
-    def resume_at(self, position: Position, *, replay: bool = False) -> None:
+    def resume_at(self, position: Position, *, replay: bool = False, same_workers: bool = True) -> None:
         """Makes the first epoch of this `fit` go on at `position`; to be called once, in `on_train_begin`.
 
         Which epoch that is, `start_at_epoch` says.
@@ -121,13 +133,15 @@ class TrainingIterator:
           position: where to go on.
           replay: whether a Python generator, which only begins anew, may be drawn and thrown away up to there. It must
             yield the same batches in every run.
+          same_workers: whether as many workers train as when the position was taken. If not, and the workers have data
+            of their own, a warning says what that means.
 
         Raises:
           ValueError: the data, or the arguments of `fit`, are not those of the run that is to go on.
           RuntimeError: the data cannot be had again from there: a generator without `replay`, or data that was drawn
             from more often than before.
         """
-        self._iterator.resume_at(position, replay=replay)
+        self._iterator.resume_at(position, replay=replay, same_workers=same_workers)
         if position.next_step > 0:
             self._fit.supply_logs(position.logs)
 

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from tfdist.recovery.agreement import Agreement
@@ -20,11 +22,17 @@ class Preemption:
     The worker that is told proposes the step after its present one and goes on only when all have heard of it. Steps
     of synchronous training hold each other: no worker can have passed that step. TensorFlow's coordination service
     swallows SIGTERM, so handlers must be set after the strategy is made. A second signal, a second later or more, ends
-    the process at once.
+    the process at once. A signal after `fit` has been left by an exception does what it did before `fit`.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, agreement: Agreement, is_in_fit: Callable[[FrameType | None], bool] | None = None) -> None:
+        """Hears nothing before `listen`.
+
+        Args:
+          agreement: between the workers.
+          is_in_fit: whether a frame that a signal has interrupted was called by `fit`; `None` if all are.
+        """
+        self._agreement, self._is_in_fit = agreement, is_in_fit
         self._told = threading.Event()
         self._told_at = 0.0
         self._stop_step: int | None = None
@@ -56,7 +64,11 @@ class Preemption:
         if self._agreement.workers > 1 and self._agreement.rank == 0:
             self._agreement.first(_STOP, _CLOSED)  # ends the others' threads
 
-    def _heed(self, number: int, frame: Any) -> None:
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        if self._is_in_fit is not None and not self._is_in_fit(frame):
+            self.stop_listening()
+            os.kill(os.getpid(), number)
+            return
         now = time.monotonic()
         if not self._told.is_set():
             self._told_at = now

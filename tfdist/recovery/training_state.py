@@ -1,5 +1,6 @@
 """All that a training consists of beside its data, as the shards of a checkpoint."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +34,14 @@ class TrainingState:
         self._variables = TrainingVariables(model, reuse_memory=True)
         self._variables.build(element_spec)
 
-    @property
-    def callbacks_that_start_anew(self) -> list[str]:
-        """The classes of callbacks of which nothing tells what they remember."""
-        return callback_state.without_state(self._callbacks)
+    def warn_of_callbacks(self) -> None:
+        """Warns of callbacks of which nothing tells what they remember."""
+        if unknown := callback_state.without_state(self._callbacks):
+            warnings.warn(
+                f"After a restart these callbacks start anew: {', '.join(unknown)}. If they remember something between "
+                "steps, give them the methods `get_state` and `set_state` (tfdist.recovery.callback_state).",
+                stacklevel=3,
+            )
 
     def snapshot(self, notes: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
         """Copies to host memory: what all ranks share, of which the chief takes care, and what this one has.

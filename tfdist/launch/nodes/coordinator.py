@@ -10,10 +10,10 @@ from tfdist.launch.nodes.link import LinkClosed
 from tfdist.launch.nodes.outcomes import decode
 from tfdist.launch.nodes.roster import SUSPICIOUS_BEATS, Member, Refused, Roster, Sender
 from tfdist.launch.nodes.rules import Rules
-from tfdist.launch.nodes.settlement import settle
 from tfdist.launch.nodes.tally import Tally
 from tfdist.launch.others import Order
 from tfdist.launch.restarts import Restarts
+from tfdist.launch.settlement import Settlements
 
 _READY_SECONDS = 30.0
 
@@ -41,7 +41,7 @@ class Coordinator:
         self._number = self._round = 0
         self._not_before, self._deadline = now, now + rules.start_timeout
         self._beat_at = now
-        self._restarts: Restarts | None = None  # made when all have joined
+        self._settlements: Settlements | None = None  # made when all have joined
         self._left_out: dict[int, int] = {}  # workers that a node has too many, in the next attempt
         self._tally: Tally | None = None
         self._sent: Order | None = None
@@ -49,7 +49,6 @@ class Coordinator:
         self._waits_for: list[int] = []  # what the user was told
         self._broken: list[tuple[Member, str]] = []  # links that took no message
         self._last_code = 1
-        self._earlier: list[dict[str, Any]] = []  # failed attempts
 
     @property
     def is_over(self) -> bool:
@@ -141,7 +140,7 @@ class Coordinator:
         if now < self._not_before:
             return
         missing, least = self._roster.missing, self._rules.min_workers
-        is_first = self._restarts is None
+        is_first = self._settlements is None
         if missing and (is_first or least is None or self._roster.workers < least):
             names = ", ".join(f"node {rank}" for rank in missing)
             if now >= self._deadline:
@@ -175,17 +174,18 @@ class Coordinator:
                     self.lose(member, "it did not get ready", now=now)
             return
         workers = sum(member.share for member in members)
-        if self._restarts is None:
-            self._restarts = Restarts(
+        if self._settlements is None:
+            restarts = Restarts(
                 workers=self._roster.all_workers,
                 min_workers=self._rules.min_workers or self._roster.all_workers,
                 max_restarts=self._rules.max_restarts,
                 delay_seconds=self._rules.restart_delay,
             )
+            self._settlements = Settlements(restarts, self._rules.run_id)
         self._tally, self._sent = Tally(self._number, members, now=now), None
         self._phase = _Phase.RUNNING
         plan = {"workers": self._roster.addresses(), "all_workers": self._roster.all_workers}
-        plan |= {"may_restart": self._restarts.are_left}
+        plan |= {"may_restart": self._settlements.may_restart}
         for member in members:
             first = {"first_rank": member.first_rank}
             self._send(member, {"type": "start", "attempt": self._number, **plan, **first})
@@ -205,20 +205,13 @@ class Coordinator:
             self._settle(tally, now)
 
     def _settle(self, tally: Tally, now: float) -> None:
-        if self._restarts is None:
+        if self._settlements is None:
             return
         members = [member for member in self._roster.members if member.share]
         outcome = tally.outcome(now=now)
         enough = self._rules.min_workers is not None and self._roster.workers >= self._rules.min_workers
         available = self._roster.workers if enough else self._roster.all_workers
-        settlement = settle(
-            outcome,
-            self._restarts,
-            is_stopped=tally.is_stopped,
-            available=available,
-            run_id=self._rules.run_id,
-            earlier=self._earlier,
-        )
+        settlement = self._settlements.after(outcome, is_stopped=tally.is_stopped, available=available)
         if settlement.code is not None:
             self._finish(settlement.code, settlement.lines, entry=settlement.entry)
             return

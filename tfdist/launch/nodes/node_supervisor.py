@@ -15,6 +15,7 @@ from tfdist.launch.nodes.options import NodeOptions
 from tfdist.launch.nodes.rules import Rules
 from tfdist.launch.output import Console
 from tfdist.launch.restarts import Restarts
+from tfdist.launch.settlement import Settlements
 from tfdist.launch.supervisor import Supervisor
 
 
@@ -54,7 +55,9 @@ class NodeSupervisor(Supervisor):
             workers=workers,
             limits=limits,
             # The coordinator decides.
-            restarts=Restarts(workers=workers, min_workers=workers, max_restarts=0, delay_seconds=0.0),
+            settlements=Settlements(
+                Restarts(workers=workers, min_workers=workers, max_restarts=0, delay_seconds=0.0), membership.run_id
+            ),
             error_file=error_file,
             warm_spares=warm_spares,
         )
@@ -127,7 +130,7 @@ def run_node(
     """
 
     def write(entry: Mapping[str, Any]) -> str:
-        return error_file.write_entry({**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()})
+        return error_file.write({**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()})
 
     with joined(options, rules, console, workers=workers, write=write) as membership:
         return NodeSupervisor(

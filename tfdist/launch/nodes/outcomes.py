@@ -29,6 +29,7 @@ def encode(outcome: Outcome) -> dict[str, Any]:
         "stall": outcome.stall,
         "unstarted": None if outcome.unstarted is None else [outcome.unstarted[0], str(outcome.unstarted[1])],
         "heard": sorted(outcome.heard),
+        "fit": outcome.fit,
         "step": outcome.step,
         "saved": outcome.saved,
         "errors": [[rank, dict(error)] for rank, error in outcome.errors.items()],
@@ -53,6 +54,7 @@ def decode(said: Mapping[str, Any], host: str) -> Outcome:
         stall=str(said["stall"]),
         unstarted=None if unstarted is None else (int(unstarted[0]), OSError(str(unstarted[1]))),
         heard=frozenset(int(rank) for rank in said["heard"]),
+        fit=int(said["fit"]),
         step=_optional(said["step"]),
         saved=_optional(said["saved"]),
         errors={int(rank): {str(key): str(value) for key, value in error.items()} for rank, error in said["errors"]},
@@ -66,13 +68,16 @@ def merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
         outcomes: Those of the hosts, the host that failed first before the others.
         more: Fields of the outcome that no host alone knows.
     """
+    fit = max((outcome.fit for outcome in outcomes), default=1)
+    furthest = [outcome for outcome in outcomes if outcome.fit == fit]
     return Outcome(
         ends=tuple(end for outcome in outcomes for end in outcome.ends),
         stall=next((outcome.stall for outcome in outcomes if outcome.stall), ""),
         unstarted=next((outcome.unstarted for outcome in outcomes if outcome.unstarted is not None), None),
         heard=frozenset().union(*(outcome.heard for outcome in outcomes)),
-        step=_highest(outcome.step for outcome in outcomes),
-        saved=_highest(outcome.saved for outcome in outcomes),
+        fit=fit,
+        step=_highest(outcome.step for outcome in furthest),
+        saved=_highest(outcome.saved for outcome in furthest),
         errors={rank: error for outcome in outcomes for rank, error in outcome.errors.items()},
         **more,
     )

@@ -1,0 +1,72 @@
+"""Signals and FailureRecovery: once `fit` has been left, also by an exception, they do what they did before it."""
+
+import os
+import signal
+
+import keras
+import pytest
+from interruptions import Interrupt, Interrupted
+from small_training import STEPS, fit, small_model
+
+pytestmark = pytest.mark.usefixtures("cpus")
+SIGNALS = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture
+def heard():
+    """What a program has heard by its own handlers."""
+    numbers = []
+    before = {number: signal.signal(number, lambda number, frame: numbers.append(number)) for number in SIGNALS}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_after_an_exception_the_programs_handler_is_called_at_once(tmp_path, heard, number):
+    # The exception holds the frames of `fit`, as a notebook does.
+    with pytest.raises(Interrupted) as held:
+        fit(tmp_path, Interrupt("on_train_batch_end", 3))
+    os.kill(os.getpid(), number)
+    assert heard == [number] and held.tb is not None
+    os.kill(os.getpid(), number)
+    assert heard == [number] * 2
+
+
+class Other(keras.callbacks.Callback):
+    """Trains another model within a step, where a signal comes."""
+
+    remembers_nothing = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            data = [[0.0, 0.0, 0.0]], [[0.0, 0.0, 1.0]]
+            signalling = Interrupt("on_train_batch_end", 1, signal.SIGTERM)
+            small_model().fit(*map(keras.ops.array, data), verbose=0, callbacks=[signalling])
+
+
+def test_a_signal_within_fit_is_heeded_however_deep(tmp_path, heard):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Other(), every_epochs=100)
+    assert heard == []
+
+
+def test_another_fit_after_an_exception_is_not_this_one(tmp_path, heard):
+    with pytest.raises(Interrupted) as held:
+        fit(tmp_path, Interrupt("on_train_batch_end", 3))
+    data = [[0.0, 0.0, 0.0]], [[0.0, 0.0, 1.0]]
+    told = Interrupt("on_train_batch_end", 1, signal.SIGTERM)
+    small_model().fit(*map(keras.ops.array, data), verbose=0, callbacks=[told])
+    assert heard == [signal.SIGTERM] and held.tb is not None
+
+
+class OwnFit(keras.Sequential):
+    def fit(self, *arguments, **keywords):
+        return super().fit(*arguments, **keywords)
+
+
+def test_a_model_with_a_fit_of_its_own(tmp_path, heard):
+    told = Interrupt("on_train_batch_end", STEPS, signal.SIGUSR1)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, told, model=small_model(of=OwnFit), every_epochs=100)
+    assert heard == []

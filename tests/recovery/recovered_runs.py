@@ -1,0 +1,89 @@
+"""Trainings with FailureRecovery that are cut off and started again in one process, as two programs would."""
+
+import gc
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+from data_runs import BATCH, IDS, SEED, model_for
+
+from tfdist.callbacks import FailureRecovery
+
+EPOCHS = 2
+STEPS = -(-len(IDS) // BATCH)
+
+
+class Steps(keras.callbacks.Callback):
+    """Keeps what each step saw, and fails after a number of steps."""
+
+    remembers_nothing = True
+
+    def __init__(self, fail_after):
+        super().__init__()
+        self.seen, self._fail_after = [], fail_after
+
+    def on_train_begin(self, logs=None):
+        self.model.seen.clear()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(sorted(number for ids in self.model.seen.values() for number in ids))
+        self.model.seen.clear()
+        if len(self.seen) == self._fail_after:
+            raise InterruptedError
+
+
+class Drawing(keras.callbacks.Callback):
+    """Draws from the global generators before each step."""
+
+    remembers_nothing = True
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.drawn.append((np.random.random(), random.random()))
+
+
+def run(make, folder, fail_after=None, *, seed=SEED, saves=None, callbacks=(), **arguments):
+    """What each step sees of a program that fits `make()` and saves in `folder`: every step, or as `saves` says.
+
+    It ends after step `fail_after`, before it saves. Without a `seed` it draws other random numbers in every run.
+    """
+    keras.utils.set_random_seed(SEED if seed is None else seed)
+    if seed is None:
+        np.random.seed()
+        random.seed()
+    steps = Steps(fail_after)
+    model = model_for(tf.distribute.get_strategy())
+    recovery = FailureRecovery(folder, **(saves or {"every_steps": 1}), background=False, handle_signals=False)
+    given = {"epochs": EPOCHS, "verbose": 0, "shuffle": False, **arguments}
+    try:
+        model.fit(make(), callbacks=[*callbacks, recovery, steps], **given)
+    except InterruptedError:
+        pass
+    gc.collect()  # ends the thread that reads ahead, which in another process is gone
+    return steps.seen
+
+
+def cut_off(make, folder, after, make_again=None, **arguments):
+    """What the steps that count saw, of a run that was cut off when `after` steps were saved, and of the next one."""
+    begun = run(make, folder, after + 1, **arguments)
+    return begun[:after] + run(make_again or make, folder, **arguments)
+
+
+def cut_off_anywhere(make, folder, make_again=None):
+    """`cut_off` behind the last step of an epoch, at its end, and in the next one; by where."""
+    moments = {"last step": STEPS, "end of epoch": STEPS, "next epoch": STEPS + 2}
+    return {
+        where: cut_off(make, folder / where, after, make_again, saves={"every_epochs": 1} if "end" in where else None)
+        for where, after in moments.items()
+    }
+
+
+def each_once(seen):
+    """Whether every epoch has had every sample once, whatever noise there is in them."""
+    epochs = [seen[first : first + STEPS] for first in range(0, len(seen), STEPS)]
+    ids = [sorted(number % 100 for step in epoch for number in step) for epoch in epochs]
+    return ids == [IDS.tolist()] * EPOCHS

@@ -1,0 +1,141 @@
+"""tf.data pipelines with Python code that draws random numbers, and those that come in no fixed order."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from data_runs import BATCH, IDS, SEED, dataset, train
+from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once, run
+
+from tfdist.keras_internals.pipeline_traits import runs_python
+from tfdist.keras_internals.random_states import generators_in, set_state_of, state_of
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+def from_generator(order, noise=lambda: 0):
+    """The ids in the order that `order(ids)` returns for every pass, with noise in hundreds."""
+
+    def ids():
+        for number in order(IDS):
+            yield number + 100 * noise()
+
+    data = tf.data.Dataset.from_generator(ids, output_signature=tf.TensorSpec((), tf.int64))
+    return data.batch(BATCH).apply(tf.data.experimental.assert_cardinality(STEPS)).prefetch(2)
+
+
+class Loader:
+    def __init__(self, seed):
+        self.generator = np.random.RandomState(seed)
+
+    def order(self, ids):
+        return self.generator.permutation(ids)
+
+
+def with_a_generator_of_its_own():
+    generator = np.random.default_rng(SEED)
+    return from_generator(generator.permutation, lambda: generator.integers(1, 9))
+
+
+def with_noise_in_a_map():
+    return dataset().map(lambda number: tf.numpy_function(noisy, [number], tf.int64)).batch(BATCH)
+
+
+def noisy(number):
+    return number + 100 * np.random.randint(1, 9)
+
+
+RANDOM = {
+    "NumPy's": lambda: from_generator(np.random.permutation, lambda: np.random.randint(1, 9)),
+    "Python's": lambda: from_generator(lambda ids: random.sample(list(ids), len(ids)), lambda: random.randrange(1, 9)),
+    "its own": with_a_generator_of_its_own,
+    "an object's": lambda: from_generator(Loader(SEED).order),
+    "begun anew by each pass": lambda: from_generator(lambda ids: np.random.default_rng(SEED).permutation(ids)),
+    "in a map": with_noise_in_a_map,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_python_code_draws_the_same_again(name, tmp_path):
+    whole = run(RANDOM[name], tmp_path / "whole")
+    assert each_once(whole)
+    for where, seen in cut_off_anywhere(RANDOM[name], tmp_path).items():
+        assert seen == whole, where
+
+
+def test_python_code_needs_no_seed(tmp_path):
+    for moment in (2, STEPS + 2):
+        assert each_once(cut_off(RANDOM["NumPy's"], tmp_path / str(moment), moment, seed=None)), moment
+
+
+def test_what_others_draw_is_not_drawn_again(tmp_path):
+    """Where the data draws nothing, the global generators stay as they were at the save."""
+    whole, begun, rest = Drawing(), Drawing(), Drawing()
+    make = RANDOM["begun anew by each pass"]
+    run(make, tmp_path / "whole", callbacks=[whole])
+    run(make, tmp_path / "cut", 3, callbacks=[begun])
+    run(make, tmp_path / "cut", callbacks=[rest])
+    assert begun.drawn[:2] + rest.drawn == whole.drawn
+
+
+def test_generators_are_found_wherever_code_holds_them():
+    one, other, third = np.random.default_rng(1), np.random.RandomState(2), random.Random(3)
+    loader = Loader(4)
+
+    def closure(default=other):
+        return [lambda: one.random(), default, third.random()]
+
+    def global_name():
+        return np.random.random(), random.random(), _GENERATOR.random()
+
+    assert generators_in([closure]) == [one, third, other]
+    assert generators_in([loader.order]) == [loader.generator]
+    assert generators_in([global_name]) == [_GENERATOR]
+    for generator in (one, other, third):
+        state = state_of(generator)
+        drawn = generator.random()
+        set_state_of(generator, state)
+        assert generator.random() == drawn
+    assert runs_python(RANDOM["its own"]()) and runs_python(with_noise_in_a_map()) and not runs_python(dataset())
+
+
+_GENERATOR = np.random.default_rng(5)
+
+
+def unordered_option(data):
+    options = tf.data.Options()
+    options.deterministic = False
+    return data.with_options(options).map(abs)
+
+
+UNORDERED = {
+    "option": unordered_option,
+    "map": lambda data: data.map(abs, 2, deterministic=False),
+    "interleave": lambda data: data.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2, deterministic=False),
+    "batch": lambda data: data.batch(2, num_parallel_calls=2, deterministic=False).unbatch(),
+    "within": lambda data: data.flat_map(
+        lambda number: tf.data.Dataset.from_tensors(number).map(abs, 2, deterministic=False)
+    ),
+}
+ORDERED = {
+    "map": lambda data: data.map(abs, 2),
+    "interleave": lambda data: data.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2, deterministic=True),
+    "batch": lambda data: data.batch(2, num_parallel_calls=2).unbatch(),
+}
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_data_that_comes_as_it_gets_ready_is_warned_of(name):
+    with pytest.warns(RuntimeWarning, match="allowed to come as it gets ready.*Received: `deterministic=False`"):
+        train(
+            lambda strategy: {"x": UNORDERED[name](dataset()).batch(BATCH), "epochs": 1}, tf.distribute.get_strategy()
+        )
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_threads_that_keep_the_order_are_not_warned_of(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        train(lambda strategy: {"x": ORDERED[name](dataset()).batch(BATCH)}, tf.distribute.get_strategy(), epochs=1)

@@ -1,0 +1,30 @@
+"""A training that goes on with another number of replicas, where the batch does not divide by both."""
+
+import elastic_programs
+import numpy as np
+import pytest
+from on_workers_elastic import Fault, train
+
+from tfdist.strategies import MirroredStrategy
+
+pytestmark = pytest.mark.usefixtures("cpus")
+PLAIN = {"plain": True, "accumulation_steps": 2}
+# Nine updates by sums that associate differently.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return elastic_programs.flat({"": train(MirroredStrategy(cpus[:3]), folder, **PLAIN)})
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_the_batch_of_all_stays_what_it_was(cpus, tmp_path, undisturbed, before, after):
+    """In the midst of an epoch and of an accumulation. Of 16 rows 3 replicas have 6, 5 and 5, and 2 have 8 and 8."""
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train(MirroredStrategy(cpus[:before]), tmp_path, [Fault(5)], **PLAIN)
+    ended = elastic_programs.flat({"": train(MirroredStrategy(cpus[:after]), tmp_path, **PLAIN)})
+    assert ended["/iterations/0"] == 9
+    for name, expected in undisturbed.items():
+        np.testing.assert_allclose(ended[name], expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
