@@ -35,8 +35,8 @@ from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
-_SAVES, _TURNS = 12, 5
-_STEPS, _OVERHEAD_TURNS = 500, 9
+_SAVES, _TURNS, _RESTARTS = 12, 5, 3
+_STEPS, _OVERHEAD_TURNS = 300, 9
 _KILL_AT_STEP = 30
 _HEARTBEAT_TIMEOUT_SECONDS = 3
 # Layers, units and samples a step.
@@ -122,7 +122,7 @@ def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:
     """Seconds from a plain start to its first step, from SIGKILL to the message, and to the next first step."""
     found: dict[str, dict[str, list[float]]] = {}
     frozen = ["--heartbeat-timeout", str(_HEARTBEAT_TIMEOUT_SECONDS)]
-    for turn in range(_TURNS):
+    for turn in range(_RESTARTS):
         for name, signal_name, options in (
             ("cold", "SIGKILL", []),
             ("warm spares", "SIGKILL", ["--warm-spares"]),

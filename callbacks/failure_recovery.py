@@ -20,7 +20,7 @@ from tfdist.recovery.agreement import Agreement
 from tfdist.recovery.choice import choose, open_chosen
 from tfdist.recovery.completeness import tell_of_completeness
 from tfdist.recovery.divergence import is_ended_by_nan, tell_of_nan
-from tfdist.recovery.learning_rates import learning_rates, tell_of_change
+from tfdist.recovery.learning_rates import BeginningRates
 from tfdist.recovery.leaving import leave
 from tfdist.recovery.position import Position, install_resumable_iterator, start_at_epoch, training_iterator
 from tfdist.recovery.preemption import Preemption
@@ -131,9 +131,10 @@ class FailureRecovery(LastCallback):
         self._tells_cost = False
         self._was_complete = self._is_ended_by_nan = False
         self._progress, self._logs = Progress(), None
-        self._rates = learning_rates(self.model)
+        self._rates = BeginningRates(self.model)
         if sequence is not None:
             self._resume(open_chosen(self._store, sequence, rank))
+        self._rates.begun()
         self._sequence = 0 if sequence is None else sequence + 1
         self._schedule = Schedule(self._interval, self._agreement, self._progress.step)
         fit = running_fit(self.model)
@@ -168,7 +169,7 @@ class FailureRecovery(LastCallback):
             self._heartbeat.step(step)
         # Whether a step saves must be known to all workers, each for itself.
         is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(self._progress.step)
-        self._is_ended_by_nan = self._is_ended_by_nan or is_ended_by_nan(self.others, logs)
+        self._is_ended_by_nan = is_ended_by_nan(self.model, self.others, logs)
         if self._is_ended_by_nan:
             return
         if is_due or is_preempted:
@@ -179,7 +180,7 @@ class FailureRecovery(LastCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress, self._logs = self._progress.after_epoch(), None
         is_due, is_preempted = self._schedule.is_due_after_epoch(epoch), self._preemption.is_due(self._progress.step)
-        is_last = self.model.stop_training or epoch + 1 >= self._epochs or self._is_ended_by_nan
+        is_last = self.model.stop_training or epoch + 1 >= self._epochs
         if (is_due or is_preempted) and not is_last:  # else `on_train_end` saves
             self._save()
         if is_preempted and not is_last:
@@ -187,15 +188,19 @@ class FailureRecovery(LastCallback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.phase("validation", has_batches=True)
+            self._heartbeat.phase("validation")
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Not at its end: Keras would then wait for each batch before it begins the next.
-        if self._heartbeat is not None:
+        # The first may take long, as it is traced. Not at its end: Keras would wait for each before it begins the next.
+        if self._heartbeat is not None and batch > 0:
             self._heartbeat.batch(batch)
 
+    def on_test_end(self, logs: Any = None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.phase("end of validation")  # of other callbacks, too
+
     def on_train_end(self, logs: Any = None) -> None:
-        if self._is_ended_by_nan:
+        if self._is_ended_by_nan and self.model.stop_training:  # not if another callback has it train on
             self._writer.wait()
             if self._agreement.rank == 0:
                 tell_of_nan(self._progress.step, self._store.directory)
@@ -251,16 +256,15 @@ class FailureRecovery(LastCallback):
             self._state.accumulate_as_in(checkpoint)  # else that callback would only do so when the epoch begins
         self._state.restore(checkpoint, rank, self._agreement.workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint
-        if rank == 0 and not self._was_complete:
-            rates = checkpoint.facts.get("learning_rates")
-            tell_of_change(rates, self._rates, learning_rates(self.model), self.others)
+        tells = rank == 0 and not self._was_complete
+        self._rates.go_on(checkpoint.facts.get("learning_rates"), self.others, tells=tells)
 
     def _save(self) -> None:
         sequence, rank, workers = self._sequence, self._agreement.rank, self._agreement.workers
         facts = {
             "progress": asdict(self._progress),
             **{name: getattr(self._progress, name) for name in ("step", "epoch")},
-            "learning_rates": self._rates,
+            "learning_rates": self._rates.values,
         }
         if (training := training_of(self.model)) is not None:
             training.wait()  # for steps that workers of parameter servers are still at

@@ -142,7 +142,7 @@ print("trained", strategy.num_replicas_in_sync, model.optimizer.iterations.numpy
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.long)])
 def test_a_release_works_in_an_environment_of_its_own(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -40,6 +40,7 @@ def test_after_an_exception_it_goes_on_within_the_epoch(tmp_path, undisturbed, c
     assert first[0] > 2, "it has begun anew"
 
 
+@pytest.mark.long
 @pytest.mark.multi_process
 def test_after_a_kill_it_goes_on_within_the_epoch(tmp_path, undisturbed):
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "TFDIST_"))}

@@ -30,6 +30,7 @@ TRAININGS = {
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
     "two replicas, PowerSGD, accumulation": {"strategy": mirrored(compression="powersgd:2"), "accumulation": 2},
 }
+LONG = ("unknown cardinality", "PyDataset", "two replicas")  # each has another beside it that does more
 INTERRUPTIONS = {
     "first step": ("on_train_batch_end", 1),
     "in the first epoch": ("on_train_batch_end", 5),
@@ -55,7 +56,7 @@ def undisturbed(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in TRAININGS])
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
     # In the first epoch, on its last step, and in the validation of the second.
     result = disturbed(

@@ -57,6 +57,21 @@ def test_after_an_interruption_the_same_process_goes_on(tmp_path):
     assert look.seen == [True] and not taken(tmp_path)
 
 
+def test_it_is_free_when_fit_has_failed_before_or_behind_its_steps(tmp_path, monkeypatch):
+    with pytest.raises(Interrupted) as behind:
+        fit(tmp_path, Interrupt("on_train_end", 1))
+    assert not taken(tmp_path) and behind.tb is not None
+
+    def choose(store):
+        assert taken(tmp_path)
+        raise Interrupted
+
+    monkeypatch.setattr(failure_recovery, "choose", choose)
+    with pytest.raises(Interrupted) as before:
+        fit(tmp_path)
+    assert not taken(tmp_path) and before.tb is not None
+
+
 def test_two_trainings_at_once(tmp_path, monkeypatch):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     program = TAKE.replace("input()", "print('held', flush=True); input()")

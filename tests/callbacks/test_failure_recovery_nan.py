@@ -1,10 +1,12 @@
 """FailureRecovery beside TerminateOnNaN: what a training has come to that was ended by it is not kept."""
 
+import signal
 import warnings
 
 import keras
 import numpy as np
 import pytest
+from interruptions import Interrupt
 from small_training import INPUTS, STEPS, fit
 
 from tfdist.checkpoint import CheckpointStore
@@ -51,3 +53,57 @@ def test_a_step_behind_a_finished_epoch(tmp_path):
 def test_a_loss_that_is_not_finite_ends_nothing_without_that_callback(tmp_path):
     history, _, told = train(tmp_path, inputs=BROKEN)
     assert history.epoch == [0, 1] and told == [] and saved_steps(tmp_path) == [STEPS, 2 * STEPS]
+
+
+class Patient(keras.callbacks.TerminateOnNaN):
+    """Ends the training at its third loss that is not finite."""
+
+    remembers_nothing = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def on_batch_end(self, batch, logs=None):
+        self.seen += not np.isfinite(logs["loss"])
+        if self.seen == 3:
+            self.model.stop_training = True
+
+
+class TrainsOn(keras.callbacks.Callback):
+    """Sets back, in one of its hooks, what another one has set, and the weights."""
+
+    remembers_nothing = True
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.set_back)
+
+    def set_back(self, *_, **__):
+        self.model.stop_training = False
+        self.model.set_weights([np.zeros_like(weight) for weight in self.model.get_weights()])
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Overridden, so that Keras calls it."""
+
+
+def test_one_that_lets_some_pass_ends_the_training_when_it_does(tmp_path):
+    _, _, (told,) = train(tmp_path, Patient(), inputs=BROKEN, keep=9, every_steps=1)
+    assert saved_steps(tmp_path) == list(range(1, AT_STEP + 2)) and f"at step {AT_STEP + 2}" in told
+
+
+@pytest.mark.parametrize(
+    ("hook", "steps"), [("on_train_batch_end", [*range(1, 13), 12]), ("on_epoch_end", [1, 2, 3, 5, 6, 7, 2 * AT_STEP])]
+)
+def test_one_that_is_overruled_ends_nothing(tmp_path, hook, steps):
+    overruled = keras.callbacks.TerminateOnNaN(), TrainsOn(hook)
+    history, _, told = train(tmp_path, *overruled, inputs=BROKEN, every_steps=1, keep=99)
+    assert history.epoch == [0, 1] and told == []
+    assert saved_steps(tmp_path) == steps
+
+
+def test_a_signal_after_a_loss_that_passed(tmp_path):
+    signalling = Interrupt("on_train_batch_end", AT_STEP + 1, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        train(tmp_path, Patient(), signalling, inputs=BROKEN)
+    assert saved_steps(tmp_path) == [AT_STEP + 1]

@@ -58,6 +58,28 @@ def test_what_a_callback_has_changed_is_not_the_programs(tmp_path, same_model):
     assert gone_on(tmp_path, model, lowers) == (pytest.approx(0.05), [])
 
 
+def test_rates_of_every_step_in_a_notebook(tmp_path):
+    """The interrupted `fit` leaves the rate of a later step than the one that was saved."""
+
+    def interrupted(model, step):
+        def decay(batch, logs):
+            model.optimizer.learning_rate = 0.1 / (1 + int(model.optimizer.iterations))
+
+        decays = keras.callbacks.LambdaCallback(on_train_batch_end=decay)
+        with warnings.catch_warnings(record=True) as seen, pytest.raises(Interrupted):
+            warnings.simplefilter("always")
+            fit(tmp_path, decays, Interrupt("on_train_batch_end", step), model=model, every_steps=2)
+        return [str(warning.message) for warning in seen if "learning rate" in str(warning.message)]
+
+    model = small_model()
+    assert interrupted(model, 5) == []
+    assert interrupted(model, 5) == [], "in the same process"
+    assert interrupted(small_model(), 3) == [], "in a new one, after that"
+    model.compile(keras.optimizers.SGD(0.7), "categorical_crossentropy")
+    (told,) = interrupted(model, 1)
+    assert "Received: 0.7, where the run that saved it began with 0.1" in told
+
+
 def test_a_scheduler_sets_the_rate_from_the_next_epoch_on(tmp_path):
     begun(tmp_path, small_model())
     scheduler = keras.callbacks.LearningRateScheduler(lambda epoch: 0.001)

@@ -1,5 +1,6 @@
 """Signals and FailureRecovery: once `fit` has been left, also by an exception, they do what they did before it."""
 
+import gc
 import os
 import signal
 
@@ -31,6 +32,17 @@ def test_after_an_exception_the_programs_handler_is_called_at_once(tmp_path, hea
     assert heard == [number] and held.tb is not None
     os.kill(os.getpid(), number)
     assert heard == [number] * 2
+
+
+def test_an_interrupted_fit_that_is_forgotten_leaves_what_was_set_since(tmp_path, heard):
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "first", Interrupt("on_train_batch_end", 3))
+    gc.collect()
+    mine = [lambda *_: None for _ in SIGNALS]
+    for number, handler in zip(SIGNALS, mine, strict=True):
+        signal.signal(number, handler)
+    fit(tmp_path / "second", epochs=1)
+    assert [signal.getsignal(number) for number in SIGNALS] == mine
 
 
 class Other(keras.callbacks.Callback):

@@ -153,8 +153,8 @@ def trained(program, folder, *callbacks):
         (loss_scale, "on_train_batch_end", 15),
         (sparse_gradients, "on_train_batch_end", 7),
         (swapped_weights, "on_train_batch_end", 8),
-        (swapped_weights, "on_epoch_begin", 3),
-        (one_after_another, "on_train_batch_end", 5),
+        pytest.param(swapped_weights, "on_epoch_begin", 3, marks=pytest.mark.long),
+        pytest.param(one_after_another, "on_train_batch_end", 5, marks=pytest.mark.long),
         (one_after_another, "on_train_batch_end", 13),
     ],
 )

@@ -61,8 +61,9 @@ def contents(folder):
 
 def test_a_save_that_is_due_waits_for_the_one_before(tmp_path, monkeypatch):
     often = {"every_steps": EVERY, "keep": 100, "accumulation": 2}
+    keras.backend.clear_session()  # names of layers, which count up, stand in the notes
     expected = train(tmp_path / "at once", background=False, **often)
-    keras.backend.clear_session()  # names of layers stand in the notes
+    keras.backend.clear_session()
     steps, made = Steps(), []
     write_slowly(monkeypatch, lambda: made.append(steps.made))
     result = train(tmp_path / "slow", callbacks=[steps], **often)

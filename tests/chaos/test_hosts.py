@@ -63,6 +63,7 @@ def until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_training_on_two_hosts_ends_as_if_nothing_had_happened(tmp_path, start, undisturbed_workers):
     undisturbed = undisturbed_workers(2)
     plan = [{"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"}]

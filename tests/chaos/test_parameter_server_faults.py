@@ -83,6 +83,7 @@ def test_pushes_are_counted_right_over_the_loss_of_a_server(tmp_path):
     assert steps[0] == 10 and steps[2] == 10
 
 
+@pytest.mark.long
 def test_without_a_launcher_fit_is_called_again_and_the_chief_names_a_server_that_is_lost(tmp_path):
     addresses = {job: [f"127.0.0.1:{free_port()}"] for job in ("chief", "worker", "ps")}
 

@@ -98,12 +98,12 @@ def test_step_ends_a_phase(ends, heartbeat, monkeypatch):
 def test_batches_belong_to_a_phase(ends, heartbeat, monkeypatch):
     monkeypatch.setattr(module, "_STEP_INTERVAL_SECONDS", 0.0)
     heartbeat.batch(3)
-    heartbeat.phase("validation", has_batches=True)
+    heartbeat.phase("validation")
     heartbeat.batch(1)
     heartbeat.step(4)
     heartbeat.phase("finished")
     told = [(said.get("phase"), said.get("batch")) for said in all_heard(ends[0])]
-    assert told == [("validation", 0), ("validation", 1), (None, None), ("finished", None)]
+    assert told == [("validation", None), ("validation", 1), (None, None), ("finished", None)]
 
 
 def test_quick_steps_are_not_all_told(ends, heartbeat, monkeypatch):

@@ -17,6 +17,8 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 from tfdist.launch import from_notebook
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+
 here = pathlib.Path.cwd()
 
 def note(name):

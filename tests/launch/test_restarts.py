@@ -87,11 +87,18 @@ def test_a_checkpoint_of_a_later_fit_is_progress():
 
 def test_no_progress_in_a_later_fit():
     counted = restarts()
-    assert counted.after(failed(0, fit=2, step=40, saved=1)).workers
-    assert counted.after(failed(1, fit=1, step=900, saved=9)).workers
-    decision = counted.after(failed(2, fit=2, step=40, saved=1))
+    assert counted.after(failed(0, fit=1, step=900, saved=9)).workers
+    assert counted.after(failed(1, fit=2, step=40, saved=1)).workers
+    assert counted.after(failed(2, fit=1, step=900, saved=9)).workers
+    decision = counted.after(failed(3, fit=2, step=40, saved=1))
     assert not decision.workers
     assert "(none got beyond step 40 of fit 2, none saved a new checkpoint)" in decision.text
+
+
+def test_a_program_may_leave_out_a_fit_when_it_is_started_again():
+    counted = restarts()
+    reached = [(2, 500), (1, 400), (1, 900), (1, 1300), (1, 1700)]  # what was the second one is the first one now
+    assert all(counted.after(failed(n, fit=fit, step=step)).workers for n, (fit, step) in enumerate(reached))
 
 
 def test_no_step_in_a_later_fit():

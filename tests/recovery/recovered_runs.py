@@ -76,8 +76,14 @@ def cut_off(make, folder, after, make_again=None, **arguments):
 def cut_off_anywhere(make, folder, make_again=None):
     """`cut_off` behind the last step of an epoch, at its end, and in the next one; by where."""
     moments = {"last step": STEPS, "end of epoch": STEPS, "next epoch": STEPS + 2}
-    return {
-        where: cut_off(make, folder / where, after, make_again, saves={"every_epochs": 1} if "end" in where else None)
+    return {  # saved no more often than it takes
+        where: cut_off(
+            make,
+            folder / where,
+            after,
+            make_again,
+            saves={"every_epochs": 1} if "end" in where else {"every_steps": after},
+        )
         for where, after in moments.items()
     }
 

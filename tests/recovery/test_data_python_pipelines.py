@@ -3,13 +3,16 @@
 import random
 import warnings
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from data_runs import BATCH, IDS, SEED, dataset, train
 from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once, run
 
+from tfdist.keras_internals import random_states
 from tfdist.keras_internals.pipeline_traits import runs_python
+from tfdist.keras_internals.python_randomness import PythonRandomness
 from tfdist.keras_internals.random_states import generators_in, set_state_of, state_of
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -59,7 +62,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_python_code_draws_the_same_again(name, tmp_path):
-    whole = run(RANDOM[name], tmp_path / "whole")
+    whole = run(RANDOM[name], tmp_path / "whole", saves={"every_epochs": 2})
     assert each_once(whole)
     for where, seen in cut_off_anywhere(RANDOM[name], tmp_path).items():
         assert seen == whole, where
@@ -67,16 +70,17 @@ def test_python_code_draws_the_same_again(name, tmp_path):
 
 def test_python_code_needs_no_seed(tmp_path):
     for moment in (2, STEPS + 2):
-        assert each_once(cut_off(RANDOM["NumPy's"], tmp_path / str(moment), moment, seed=None)), moment
+        saves = {"every_steps": moment}
+        assert each_once(cut_off(RANDOM["NumPy's"], tmp_path / str(moment), moment, seed=None, saves=saves)), moment
 
 
 def test_what_others_draw_is_not_drawn_again(tmp_path):
     """Where the data draws nothing, the global generators stay as they were at the save."""
     whole, begun, rest = Drawing(), Drawing(), Drawing()
     make = RANDOM["begun anew by each pass"]
-    run(make, tmp_path / "whole", callbacks=[whole])
-    run(make, tmp_path / "cut", 3, callbacks=[begun])
-    run(make, tmp_path / "cut", callbacks=[rest])
+    run(make, tmp_path / "whole", callbacks=[whole], saves={"every_epochs": 2})
+    run(make, tmp_path / "cut", 3, callbacks=[begun], saves={"every_steps": 2})
+    run(make, tmp_path / "cut", callbacks=[rest], saves={"every_epochs": 2})
     assert begun.drawn[:2] + rest.drawn == whole.drawn
 
 
@@ -102,6 +106,39 @@ def test_generators_are_found_wherever_code_holds_them():
 
 
 _GENERATOR = np.random.default_rng(5)
+
+
+def test_what_code_holds_beside_generators_is_let_be(monkeypatch):
+    class Lazy:
+        def __getattr__(self, name):
+            raise LookupError(name)
+
+    class Deep(Loader):
+        def __init__(self, layers):
+            super().__init__(1)
+            self.layers = layers
+
+    secret, lazy, mine = random.SystemRandom(), Lazy(), np.random.default_rng(6)
+    network, wide = keras.layers.Dropout(0.5), [[object() for _ in range(100)] for _ in range(100)]
+    network.augmentation = Loader(7)
+    lazy.generator = one = random.Random(8)
+    assert generators_in([lambda: (secret, lazy, mine, network)]) == [mine, one]
+    hidden = Deep([[Deep(part) for part in wide] for _ in range(10)])
+    monkeypatch.setattr(random_states, "_MOST_VALUES", 100)
+    assert hidden.generator in (found := generators_in([lambda: hidden])) and len(found) < 100
+    PythonRandomness([lambda: secret.random()]).begin_pass()
+
+
+def test_another_number_of_generators_is_warned_of():
+    one, other = np.random.default_rng(1), np.random.default_rng(2)
+    states = PythonRandomness([lambda: one.random()]).states(within_pass=False)
+    now = PythonRandomness([lambda: (one, other)])
+    drawn = one.random()
+    with pytest.warns(RuntimeWarning, match="not those of before the restart.*Received: 2 of them. Expected: 1"):
+        now.restore(states)
+    assert one.random() != drawn
+    PythonRandomness([lambda: one.random()]).restore(states)
+    assert one.random() == drawn
 
 
 def unordered_option(data):

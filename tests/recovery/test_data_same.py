@@ -12,6 +12,7 @@ from data_runs import BATCH, IDS, dataset, train
 from recovered_runs import run
 
 from tfdist.checkpoint import CheckpointStore, Shard
+from tfdist.keras_internals import data_source
 from tfdist.keras_internals.element_description import described, first_difference
 from tfdist.keras_internals.pipeline_traits import batch_size, is_each_workers_own
 from tfdist.strategies import MirroredStrategy
@@ -46,6 +47,23 @@ def test_other_elements_are_refused(before, now, message):
     start = train(lambda strategy: endless(**before), strategy).positions[2]
     with pytest.raises(ValueError, match=message):
         train(lambda strategy: endless(**now), strategy, start)
+
+
+def test_another_batch_size_for_another_number_of_workers():
+    strategy = tf.distribute.get_strategy()
+    start = replace(train(lambda strategy: endless(), strategy).positions[2], same_workers=False)
+    with pytest.warns(RuntimeWarning, match="The batch size is another one than before .* Received: 2. Expected: 4"):
+        rest = train(lambda strategy: endless(2), strategy, start)
+    assert rest.ids == [[5, 6], [7, 8]] and rest.positions[-1].position["batch_size"] == 2
+    with pytest.raises(ValueError, match="in its element 0"):
+        train(lambda strategy: endless(dtype="float32"), strategy, start)
+
+
+def test_the_pipeline_is_read_once_a_fit(monkeypatch):
+    read = []
+    monkeypatch.setattr(data_source, "is_each_workers_own", lambda dataset: read.append(dataset) or False)
+    run = train(lambda strategy: endless(), tf.distribute.get_strategy())
+    assert len(run.positions) > 4 and len(read) == 1
 
 
 def test_data_of_the_same_kind_is_taken():

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -19,15 +20,30 @@ LOCK_FILE = ".lock"
 PATIENCE_SECONDS = 100.0
 _PAUSE_SECONDS = 0.2
 _HELD = (errno.EAGAIN, errno.EACCES)
+_WITHOUT_LOCKS = (errno.EROFS, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_WHOLE_FILE = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # Linux' `struct flock`
 _log = logging.getLogger("tfdist")
 
-# A record lock is the process's own, and closing any descriptor of the file gives it up. So there is one a file.
+# A lock keeps out whoever opens the file a second time, this process, too. So there is one descriptor a file.
 _guard = threading.Lock()
 _held: dict[tuple[int, int], tuple[int, "DirectoryLock"]] = {}  # by device and inode: the descriptor, and whose it is
 
 
+def _leave_to_parent() -> None:
+    """In a fork: its parent's locks are its parent's, and end with that."""
+    global _guard
+    _guard = threading.Lock()  # a thread that is not in this process may have it
+    for descriptor, _ in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class DirectoryLock:
-    """A POSIX record lock on a file in a directory: it ends with the process, however that ends.
+    """A lock on a file in a directory: it ends with the process, however that ends, and its forks do not have it.
 
     Within one process it never blocks: the last one that acquires it has it, as a training may follow one there that
     was interrupted. Where the file system knows no locks, or nothing can be written, nothing is locked.
@@ -68,7 +84,8 @@ class DirectoryLock:
                 raise CheckpointError(
                     f"Another process trains in this directory. Received: {self._holder()} has held the lock of "
                     f"{str(self._directory)!r} for {patience_seconds:g} s. Expected: one training at a time in a "
-                    "directory. End that process, wait until it has ended, or name another directory."
+                    "directory. End that process, wait until it has ended, or name another directory. A notebook "
+                    "keeps the lock of an interrupted `fit` until its next one, or until its kernel is restarted."
                 )
             if not has_told:
                 has_told = True
@@ -91,17 +108,18 @@ class DirectoryLock:
                     return True
                 descriptor = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
             except OSError as error:
-                _log.debug("%s is not locked: %s", self._directory, error)
+                self._tell(error)
                 return True
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _say_who(descriptor)
+                _lock(descriptor)
             except OSError as error:
                 os.close(descriptor)
                 if error.errno in _HELD:
                     return False
-                _log.debug("%s is not locked: %s", self._directory, error)
+                self._tell(error)
                 return True
+            with contextlib.suppress(OSError):  # it is locked, whether that can be said or not
+                _say_who(descriptor)
             status = os.fstat(descriptor)
             _held[status.st_dev, status.st_ino] = descriptor, self
             return True
@@ -112,12 +130,30 @@ class DirectoryLock:
             return status.st_dev, status.st_ino
         return -1, -1
 
+    def _tell(self, error: OSError) -> None:
+        if error.errno in _WITHOUT_LOCKS:
+            _log.debug("%s is not locked: %s", self._directory, error)
+        else:
+            _log.warning("Nothing keeps another process from training in %s, too: %s", self._directory, error)
+
     def _holder(self) -> str:
         try:
             told = json.loads((self._directory / LOCK_FILE).read_bytes())
             return f"process {told['pid']} on host {told['host']!r}"
         except (OSError, ValueError, LookupError, TypeError):
             return "a process that has not said who it is"
+
+
+def _lock(descriptor: int) -> None:
+    """Locks an open file; raises `OSError` if another process has it, or it cannot be locked."""
+    try:
+        # It belongs to the descriptor. A POSIX record lock is gone when the process closes any other of the same file,
+        # as one that copies the directory does.
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _say_who(descriptor: int) -> None:

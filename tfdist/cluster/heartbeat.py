@@ -139,18 +139,17 @@ class Heartbeat:
         self._ready = True
         self._send()
 
-    def phase(self, name: str, *, has_batches: bool = False) -> None:
+    def phase(self, name: str) -> None:
         """Tells that until the next `step` no step is to be expected.
 
         Args:
             name: What happens instead, for example "validation", or "finished" at the end of training.
-            has_batches: Whether calls of `batch` are to be expected in place of steps.
         """
-        self._phase = name, (0 if has_batches else None)
+        self._phase = name, None
         self._send()
 
     def batch(self, number: int) -> None:
-        """Tells of the batches of the present phase; without one this does nothing.
+        """Tells of the batches of the present phase: from now on more are expected. Without a phase it does nothing.
 
         Args:
             number: Those that are done, counted in this phase.

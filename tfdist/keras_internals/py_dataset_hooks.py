@@ -8,8 +8,10 @@ import warnings
 import zlib
 from typing import Any
 
+import keras
+
 from tfdist.keras_internals.attribute_orders import Orders, attribute_orders, reordered
-from tfdist.keras_internals.random_states import global_states, same, set_global_states
+from tfdist.keras_internals.random_states import global_states, packed, same, set_global_states, unpacked
 
 Json = dict[str, Any]
 
@@ -28,16 +30,23 @@ class PyDatasetHooks:
     def __init__(self, source: Any) -> None:
         self.calls = [0, 0]
         self._source = source
-        self._orders: Orders = attribute_orders(source)
+        self._follows = self._repeating = False
+        self._orders: Orders = {}
         self._now_begun_with = {name: zlib.crc32(repr(state).encode()) for name, state in global_states().items()}
         self._begun_with = self._now_begun_with  # of the run that the first checkpoint is of
-        # By call: the states that it drew with; `None` for the state that the call before it left.
+        # By call: the states that it drew with, packed when noted; `None` for the state that the call before it left.
         self._draws: list[tuple[int, int, Json]] = []
         self._left: Json = {}
         self._repeats: dict[tuple[int, int], Json] = {}
         self._shown: set[str] = set()  # attributes that show what was drawn
         self._hidden: set[str] = set()  # generators of which a draw shows nowhere
+        self._unclassified = {BEGIN, END}  # hooks of which it is not known yet what shows their draws
         self._expected: Json | None = None
+
+    def follow(self) -> None:
+        """Has it look at the data's attributes from now on, which takes a while where they are large."""
+        self._follows = True
+        self._orders = attribute_orders(self._source)
 
     def call(self, hook: int) -> None:
         """Calls a hook, `BEGIN` or `END`."""
@@ -46,23 +55,31 @@ class PyDatasetHooks:
         repeated, present = self._repeats.pop((hook, number), None), global_states()
         began = present
         if repeated is not None:
-            states = {name: self._left.get(name) if state is None else state for name, state in repeated.items()}
+            states = {
+                name: self._left.get(name) if state is None else unpacked(state) for name, state in repeated.items()
+            }
             set_global_states({name: state for name, state in states.items() if state is not None})
             began = global_states()
-        before = attribute_orders(self._source)
+        looks = (self._follows or number == 1) and not self._repeating and not self._does_nothing(hook)
+        classifies = looks and hook in self._unclassified
+        before = attribute_orders(self._source) if classifies else {}
         getattr(self._source, _NAMES[hook])()
-        after, orders = global_states(), attribute_orders(self._source)
+        after = global_states()
+        if looks:
+            self._orders = attribute_orders(self._source)
         drawn = [name for name in after if not same(began[name], after[name])]
         if drawn:
             self._note(hook, number, {name: began[name] for name in drawn}, repeated is not None)
-            shown = [name for name in orders if before.get(name) != orders[name]]
-            self._shown.update(shown)
-            self._hidden.update([] if shown else drawn)
+            if classifies:
+                shown = [name for name in self._orders if before.get(name) != self._orders[name]]
+                self._shown.update(shown)
+                self._hidden.update([] if shown else drawn)
+                self._unclassified.discard(hook)
         self._left.update({name: after[name] for name in drawn})
         if repeated is not None:
             set_global_states(present)
-        self._orders = orders
-        self._compare()
+        if not self._repeating:
+            self._compare()
 
     def order(self) -> Json:
         """What decides in which order the data is now."""
@@ -87,7 +104,7 @@ class PyDatasetHooks:
         self._draws = [(hook, number, states) for hook, number, states in order["draws"]]
         self._repeats = {(hook, number): states for hook, number, states in self._draws}
         self._shown, self._hidden, self._begun_with = set(order["shown"]), set(order["hidden"]), order["begun_with"]
-        self._expected = order
+        self._expected, self._repeating = order, True
         for hook, number in [call for call in made if not same(made[call], self._repeats.get(call))]:
             # Keras has made it before `fit` was known to go on; one that draws a whole order anew does no harm twice.
             self.calls[hook] = number - 1
@@ -98,6 +115,8 @@ class PyDatasetHooks:
             self.call(END)
         while self.calls[BEGIN] < begins:
             self.call(BEGIN)
+        self._repeating = False
+        self._orders = attribute_orders(self._source)
         self._compare()
 
     def pass_over(self, order: Json, within_epoch: bool) -> None:
@@ -105,9 +124,23 @@ class PyDatasetHooks:
         self.calls = [order["hooks"][BEGIN] - within_epoch, order["hooks"][END]]
 
     def _note(self, hook: int, number: int, states: Json, is_known: bool) -> None:
-        if not is_known and len(self._draws) < _MOST_STATES:
-            kept = {name: None if same(state, self._left.get(name)) else state for name, state in states.items()}
-            self._draws.append((hook, number, kept))
+        if is_known or len(self._draws) >= _MOST_STATES:
+            return
+        kept = {name: None if same(state, self._left.get(name)) else packed(state) for name, state in states.items()}
+        self._draws.append((hook, number, kept))
+        if len(self._draws) == _MOST_STATES and self._follows:
+            name = type(self._source).__name__
+            warnings.warn(
+                f"The hooks of a {name} have drawn random numbers so often that checkpoints keep no more of it. "
+                f"Received: {_MOST_STATES} calls that have drawn from `np.random` or `random`. Expected: fewer. After "
+                f"a restart in a later epoch its order is another one: give {name} the methods `get_state` and "
+                "`set_state`, or have it draw from a generator of its own, `np.random.default_rng(seed)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _does_nothing(self, hook: int) -> bool:
+        return getattr(type(self._source), _NAMES[hook], None) is getattr(keras.utils.PyDataset, _NAMES[hook])
 
     def _compare(self) -> None:
         """Warns if the order is not that of the run that goes on, once as many calls have been made."""

@@ -1,19 +1,17 @@
 """A `keras.utils.PyDataset` whose order is known, and which can begin in the middle."""
 
-import collections
 import copy
 import random
+import warnings
 from typing import Any
 
 import keras
 
 from tfdist.keras_internals.py_dataset_hooks import BEGIN, END, PyDatasetHooks
-from tfdist.keras_internals.random_states import global_states, same, set_global_states
+from tfdist.keras_internals.random_states import global_states, set_global_states, unpacked
+from tfdist.keras_internals.read_ahead import OWN, ReadAhead, copied, unsavable
 
 Json = dict[str, Any]
-
-_OWN = "own"
-_READ_AHEAD = 4096  # batches that may have been read before they are trained on
 
 
 class PyDatasetView(keras.utils.PyDataset):
@@ -44,8 +42,8 @@ class PyDatasetView(keras.utils.PyDataset):
         self._is_read_in_turn = source.workers <= 1 and not source.use_multiprocessing
         self._keeps_state = all(callable(getattr(source, name, None)) for name in ("get_state", "set_state"))
         self._own_at_begin: Any = None
-        self._changing: list[str] = []
-        self._before: collections.deque[tuple[int, Json]] = collections.deque(maxlen=_READ_AHEAD)
+        self._ahead = ReadAhead()
+        self._last_own: Any = None
         self._pending: Json = {}
 
     @property
@@ -61,6 +59,23 @@ class PyDatasetView(keras.utils.PyDataset):
     def follow(self) -> None:
         """Has it keep from now on what `order` needs."""
         self._follows = True
+        self.hooks.follow()
+        if self._keeps_state and (why := self._cannot_be_kept()):
+            self._keeps_state = False
+            warnings.warn(
+                f"The state that a {self.source_name} tells of by `get_state` is not saved. Received: {why}. Expected: "
+                "numbers, strings, arrays, and lists and dictionaries (with strings for keys) of these. Have it return "
+                "such, or rename the method if it is not about the order of the batches.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _cannot_be_kept(self) -> str | None:
+        try:
+            kind = unsavable(self._source.get_state())
+        except Exception as error:  # a method of the same name that does something else, as one with arguments
+            return f"{type(error).__name__}: {error}"
+        return None if kind is None else f"a value of type {kind}"
 
     def order(self, drawn: int | None) -> Json:
         """What decides which batches come next.
@@ -74,25 +89,25 @@ class PyDatasetView(keras.utils.PyDataset):
             own = self._own_at_begin
         before: Json = {}
         if drawn is not None:
-            before = dict(next((states for number, states in list(self._before) if number == drawn), {}))
-            own = before.pop(_OWN, own)
-        return {**self.hooks.order(), "random_state": self.state, "before": before, _OWN: own}
+            before = self._ahead.before(drawn)
+            own = before.pop(OWN, own)
+        return {**self.hooks.order(), "random_state": self.state, "before": before, OWN: own}
 
     def restore(self, order: Json, within_epoch: bool) -> None:
         """Puts back what `order` has returned; the beginning of an epoch that goes on is left to Keras."""
         self._pending = dict(order["before"])
-        if order[_OWN] is None:
+        if order[OWN] is None:
             self.hooks.repeat(order, within_epoch)
             return
         self.hooks.pass_over(order, within_epoch)
-        self._source.set_state(copy.deepcopy(order[_OWN]))
+        self._source.set_state(copy.deepcopy(order[OWN]))
         if within_epoch:
-            self._pending[_OWN] = order[_OWN]
+            self._pending[OWN] = order[OWN]
 
     def begin_pass(self, first: int = 0, state: Any = None) -> None:
         """Begins a pass at batch `first` of its order, from 0: the order that `state` stands for, else a new one."""
         self._first = first
-        self._before.clear()
+        self._ahead.clear()
         self.state = self._order = None
         if self._shuffle:
             generator: Any = random
@@ -112,15 +127,9 @@ class PyDatasetView(keras.utils.PyDataset):
         number = self._first + index
         if not self._follows or not self._is_read_in_turn:
             return self._read(number)
-        # While the first batch is read, training waits for it, and nobody else draws.
-        before = self._states() if index == 0 else {}
+        before = self._states()
         batch = self._read(number)
-        if before:
-            after = self._states()
-            self._changing = [name for name in after if not same(before[name], after[name])]
-        if self._changing:
-            after = self._states()
-            self._before.append((number + 1, {name: after[name] for name in self._changing}))
+        self._ahead.note(number, before, self._states())
         return batch
 
     def on_epoch_begin(self) -> None:
@@ -129,10 +138,10 @@ class PyDatasetView(keras.utils.PyDataset):
         self.hooks.call(BEGIN)
         if pending:
             self._pending = {}
-            if _OWN in pending:  # that call has been made before
+            if OWN in pending:  # that call has been made before
                 set_global_states(present)
-                self._source.set_state(copy.deepcopy(pending[_OWN]))
-            set_global_states(pending)
+                self._source.set_state(copy.deepcopy(pending[OWN]))
+            set_global_states({name: unpacked(state) for name, state in pending.items() if name != OWN})
         if self._keeps_state and self._follows:
             self._own_at_begin = copy.deepcopy(self._source.get_state())
 
@@ -144,5 +153,7 @@ class PyDatasetView(keras.utils.PyDataset):
         return self._source[number if self._order is None else self._order[number]]
 
     def _states(self) -> Json:
-        own = {_OWN: copy.deepcopy(self._source.get_state())} if self._keeps_state else {}
-        return {**global_states(), **own}
+        if not self._keeps_state:
+            return global_states()
+        self._last_own = copied(self._source.get_state(), self._last_own)
+        return {**global_states(), OWN: self._last_own}

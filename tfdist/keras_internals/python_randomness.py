@@ -1,5 +1,6 @@
 """The random numbers of Python code within a tf.data pipeline: `from_generator`, `py_function`, `numpy_function`."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,16 @@ class PythonRandomness:
 
     def restore(self, states: States) -> None:
         """Puts back the states of the code's own generators; the global ones are everybody's."""
-        for generator, state in self._pairs(states):
+        if len(states["own"]) != len(self._own):
+            warnings.warn(
+                "The random generators of this data's Python code are not those of before the restart, and begin anew. "
+                f"Received: {len(self._own)} of them. Expected: {len(states['own'])}. Some samples of this epoch may "
+                "come twice and others not at all. Give `fit` the data that it had, made by the same code.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        for generator, state in zip(self._own, states["own"], strict=True):
             set_state_of(generator, state)
 
     @contextmanager
@@ -56,9 +66,6 @@ class PythonRandomness:
         for generator, state, *both in zip(self._own, own, began["own"], after["own"], strict=True):
             if same(*both):
                 set_state_of(generator, state)
-
-    def _pairs(self, states: States) -> list[tuple[Any, Any]]:
-        return list(zip(self._own, states["own"], strict=True)) if len(states["own"]) == len(self._own) else []
 
     def _present(self) -> States:
         return {**global_states(), "own": [state_of(generator) for generator in self._own]}

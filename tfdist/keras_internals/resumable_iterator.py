@@ -98,6 +98,7 @@ class ResumableIterator:
         self._resuming: PositionLike | None = None
         self._follows = False
         self._validation = Validation()
+        self._traits: dict[str, Any] | None = None
         self.skipped = Skipped()
         if claim_fit(self, kwargs):
             self._source = source_of(self.data_adapter, self._distributed_dataset, self._distribute_strategy)
@@ -136,15 +137,15 @@ class ResumableIterator:
     def _data(self) -> dict[str, Any]:
         """What must be the same in a run that goes on."""
         source = self._source_in_fit()
-        return {
-            "num_batches": self._num_batches,
-            "steps_per_epoch": self.steps_per_epoch,
-            "steps_per_execution": self.steps_per_execution,
-            "source": source.kind,
-            "batch_size": source.batch_size,
-            "elements": source.elements(),
-            "is_each_workers_own": source.is_each_workers_own(),
-        }
+        if self._traits is None:  # finding them out takes a while: all functions of the pipeline are read
+            self._traits = {
+                "source": source.kind,
+                "batch_size": source.batch_size,
+                "elements": source.elements(),
+                "is_each_workers_own": source.is_each_workers_own(),
+            }
+        counts = ("steps_per_epoch", "steps_per_execution")
+        return {"num_batches": self._num_batches, **{name: getattr(self, name) for name in counts}, **self._traits}
 
     def resume_at(self, position: PositionLike, *, replay: bool = False, same_workers: bool = True) -> None:
         """Makes the next epoch go on at `position`; to be called in `on_train_begin`.
@@ -160,7 +161,8 @@ class ResumableIterator:
         """
         source = self._source_in_fit()
         is_shared_out_anew = position.is_each_workers_own and not same_workers
-        check_same_data(position, {**self._data(), **({"num_batches": None} if is_shared_out_anew else {})})
+        now = {**self._data(), **({"num_batches": None} if is_shared_out_anew else {})}
+        check_same_data(position, now, same_workers=same_workers)
         self._check_unused(position)
         if is_shared_out_anew and (position.next_step or position.current):
             _tell_of_shares()

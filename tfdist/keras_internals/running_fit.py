@@ -106,12 +106,21 @@ def install_running_fit() -> None:
         if iterator is not None and model is not None:
             _running.fits.append(RunningFit(model, iterator))
             _running.newest = lambda: None
-        begin(self, logs)
+        try:
+            begin(self, logs)
+        except BaseException:
+            end_of(model)
+            raise
 
     @functools.wraps(end)
     def on_train_end(self: Any, logs: Any = None) -> None:
-        end(self, logs)
-        if (running := running_fit(_model_of(self))) is not None:
+        try:
+            end(self, logs)
+        finally:
+            end_of(_model_of(self))
+
+    def end_of(model: Any) -> None:
+        if (running := running_fit(model)) is not None:
             _end(running)
 
     on_train_begin.is_known = True  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Whether the data, and the arguments of `fit`, are those of the run that is to go on."""
 
+import warnings
 from typing import Any, Protocol
 
 from tfdist.keras_internals.element_description import Description, first_difference
@@ -36,12 +37,14 @@ class PositionLike(Protocol):
     def is_validated_by_itself(self) -> bool: ...
 
 
-def check_same_data(position: PositionLike, now: dict[str, Any]) -> None:
+def check_same_data(position: PositionLike, now: dict[str, Any], *, same_workers: bool = True) -> None:
     """Raises an error that names the first difference.
 
     Args:
       position: of the run that is to go on.
       now: the same attributes of this one. What is not known of either side is not compared, where it may be unknown.
+      same_workers: whether as many workers train as before. If not, the batch size may be made of their number, and a
+        warning says that it is another one.
 
     Raises:
       ValueError: something differs.
@@ -57,12 +60,27 @@ def check_same_data(position: PositionLike, now: dict[str, Any]) -> None:
         if attribute in ("num_batches", "batch_size") and (before is None or present is None):
             continue
         if before != present:
-            _refuse(name, str(present), str(before))
+            if attribute == "batch_size" and not same_workers:
+                _tell_of_batch_size(present, before)
+            else:
+                _refuse(name, str(present), str(before))
     if position.elements is not None and now["elements"] is not None:
         difference = first_difference(position.elements, now["elements"])
         if difference is not None:
             path, before, present = difference
             _refuse(f"element {path}", present, before)
+
+
+def _tell_of_batch_size(now: int, before: int) -> None:
+    warnings.warn(
+        f"The batch size is another one than before the restart, as is the number of workers. Received: {now}. "
+        f"Expected: {before}, as the batch size is that of all workers together. Training goes on behind as many "
+        "batches as before, of the size that they have now: in this pass over the data some samples may come twice and "
+        "others not at all. To go on exactly, give data sets a batch size that does not depend on the number of "
+        "workers (`num_replicas_in_sync`).",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _refuse(name: str, now: str, before: str) -> None:

@@ -57,7 +57,10 @@ class Restarts:
         self._max, self._first_delay = max_restarts, delay_seconds
         self._done = 0
         self._heard = False
-        self._step, self._saved = (1, -1), (1, -1)  # the highest ones: in which `fit`, and its number there
+        # The highest ones of each `fit`, by its number: an attempt may have left out some that others have made.
+        self._steps: dict[int, int] = {}
+        self._saves: dict[int, int] = {}
+        self._last_fit = 1
         self._attempts_without_progress = 0
         self._delay = 0.0
         self._failed_rank: int | None = None  # in the attempt before, where that had all workers
@@ -89,13 +92,12 @@ class Restarts:
 
     def _note_progress(self, outcome: Outcome) -> None:
         self._heard = self._heard or any(map(outcome.runs_script, outcome.heard))
-        step = outcome.fit, -1 if outcome.step is None else outcome.step
-        saved = outcome.fit, -1 if outcome.saved is None else outcome.saved
-        if self._heard:
-            has_progress = step > self._step or saved > self._saved
-        else:
-            has_progress = outcome.seconds >= _SILENT_SECONDS
-        self._step, self._saved = max(self._step, step), max(self._saved, saved)
+        is_further = [
+            _is_further(known, outcome.fit, number)
+            for known, number in ((self._steps, outcome.step), (self._saves, outcome.saved))
+        ]
+        has_progress = any(is_further) if self._heard else outcome.seconds >= _SILENT_SECONDS
+        self._last_fit = outcome.fit
         doubled = min(2 * self._delay, max(MAX_DELAY_SECONDS, self._first_delay))
         self._delay = 0.0 if has_progress else doubled or self._first_delay
         # The first attempt is the start, not a restart.
@@ -115,7 +117,7 @@ class Restarts:
             return ""
         if not self._heard:
             return f"the last two restarts ended within {_SILENT_SECONDS:g} s"
-        fit, step = self._step
+        fit, step = self._last_fit, self._steps.get(self._last_fit, -1)
         beyond = f"beyond step {step}{of_fit(fit)}" if step >= 0 else f"to a first step{of_fit(fit)}"
         return f"the last two restarts made no progress (none got {beyond}, none saved a new checkpoint)"
 
@@ -137,3 +139,10 @@ class Restarts:
                 self._failed_rank = outcome.failed_rank
                 return self._workers
         return max(self._min_workers, outcome.workers - 1)
+
+
+def _is_further(known: dict[int, int], fit: int, number: int | None) -> bool:
+    """Notes the number that a `fit` has come to; returns whether it is the highest so far."""
+    before = known.get(fit, -1)
+    known[fit] = max(before, -1 if number is None else number)
+    return known[fit] > before

@@ -9,17 +9,21 @@ import numpy as np
 from tfdist.recovery.notices import warn
 
 
-def is_ended_by_nan(callbacks: Iterable[Any], logs: Mapping[str, Any] | None) -> bool:
+def is_ended_by_nan(model: Any, callbacks: Iterable[Any], logs: Mapping[str, Any] | None) -> bool:
     """Whether `TerminateOnNaN` ends the training after the step that has logged `logs`.
 
-    Logs are those of all replicas, so that all workers find the same.
+    To be called when all `callbacks` have seen that step: one of its subclasses may let some losses pass. Logs are
+    those of all replicas, so that all workers find the same.
 
-    >>> import keras
-    >>> is_ended_by_nan([keras.callbacks.TerminateOnNaN()], {"loss": float("inf")})
-    True
-    >>> is_ended_by_nan([], {"loss": float("inf")})
+    >>> import keras, types
+    >>> ended, watches = types.SimpleNamespace(stop_training=True), [keras.callbacks.TerminateOnNaN()]
+    >>> is_ended_by_nan(ended, watches, {"loss": float("inf")}), is_ended_by_nan(ended, [], {"loss": float("inf")})
+    (True, False)
+    >>> is_ended_by_nan(types.SimpleNamespace(stop_training=False), watches, {"loss": float("inf")})
     False
     """
+    if not model.stop_training:
+        return False
     loss = (logs or {}).get("loss")
     watches = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
     return watches and loss is not None and not bool(np.all(np.isfinite(loss)))

@@ -1,5 +1,6 @@
 """The learning rates that a run begins with, which a checkpoint's replace: said where that changes something."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,40 @@ from tfdist.keras_internals.optimizer_state import OptimizerState
 from tfdist.recovery.notices import warn
 
 Rates = list[float | None]
+_known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that this process has trained with
+
+
+class BeginningRates:
+    """The learning rates that a run began with: those of the program, before callbacks have changed any.
+
+    Where a process goes on with the optimizers that it has trained with, as in a notebook, the rates may be callbacks'.
+
+    Attributes:
+      values: the rates, as a checkpoint keeps them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Reads them, before a checkpoint is restored."""
+        self._model = model
+        self._are_callbacks = all(optimizer in _known for optimizer in optimizers_of(model))
+        self.values = learning_rates(model)
+
+    def go_on(self, saved: Rates | None, callbacks: Sequence[Any], *, tells: bool) -> None:
+        """To be called when a checkpoint was restored.
+
+        Args:
+          saved: what the run began with that saved the checkpoint; `None` if it did not say so.
+          callbacks: those that `fit` calls.
+          tells: whether to warn if the program's were changed.
+        """
+        if self._are_callbacks:
+            self.values = self.values if saved is None else saved
+        elif tells:
+            tell_of_change(saved, self.values, learning_rates(self._model), callbacks)
+
+    def begun(self) -> None:
+        """To be called before the first step."""
+        _known.update(optimizers_of(self._model))
 
 
 def learning_rates(model: Any) -> Rates:

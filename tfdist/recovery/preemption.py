@@ -54,9 +54,10 @@ class Preemption:
         return self._stop_step is not None and step >= self._stop_step
 
     def stop_listening(self) -> None:
-        """Puts the former handlers back."""
+        """Puts the former handlers back, where nobody has set others since."""
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(number) == self._heed:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
     def close(self) -> None:
