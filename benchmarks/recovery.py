@@ -36,7 +36,7 @@ from tfdist.strategies import MultiWorkerMirroredStrategy
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
 _SAVES, _TURNS, _RESTARTS = 12, 5, 3
-_STEPS, _OVERHEAD_TURNS = 300, 9
+_STEPS, _OVERHEAD_TURNS = 350, 9  # the last save is written beside steps, too
 _KILL_AT_STEP = 30
 _HEARTBEAT_TIMEOUT_SECONDS = 3
 # Layers, units and samples a step.
