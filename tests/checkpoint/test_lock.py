@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
+from slept_clock import slept_clock
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore, DirectoryLock, lock
 
@@ -40,15 +40,7 @@ def holder(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only sleeping moves; `during` is called in each sleep."""
-    clock = types.SimpleNamespace(now=0.0, during=lambda: None)
-
-    def sleep(seconds):
-        clock.during()
-        clock.now += seconds
-
-    monkeypatch.setattr(lock, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    return clock
+    return slept_clock(monkeypatch, lock)
 
 
 def test_another_process_is_waited_for_and_then_named(tmp_path, holder, clock, caplog):

@@ -1,13 +1,10 @@
 """The example of recovery, in a short run; it starts the launcher itself."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from example_runs import LIMIT_SECONDS, ROOT
+from example_runs import ROOT, run_python
 
 pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
 
@@ -15,15 +12,7 @@ pytest.importorskip("digits_dataset", reason="needs the extra `examples`")
 @pytest.mark.long  # `make demo` runs it, too
 @pytest.mark.multi_process
 def test_a_killed_worker_changes_no_weight(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "recovery.py"), "--epochs=1", f"--data_dir={tmp_path}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(str(ROOT / "examples" / "recovery.py"), "--epochs=1", f"--data_dir={tmp_path}")
     last = "recovery: a worker was killed after step 11 of 23; weights bit-identical: True"
     assert done.stdout.splitlines()[-1] == last
     assert len(re.findall(r"^tfdist: worker 1 failed first: killed by SIGKILL", done.stderr, re.MULTILINE)) == 1

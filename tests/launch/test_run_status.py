@@ -95,6 +95,14 @@ def test_a_later_fit_is_named_and_its_steps_and_checkpoints_count_anew(run):
     assert run.status.news(now=30.0) == ["training goes on after step 10 of fit 2 with 2 workers (restart 2)"]
 
 
+def test_checkpoints_are_told_of_where_a_restart_leaves_out_a_fit(run):
+    run.say(fit=2, step=12, saved=3, saved_step=10)
+    run.status.news(now=0.0)
+    run.begin(1, now=20.0)
+    run.say(step=40, saved=4, saved_step=40, now=20.0)  # what was the second `fit` is the first one now
+    assert run.status.line(now=20.0).endswith("step 40 · 1 restart · checkpoint 40, 0 s ago")
+
+
 def test_parameter_servers_are_named():
     run = Run()
     run.begin(0, with_parameter_servers(2, 1))

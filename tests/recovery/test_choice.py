@@ -4,6 +4,7 @@ import logging
 import types
 
 import pytest
+from slept_clock import slept_clock
 
 from tfdist.checkpoint import CheckpointError, CheckpointStore, Shard
 from tfdist.recovery import choice
@@ -19,15 +20,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only sleeping moves; `during` is called in each sleep."""
-    clock = types.SimpleNamespace(now=0.0, during=lambda: None)
-
-    def sleep(seconds):
-        clock.during()
-        clock.now += seconds
-
-    monkeypatch.setattr(choice, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    return clock
+    return slept_clock(monkeypatch, choice)
 
 
 def test_an_older_one_is_chosen_and_what_was_passed_over_is_said(store, caplog):

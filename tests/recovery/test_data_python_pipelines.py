@@ -10,10 +10,11 @@ import tensorflow as tf
 from data_runs import BATCH, IDS, SEED, dataset, train
 from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once, run
 
-from tfdist.keras_internals import random_states
+from tfdist.keras_internals import generator_search
+from tfdist.keras_internals.generator_search import generators_in
 from tfdist.keras_internals.pipeline_traits import runs_python
 from tfdist.keras_internals.python_randomness import PythonRandomness
-from tfdist.keras_internals.random_states import generators_in, set_state_of, state_of
+from tfdist.keras_internals.random_states import set_state_of, state_of
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -124,7 +125,7 @@ def test_what_code_holds_beside_generators_is_let_be(monkeypatch):
     lazy.generator = one = random.Random(8)
     assert generators_in([lambda: (secret, lazy, mine, network)]) == [mine, one]
     hidden = Deep([[Deep(part) for part in wide] for _ in range(10)])
-    monkeypatch.setattr(random_states, "_MOST_VALUES", 100)
+    monkeypatch.setattr(generator_search, "_MOST_VALUES", 100)
     assert hidden.generator in (found := generators_in([lambda: hidden])) and len(found) < 100
     PythonRandomness([lambda: secret.random()]).begin_pass()
 

@@ -1,4 +1,4 @@
-"""Runs a script of examples/ by `tfdist run`."""
+"""Runs a script of examples/, by `tfdist run` or as it is."""
 
 import os
 import subprocess
@@ -18,8 +18,14 @@ def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--wor
       options: for `tfdist run`.
       cwd: where.
     """
+    launcher = ["-m", "tfdist.launch", "run", *options]
+    return run_python(*launcher, str(ROOT / "examples" / script), *arguments, cwd=cwd).stdout
+
+
+def run_python(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """What `python *arguments` shows, once it has ended with 0."""
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "run", *options, str(ROOT / "examples" / script), *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -28,4 +34,4 @@ def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--wor
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tfdist.keras_internals.generator_search import generators_in
 from tfdist.keras_internals.random_states import (
-    generators_in,
     global_states,
     same,
     set_global_states,

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -107,13 +108,13 @@ def unsavable(state: Any) -> str | None:
     >>> unsavable({"indexes": [np.arange(3), 1.5, None]}), unsavable({"seen": {1, 2}})
     (None, 'set')
     """
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         state = list(state.values())
     if isinstance(state, list | tuple):
         return next((kind for kind in map(unsavable, state) if kind is not None), None)
     if state is None or isinstance(state, bool | str) or type(state) in (int, float) or hasattr(state, "numpy"):
         return None
-    is_numeric = isinstance(state, np.ndarray | np.generic) and state.dtype.kind not in "OSUV"
+    is_numeric = isinstance(state, np.ndarray | np.generic) and state.dtype.kind in "biuf"
     return None if is_numeric else type(state).__name__
 
 

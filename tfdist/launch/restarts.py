@@ -35,9 +35,9 @@ class Decision:
 class Restarts:
     """Counts restarts and progress.
 
-    Progress is a step or a checkpoint beyond the highest of all attempts before, or a later `fit` of the script: where
-    it has several, an attempt passes through those that are complete, and counts anew in the one that is not. Two
-    restarts in a row without it end the run. So does a first attempt in which a worker ends by itself with an error
+    Progress is a step or a checkpoint beyond the highest that all attempts before have come to in the same `fit`; a
+    script may have several, and an attempt passes through, or leaves out, those that are complete. Two restarts in a
+    row without it end the run. So does a first attempt in which a worker ends by itself with an error
     before its first heartbeat: a wrong argument or import fails again.
 
     Args:

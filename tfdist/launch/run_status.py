@@ -38,6 +38,7 @@ class RunStatus:
         self._told_jobs = ""
         # The `fit` and the sequence number of the newest checkpoint of all attempts.
         self._saved: tuple[int, int] | None = None
+        self._saves: dict[int, int] = {}  # the highest of each `fit`, which an attempt may leave out
         self._saved_step: int | None = None
         self._saved_at = 0.0
         self._told_saved: tuple[int, int] | None = None
@@ -104,9 +105,10 @@ class RunStatus:
     def _look(self, now: float) -> None:
         if self._liveness is None or self._liveness.saved is None:
             return
-        saved = self._liveness.fit, self._liveness.saved
-        if self._saved is None or saved > self._saved:
-            self._saved, self._saved_step, self._saved_at = saved, self._liveness.saved_step, now
+        fit, saved = self._liveness.fit, self._liveness.saved
+        if saved > self._saves.get(fit, -1):
+            self._saves[fit] = saved
+            self._saved, self._saved_step, self._saved_at = (fit, saved), self._liveness.saved_step, now
 
 
 def _span(seconds: float) -> str:

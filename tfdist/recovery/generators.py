@@ -7,7 +7,6 @@ stateful operations (`tf.random.uniform`, `tf.random.normal`, `tf.image.random_*
 kernel that nobody can read or set. Use `keras.random`, `tf.random.Generator` or `tf.random.stateless_*` in their place.
 """
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +18,7 @@ from tfdist.keras_internals.global_seed import (
     global_seed_generator,
     make_global_seed_generator,
 )
-from tfdist.recovery.json_values import from_json, to_json
+from tfdist.keras_internals.random_states import global_states, packed, set_global_states, unpacked
 from tfdist.tensorflow_internals.global_generator import global_generator
 
 Json = dict[str, Any]
@@ -38,7 +37,7 @@ def python_and_numpy_state() -> Json:
     >>> (random.random(), np.random.random()) == before
     True
     """
-    return {"python": to_json(random.getstate()), "numpy": to_json(np.random.get_state(legacy=False))}
+    return {name: packed(state) for name, state in global_states().items()}
 
 
 def check(state: Json) -> None:
@@ -47,7 +46,7 @@ def check(state: Json) -> None:
     Raises:
       ValueError: NumPy's global generator is of another kind.
     """
-    saved = from_json(state["numpy"])["bit_generator"]
+    saved = unpacked(state["numpy"])["bit_generator"]
     present = np.random.get_state(legacy=False)["bit_generator"]
     if saved != present:
         raise ValueError(
@@ -58,8 +57,7 @@ def check(state: Json) -> None:
 
 def restore(state: Json) -> None:
     """Puts the states back. To be called last of all: building models and seed generators draws from `random`."""
-    random.setstate(from_json(state["python"]))
-    np.random.set_state(from_json(state["numpy"]))
+    set_global_states({name: unpacked(text) for name, text in state.items()})
 
 
 def generator_variables() -> dict[str, Any]:

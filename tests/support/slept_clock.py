@@ -1,0 +1,15 @@
+"""A clock that only sleeping moves."""
+
+import types
+
+
+def slept_clock(monkeypatch, module):
+    """Puts it in place of `time` in `module`; `during` is called in each sleep, `now` is its time in seconds."""
+    clock = types.SimpleNamespace(now=0.0, during=lambda: None)
+
+    def sleep(seconds):
+        clock.during()
+        clock.now += seconds
+
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    return clock
