@@ -116,7 +116,7 @@ def test_requirements(metadata: email.message.Message) -> None:
     stated = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist", [])) if r.marker is None}
     lines = (line for line in (ROOT / "tfdist" / "requirements.txt").read_text().splitlines() if line[:1] not in "#")
     assert {r.name: r.specifier for r in map(Requirement, lines)} == {n: r.specifier for n, r in stated.items()}
-    assert stated.keys() == {"tensorflow", "keras", "absl-py", "packaging", "safetensors"}
+    assert stated.keys() == {"tensorflow", "keras", "absl-py", "packaging", "safetensors", "xxhash"}
     for name in ("tensorflow", "keras"):
         assert {specifier.operator for specifier in stated[name].specifier} == {">=", "<"}
 

@@ -10,6 +10,7 @@ from tfdist.callbacks import FailureRecovery
 
 SAMPLES, BATCH, EPOCHS = 56, 8, 3
 STEPS = SAMPLES // BATCH
+NAN_STEP = 4  # from 1
 
 
 class Batches(keras.utils.PyDataset):
@@ -60,6 +61,9 @@ def data(kind):
     inputs = random.normal(size=(SAMPLES, 6)).astype("float32")
     labels = (inputs.sum(axis=1) > 0).astype("int32")
     inputs = np.concatenate([np.arange(1, SAMPLES + 1, dtype="float32")[:, None], inputs], axis=1)
+    if kind == "NaN":
+        inputs[NAN_STEP * BATCH - 1, -1] = np.nan  # the last of its batch
+        return {"x": inputs, "y": labels, "batch_size": BATCH, "shuffle": False}
     if kind == "arrays":
         return {"x": inputs, "y": labels, "batch_size": BATCH}
     if kind == "PyDataset":

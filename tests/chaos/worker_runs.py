@@ -14,12 +14,17 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(folder, kind, workers, *options, plan=(), epochs=EPOCHS):
-    """The arguments of a process that runs `tfdist run`, and its environment."""
+    """The arguments of a process that runs `on_workers.py` by `tfdist run`, and its environment."""
+    return launcher(workers, options, SCRIPT, folder, json.dumps(plan), kind, epochs)
+
+
+def launcher(workers, options, script, *arguments):
+    """The arguments of a process that runs a script by `tfdist run`, and its environment."""
     foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environ |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
-    return [*launcher, str(SCRIPT), str(folder), json.dumps(plan), kind, str(epochs)], environ
+    run = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
+    return [*run, str(script), *map(str, arguments)], environ
 
 
 def results(folder, workers):

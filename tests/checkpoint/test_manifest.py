@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tfdist.checkpoint import manifest
-from tfdist.checkpoint.errors import BrokenError, LaterFormatError
+from tfdist.checkpoint.errors import BrokenError, OtherFormatError
 from tfdist.checkpoint.file_record import FileRecord
 from tfdist.checkpoint.manifest import Manifest
 
@@ -21,7 +21,7 @@ def test_it_comes_back():
 
 
 def test_it_is_json_with_its_format():
-    assert json.loads(WRITTEN.to_bytes())["format"] == manifest.FORMAT == 1
+    assert json.loads(WRITTEN.to_bytes())["format"] == manifest.FORMAT == 2
 
 
 def test_every_flipped_bit_is_found():
@@ -47,11 +47,11 @@ def test_other_content_is_broken(content):
         Manifest.from_bytes(content)
 
 
-def test_a_later_format_says_so_whatever_else_it_holds():
-    content = {"format": 2, "unheard of": [1, 2]}
+def test_another_format_says_so_whatever_else_it_holds():
+    content = {"format": 3, "unheard of": [1, 2]}
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     data = json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
-    with pytest.raises(LaterFormatError, match="later version of tfdist. Received: format 2. Expected: format 1"):
+    with pytest.raises(OtherFormatError, match="another version of tfdist. Received: format 3. Expected: format 2"):
         Manifest.from_bytes(data)
     with pytest.raises(BrokenError):
-        Manifest.from_bytes(data.replace(b"2,", b"3,", 1))
+        Manifest.from_bytes(data.replace(b"3,", b"4,", 1))

@@ -125,11 +125,11 @@ def test_the_failure_of_a_rank_is_told_at_once(store, save, whole, monkeypatch):
     save(store, 1, world=3)
     write = saving.container.write
 
-    def fail(path, shard):
+    def fail(path, encoded):
         if path.name == "rank-2.safetensors":
             path.write_text("half of it")
             raise OSError(28, "No space left on device")
-        write(path, shard)
+        write(path, encoded)
 
     monkeypatch.setattr(saving.container, "write", fail)
     patient = CheckpointStore(store.directory, peer_timeout_seconds=3600)
@@ -180,17 +180,17 @@ def test_a_rank_saves_a_number_once_in_an_attempt(store, save):
     assert names(store) == [".unfinished-0000000002-a"]
 
 
-def test_a_later_format_is_an_error_before_anything_is_read(store, save, whole, monkeypatch):
+def test_another_format_is_an_error_before_anything_is_read(store, save, whole, monkeypatch):
     save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 2)
+        patch.setattr(manifest, "FORMAT", 3)
         later = save(CheckpointStore(store.directory), 2).path
     for file in later.glob("*.safetensors"):
         file.unlink()
     for call in (store.newest, lambda: store.open(2), lambda: save(store, 2, attempt="b")):
-        with pytest.raises(CheckpointError, match="written by a later version of tfdist. Received: format 2. Expected"):
+        with pytest.raises(CheckpointError, match="written by another version of tfdist. Received: format 3. Expected"):
             call()
-    assert [entry.status for entry in store.entries()] == ["whole", "later format"]
+    assert [entry.status for entry in store.entries()] == ["whole", "other format"]
     assert store.prune(1) == [] and later.exists()
     whole(store.open(1), 1)
 

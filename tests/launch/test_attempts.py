@@ -17,7 +17,7 @@ def restart_lines(ended):
 
 def test_killed_worker_is_followed_by_a_new_attempt_of_all(run):
     script = """
-        print(ATTEMPT, os.environ["TFDIST_RUN_ID"], json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+        say(ATTEMPT, os.environ["TFDIST_RUN_ID"], json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
         if ATTEMPT == 0:
             die() if RANK == 1 else hang()
     """
@@ -139,7 +139,7 @@ def test_killed_launcher_takes_the_workers_of_a_later_attempt_with_it(start):
 
 
 def test_log_files_hold_all_attempts(run, tmp_path):
-    script = "print('attempt', ATTEMPT)\nif ATTEMPT < 2: beat(step=ATTEMPT); wait_for(pid_file(1 - RANK)); die()"
+    script = "say('attempt', ATTEMPT)\nif ATTEMPT < 2: beat(step=ATTEMPT); wait_for(pid_file(1 - RANK)); die()"
     assert run(script, "--max-restarts", "2", "--log-dir", "logs", *NO_DELAY).code == 0
     for rank in (0, 1):
         text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
@@ -180,7 +180,7 @@ def test_signal_while_the_others_are_ended_leads_to_no_restart(start):
 def test_threads_of_fewer_workers(run):
     """A resized attempt shares the cores among those that are left."""
     script = """
-        print(os.environ["TF_NUM_INTRAOP_THREADS"], len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]))
+        say(os.environ["TF_NUM_INTRAOP_THREADS"], len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]))
         note(f"printed-{ATTEMPT}-{RANK}")
         beat(step=ATTEMPT)
         if ATTEMPT < 2:

@@ -7,7 +7,7 @@ from node_runs import HOST, NO_DELAY, says
 
 def test_killed_supervisor_comes_back(node, tmp_path):
     script = """
-        print("in attempt", ATTEMPT)
+        say("in attempt", ATTEMPT)
         note(f"up-{RANK}-of-{ATTEMPT}")
         if ATTEMPT == 0:
             beat(step=1)
@@ -88,7 +88,7 @@ def test_stopped_supervisor_of_node_0_ends_the_run(node):
 
 def test_fewer_hosts_go_on_and_a_host_is_taken_in_again(node):
     script = """
-        print(ATTEMPT, len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]), os.environ["TFDIST_FULL_WORKERS"])
+        say(ATTEMPT, len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]), os.environ["TFDIST_FULL_WORKERS"])
         beat(step=ATTEMPT)
         note(f"up-{RANK}-of-{ATTEMPT}")
         if ATTEMPT == 1:

@@ -8,7 +8,7 @@ from node_runs import HOST, NO_DELAY, says
 def test_all_workers_of_all_hosts_form_one_cluster(node):
     script = """
         print(os.environ["TF_CONFIG"])
-        print(os.environ["TFDIST_RUN_ID"], ATTEMPT, os.environ["TFDIST_FULL_WORKERS"], "TFDIST_TOKEN" in os.environ)
+        say(os.environ["TFDIST_RUN_ID"], ATTEMPT, os.environ["TFDIST_FULL_WORKERS"], "TFDIST_TOKEN" in os.environ)
     """
     runs = [node(0, script), node(1, script, workers=2)]
     ended = [run.end() for run in runs]
@@ -120,7 +120,7 @@ def test_worker_that_is_through_leaves_the_others_alone(both):
 
 def test_restart_of_all_hosts(both, tmp_path):
     script = """
-        print(ATTEMPT, os.environ["TFDIST_RUN_ID"], json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+        say(ATTEMPT, os.environ["TFDIST_RUN_ID"], json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
         if ATTEMPT == 0:
             note(f"up-{RANK}")
             wait_for("up-0"), wait_for("up-1")

@@ -77,8 +77,8 @@ def test_the_chief_has_just_read_it_and_does_not_wait(store, clock):
     assert clock.now == 0
 
 
-def test_a_later_format_does_not_change(store, clock, monkeypatch):
+def test_another_format_does_not_change(store, clock, monkeypatch):
     monkeypatch.setattr("tfdist.checkpoint.manifest.FORMAT", 0)
-    with pytest.raises(CheckpointError, match="later version"):
+    with pytest.raises(CheckpointError, match="another version"):
         choice.open_chosen(store, 2, rank=1)
     assert clock.now == 0

@@ -3,7 +3,7 @@
 A checkpoint is a directory:
 
 ```
-DIR/ckpt-0000000007/manifest.json          format, sizes and SHA-256 of the files, facts, its own checksum
+DIR/ckpt-0000000007/manifest.json          format, sizes and XXH3 of the files, facts, its own checksum
                     shared.safetensors     what is equal on all ranks, written by rank 0
                     rank-0.safetensors     what differs between ranks, written by each
                     rank-1.safetensors
@@ -34,7 +34,7 @@ TensorFlow to be listed or verified, which `tfdist checkpoints` and the supervis
 from tfdist.checkpoint.background_writer import BackgroundWriter
 from tfdist.checkpoint.checkpoint import Checkpoint
 from tfdist.checkpoint.entry import Entry
-from tfdist.checkpoint.errors import CheckpointError, LaterFormatError
+from tfdist.checkpoint.errors import CheckpointError, OtherFormatError
 from tfdist.checkpoint.lock import DirectoryLock
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.store import CheckpointStore
@@ -47,6 +47,6 @@ __all__ = [
     "DirectoryLock",
     "Entry",
     "Json",
-    "LaterFormatError",
+    "OtherFormatError",
     "Shard",
 ]

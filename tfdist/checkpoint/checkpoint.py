@@ -41,7 +41,7 @@ class Checkpoint:
 
         Raises:
           BrokenError: if it is not whole; the message says what is wrong, without its path.
-          LaterFormatError: if a later version of tfdist wrote it.
+          OtherFormatError: if another version of tfdist wrote it, in another format.
           OSError: if this user may not read it, or the file system does not answer.
         """
         self.path = path

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,59 +31,72 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _HEADER_BYTES_PER_TENSOR = 512
 
 
-def check(shard: Shard) -> None:
-    """Looks whether a shard can be written.
+@dataclass(frozen=True)
+class Encoded:
+    """A shard as safetensors takes it.
+
+    Attributes:
+      tensors: by the names that they have in the file, of dtypes that it has; they share the shard's memory.
+      metadata: the notes and the other dtypes, as JSON.
+    """
+
+    tensors: Mapping[str, _Array]
+    metadata: Mapping[str, str]
+
+    @property
+    def most_bytes(self) -> int:
+        """How large the file may become."""
+        tensors = sum(tensor.nbytes for tensor in self.tensors.values())
+        header = sum(map(len, self.tensors)) + sum(map(len, self.metadata.values()))
+        return tensors + 2 * header + _HEADER_BYTES_PER_TENSOR * (len(self.tensors) + 8)
+
+
+def encode(shard: Shard) -> Encoded:
+    """Looks whether a shard can be written, and prepares it.
 
     Raises:
       ValueError: if a tensor has a dtype that is no number, or the notes are not JSON.
     """
-    to_json(shard.notes, "the notes")
-    for name, tensor in shard.tensors.items():
-        try:
-            known = np.asarray(tensor).dtype.newbyteorder("=") == _dtype_named(np.asarray(tensor).dtype.name)
-        except (TypeError, AttributeError):
-            known = False
-        if not known or not isinstance(name, str):
-            raise ValueError(
-                f"A tensor of a checkpoint cannot be written. Received: {name!r} of dtype {np.asarray(tensor).dtype}. "
-                "Expected: a string as name, and a dtype of NumPy's numbers, bool, or one of ml_dtypes. Put strings "
-                "and objects into the notes, as JSON."
-            )
-
-
-def most_bytes(shard: Shard) -> int:
-    """How large the file of a shard may become, in bytes."""
-    names = sum(len(_to_stored_name(name)) for name in shard.tensors)
-    return (
-        shard.nbytes
-        + 2 * (names + len(to_json(shard.notes, "the notes")))
-        + (_HEADER_BYTES_PER_TENSOR * (len(shard.tensors) + 8))
-    )
-
-
-def write(path: Path, shard: Shard) -> None:
-    """Writes a shard to a new file; it may still be in the cache of the disk.
-
-    Raises:
-      OSError: if it cannot be written, with the error number of the system.
-      FileExistsError: if the file is there.
-      ValueError: if the shard cannot be written, see `check`.
-    """
-    check(shard)
+    notes = to_json(shard.notes, "the notes")
     tensors, dtypes = {}, {}
     for name, tensor in shard.tensors.items():
+        _check(name, tensor)
         array = np.asarray(tensor, order="C")
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if array.dtype.name not in _NATIVE:
             dtypes[name] = array.dtype.name
             array = array.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
         tensors[_to_stored_name(name)] = array
-    metadata = {"notes": to_json(shard.notes, "the notes"), "dtypes": json.dumps(dtypes)}
+    return Encoded(tensors, {"notes": notes, "dtypes": json.dumps(dtypes)})
+
+
+def _check(name: Any, tensor: Any) -> None:
+    dtype = np.asarray(tensor).dtype
+    try:
+        known = dtype.newbyteorder("=") == _dtype_named(dtype.name)
+    except (TypeError, AttributeError):
+        known = False
+    if not known or not isinstance(name, str):
+        raise ValueError(
+            f"A tensor of a checkpoint cannot be written. Received: {name!r} of dtype {dtype}. Expected: a string as "
+            "name, and a dtype of NumPy's numbers, bool, or one of ml_dtypes. Put strings and objects into the notes, "
+            "as JSON."
+        )
+
+
+def write(path: Path, encoded: Encoded) -> None:
+    """Writes what `encode` returned to a new file; it may still be in the cache of the disk.
+
+    Raises:
+      OSError: if it cannot be written, with the error number of the system.
+      FileExistsError: if the file is there.
+      ValueError: if the names and notes are too large.
+    """
     # The library gives the file to its owner alone; it is to have the permissions of any new file here.
     with open(path, "xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
-        save_file(tensors, path, metadata)
+        save_file(dict(encoded.tensors), path, dict(encoded.metadata))
     except SafetensorError as error:
         number = _OS_ERROR.search(str(error))
         if number is None:

@@ -7,14 +7,14 @@ from typing import Literal
 
 from tfdist.checkpoint.checkpoint import PREFIX, Checkpoint
 from tfdist.checkpoint.durable import REMOVED_PREFIX
-from tfdist.checkpoint.errors import BrokenError, LaterFormatError
+from tfdist.checkpoint.errors import BrokenError, OtherFormatError
 from tfdist.checkpoint.shard import Json
 
 UNFINISHED_PREFIX = ".unfinished-"
 _CHECKPOINT = re.compile(re.escape(PREFIX) + r"(\d{10})")
 _LEFTOVER = re.compile(rf"(?:{re.escape(UNFINISHED_PREFIX)}|{re.escape(REMOVED_PREFIX + PREFIX)})(\d{{10}})-(.+)")
 
-Status = Literal["whole", "broken", "later format", "unfinished"]
+Status = Literal["whole", "broken", "other format", "unfinished"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
     Attributes:
       sequence: the checkpoint's number.
       path: its directory.
-      status: "whole"; "broken"; "later format" if a later version of tfdist wrote it; "unfinished" for a save that is
+      status: "whole"; "broken"; "other format" if another version of tfdist wrote it; "unfinished" for a save that is
         running or was cut off, and for one whose removal was.
       reason: why it is not whole, else "".
       size_bytes: the size of the files that are there.
@@ -66,8 +66,8 @@ def inspect(sequence: int, path: Path, *, every_byte: bool) -> Entry:
     size = _size_bytes(path)
     try:
         checkpoint = Checkpoint(path, every_byte=every_byte)
-    except LaterFormatError as error:
-        return Entry(sequence, path, "later format", str(error), size)
+    except OtherFormatError as error:
+        return Entry(sequence, path, "other format", str(error), size)
     except BrokenError as error:
         return Entry(sequence, path, "broken", str(error), size)
     return Entry(sequence, path, "whole", "", size, checkpoint.world, checkpoint.saved_at, checkpoint.facts)

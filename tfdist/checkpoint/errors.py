@@ -19,8 +19,8 @@ class BrokenError(CheckpointError):
     """A checkpoint is not whole: something is missing, or is not what was written."""
 
 
-class LaterFormatError(CheckpointError):
-    """A checkpoint was written by a later version of tfdist."""
+class OtherFormatError(CheckpointError):
+    """A checkpoint was written by another version of tfdist."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,14 @@
-"""What a manifest says of a file: its size and checksum."""
+"""What a manifest says of a file: its size and checksum.
+
+The checksum is to find what disks, networks and torn writes do, at the price of little more than reading: XXH3 of 128
+bits takes a tenth of the time of SHA-256. It is no protection against those who may write to the directory.
+"""
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from tfdist.checkpoint.errors import BrokenError, reading
 
@@ -13,17 +19,17 @@ class FileRecord:
 
     Attributes:
       size_bytes: its size.
-      sha256: the SHA-256 of its content, as 64 hexadecimal digits.
+      xxh3_128: the XXH3 of its content, as 32 hexadecimal digits; `xxhsum -H2` computes the same.
     """
 
     size_bytes: int
-    sha256: str
+    xxh3_128: str
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
         """Reads every byte of a file."""
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)
             return cls(file.tell(), digest.hexdigest())
 
     def check(self, path: Path, *, every_byte: bool) -> None:

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfdist.checkpoint.errors import BrokenError, LaterFormatError
+from tfdist.checkpoint.errors import BrokenError, OtherFormatError
 from tfdist.checkpoint.file_record import FileRecord
 from tfdist.checkpoint.shard import Json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"
 
@@ -28,8 +28,8 @@ def rank_file(rank: int) -> str:
 class Manifest:
     """What belongs to a checkpoint.
 
-    The names "format" and "checksum", and how the checksum is made, are the same in all formats to come: a later format
-    can be told from a broken file.
+    The names "format" and "checksum", and how the checksum is made, are the same in all formats: another format can be
+    told from a broken file.
 
     Attributes:
       sequence: the checkpoint's number.
@@ -56,7 +56,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file `manifest.json`."""
-        files = {name: {"size_bytes": r.size_bytes, "sha256": r.sha256} for name, r in self.files.items()}
+        files = {name: asdict(record) for name, record in self.files.items()}
         return _with_checksum(
             {
                 "format": FORMAT,
@@ -75,16 +75,16 @@ class Manifest:
 
         Raises:
           BrokenError: if a single bit of it is not what was written.
-          LaterFormatError: if it was written by a later version of tfdist.
+          OtherFormatError: if it was written by another version of tfdist.
         """
         content = _checked(data)
         if content["format"] != FORMAT:
-            raise LaterFormatError(
-                "The checkpoint was written by a later version of tfdist. Received: format "
+            raise OtherFormatError(
+                "The checkpoint was written by another version of tfdist. Received: format "
                 f"{content['format']}. Expected: format {FORMAT}. Use that version, or name another directory; nothing "
                 "was read or changed."
             )
-        records = {name: FileRecord(r["size_bytes"], r["sha256"]) for name, r in content["files"].items()}
+        records = {name: FileRecord(**record) for name, record in content["files"].items()}
         fields = {name: content[name] for name in ("sequence", "attempt", "world", "saved_at", "facts")}
         return cls(files=records, **fields)
 

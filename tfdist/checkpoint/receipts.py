@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from tfdist.checkpoint import durable
@@ -20,7 +21,7 @@ _AT_THE_END_SECONDS = 60.0
 
 def write(directory: Path, rank: int, record: FileRecord) -> None:
     """Says that a rank's file is on the disk."""
-    _write(directory, rank, {"size_bytes": record.size_bytes, "sha256": record.sha256})
+    _write(directory, rank, asdict(record))
 
 
 def write_failure(directory: Path, rank: int, error: BaseException) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tfdist.checkpoint import container, durable, receipts
 from tfdist.checkpoint.checkpoint import Checkpoint, directory_name
 from tfdist.checkpoint.entry import UNFINISHED_PREFIX
-from tfdist.checkpoint.errors import BrokenError, CheckpointError, LaterFormatError
+from tfdist.checkpoint.errors import BrokenError, CheckpointError, OtherFormatError
 from tfdist.checkpoint.file_record import FileRecord
 from tfdist.checkpoint.manifest import MANIFEST, SHARED, Manifest, rank_file
 from tfdist.checkpoint.shard import Json, Shard, to_json
@@ -62,7 +62,7 @@ class Save:
         try:
             if self._rank == 0:
                 self._make_way()
-            self._check_space(sum(map(container.most_bytes, parts.values())))
+            self._check_space(sum(part.most_bytes for part in parts.values()))
             durable.make_directory(self._unfinished)
             records = {name: self._write(name, part) for name, part in parts.items()}
             if self._rank != 0:
@@ -76,7 +76,7 @@ class Save:
             self._give_up(error)
             raise
 
-    def _parts(self, own: Shard, shared: Shard | None) -> dict[str, Shard]:
+    def _parts(self, own: Shard, shared: Shard | None) -> dict[str, container.Encoded]:
         if (shared is not None) != (self._rank == 0):
             raise ValueError(
                 "What all ranks share is saved by rank 0 alone. Received: "
@@ -90,9 +90,7 @@ class Save:
                 "the program."
             )
         parts = {rank_file(self._rank): own} if shared is None else {SHARED: shared, rank_file(0): own}
-        for part in parts.values():
-            container.check(part)
-        return parts
+        return {name: container.encode(part) for name, part in parts.items()}
 
     def _make_way(self) -> None:
         """Removes a broken checkpoint of this number; refuses if there is a whole one."""
@@ -101,7 +99,7 @@ class Save:
             return
         try:
             Checkpoint(path)
-        except LaterFormatError:
+        except OtherFormatError:
             raise
         except BrokenError as error:
             _log.warning("Checkpoint %d is replaced, as it was broken: %s", self._sequence, error)
@@ -123,7 +121,7 @@ class Save:
                 f"(tfdist checkpoints DIR --prune KEEP), keep fewer, or save to another disk. {UNHARMED}"
             )
 
-    def _write(self, name: str, part: Shard) -> FileRecord:
+    def _write(self, name: str, part: container.Encoded) -> FileRecord:
         container.write(self._unfinished / name, part)
         durable.flush(self._unfinished / name)
         return FileRecord.of(self._unfinished / name)

@@ -89,7 +89,8 @@ class CheckpointStore:
           It, or None if there is none; and why each newer one was passed over.
 
         Raises:
-          CheckpointError: if the directory or a newer checkpoint cannot be read, or a later version of tfdist wrote it.
+          CheckpointError: if the directory or a newer checkpoint cannot be read, or another version of tfdist wrote it
+            in another format.
         """
         passed_over = []
         with explained("The checkpoints could not be read", self.directory):

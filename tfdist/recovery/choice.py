@@ -4,7 +4,7 @@ import logging
 import os
 import time
 
-from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, LaterFormatError
+from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, OtherFormatError
 
 _PATIENCE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
@@ -42,7 +42,7 @@ def open_chosen(store: CheckpointStore, sequence: int, rank: int) -> Checkpoint:
     while True:
         try:
             return store.open(sequence)
-        except LaterFormatError:
+        except OtherFormatError:
             raise
         except CheckpointError as error:
             if rank == 0:

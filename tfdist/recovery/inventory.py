@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from tfdist.keras_internals.model_state import (
     SEED,
     WEIGHT,
+    ModelVariable,
     components,
     metric_variables_by_key,
     model_variables,
@@ -45,13 +47,13 @@ class NamedVariable:
 
 
 class Inventory:
-    """What there is at the moment; variables that are made later are found when it is asked again."""
+    """What there is when it is first asked; variables that are made later are found by another inventory."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
 
-    @property
+    @cached_property
     def optimizers(self) -> list[OptimizerState]:
         """The optimizers, those that others are made of included."""
         return [OptimizerState(optimizer) for optimizer in optimizers_of(self._model)]
@@ -59,13 +61,14 @@ class Inventory:
     @property
     def local_replicas(self) -> int:
         """How many replicas this worker has."""
-        return max((len(variable.components) for variable in self.shared().values()), default=1)
+        return max((len(variable.components) for variable in self.shared.values()), default=1)
 
+    @cached_property
     def shared(self) -> dict[str, NamedVariable]:
         """What is equal on all replicas: weights, also frozen ones, and all of the optimizers but the accumulators."""
         found = {
             f"{variable.kind}/{variable.key}": self._named(variable.variable)
-            for variable in model_variables(self._model)
+            for variable in self._variables
             if variable.kind == WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
@@ -73,13 +76,14 @@ class Inventory:
                 found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
         return found
 
+    @cached_property
     def own(self) -> dict[str, NamedVariable]:
         """What each replica has for itself, but for metrics and what compression remembers."""
         found = {
             f"{variable.kind}/{variable.key}": self._named(
                 variable.variable, "first" if variable.kind == SEED else "mean"
             )
-            for variable in model_variables(self._model)
+            for variable in self._variables
             if variable.kind != WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
@@ -87,6 +91,7 @@ class Inventory:
                 found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, "sum")
         return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
 
+    @cached_property
     def metrics(self) -> dict[str, NamedVariable]:
         """The states of the metrics and of the trackers of losses."""
         return {
@@ -96,7 +101,11 @@ class Inventory:
 
     def keys(self) -> dict[int, str]:
         """The keys of the model's variables by `id(variable)`."""
-        return {id(found.variable): f"{found.kind}/{found.key}" for found in model_variables(self._model)}
+        return {id(found.variable): f"{found.kind}/{found.key}" for found in self._variables}
+
+    @cached_property
+    def _variables(self) -> list[ModelVariable]:
+        return model_variables(self._model)
 
     def _named(self, variable: Any, rule: Rule = "first") -> NamedVariable:
         return NamedVariable(path_of(variable), components(self._strategy, variable), rule)

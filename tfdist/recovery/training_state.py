@@ -54,11 +54,11 @@ class TrainingState:
         """
         remembered = callback_state.state_of(self._callbacks)
         random_state = generators.python_and_numpy_state()
-        own = Shard(self._variables.own(), {**notes, "generators": random_state, "callbacks": remembered.notes})
+        own_notes = {**notes, "generators": random_state, "callbacks": remembered.notes}
         if not is_chief:
-            return None, own
-        tensors = {**self._variables.shared(), **remembered.tensors}
-        return Shard(tensors, {"description": self._variables.description()}), own
+            return None, Shard(self._variables.own(), own_notes)
+        shared, own, description = self._variables.everything()
+        return Shard({**shared, **remembered.tensors}, {"description": description}), Shard(own, own_notes)
 
     def accumulate_as_in(self, checkpoint: Checkpoint) -> None:
         """Makes an update of as many micro-steps as when the checkpoint was saved."""

@@ -26,6 +26,7 @@ from tfdist.recovery.replicas import by_name, name_of, share
 
 Json = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
+Copies = dict[str, np.ndarray]
 
 
 class TrainingVariables:
@@ -73,7 +74,6 @@ class TrainingVariables:
         self._host = HostCopies() if reuse_memory else None
         self._strategy = model.distribute_strategy
         self._rank = int(getattr(self._strategy, "rank", 0))
-        self._inventory = Inventory(model)
 
     def build(self, element_spec: Any = None) -> None:
         """Makes the variables that Keras would make in the first step; to be called before `check`.
@@ -92,40 +92,20 @@ class TrainingVariables:
 
         Its `accumulation_steps` tells how many micro-steps make an update of the model's optimizer.
         """
-        inventory = self._inventory
-        everything = {**inventory.shared(), **inventory.own(), **inventory.metrics()}
-        return {
-            "replicas": self._replicas,
-            "local_replicas": inventory.local_replicas,
-            "compressing_replicas": self._compression().replicas,
-            "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
-            "optimizers": [
-                {
-                    "kind": optimizer.kind,
-                    "meaning": optimizer.meaning,
-                    "accumulation_steps": optimizer.accumulation_steps,
-                    "micro_steps": optimizer.micro_steps,
-                }
-                for optimizer in inventory.optimizers
-            ],
-            "paths": {name: variable.path for name, variable in everything.items()},
-        }
+        return self._description(Inventory(self._model))
 
-    def shared(self) -> dict[str, np.ndarray]:
+    def shared(self) -> Copies:
         """Copies of what is equal on all replicas."""
-        host = self._host or HostCopies()
-        return {name: host.of(name, variable.components[0]) for name, variable in self._inventory.shared().items()}
+        return self._shared(Inventory(self._model))
 
-    def own(self) -> dict[str, np.ndarray]:
+    def own(self) -> Copies:
         """Copies of what the local replicas have for themselves, metrics included."""
-        host = self._host or HostCopies()
-        first = self._rank * self._inventory.local_replicas
-        copies = {
-            name_of(name, first + index): host.of(name_of(name, first + index), component)
-            for name, variable in {**self._inventory.own(), **self._inventory.metrics()}.items()
-            for index, component in enumerate(variable.components)
-        }
-        return copies | self._compression().arrays(host)
+        return self._own(Inventory(self._model))
+
+    def everything(self) -> tuple[Copies, Copies, Json]:
+        """What `shared`, `own` and `description` return, in the time of one of them."""
+        inventory = Inventory(self._model)
+        return self._shared(inventory), self._own(inventory), self._description(inventory)
 
     def check(self, shared: Arrays, own: Arrays, description: Json) -> None:
         """Compares a checkpoint with this training, without touching a variable.
@@ -139,10 +119,11 @@ class TrainingVariables:
           ValueError: the optimizer, a variable or the compression differs; the message names the first difference, what
             the checkpoint has, what is expected, and what to do.
         """
+        inventory = Inventory(self._model)
         difference = (
-            different_optimizer(description["optimizers"], self.description()["optimizers"])
-            or different_variable(saved_signatures(shared, description["paths"]), signatures(self._inventory.shared()))
-            or self._different_own(own, description)
+            different_optimizer(description["optimizers"], self._description(inventory)["optimizers"])
+            or different_variable(saved_signatures(shared, description["paths"]), signatures(inventory.shared))
+            or self._different_own(inventory, own, description)
         )
         if difference is not None:
             raise other_training(difference)
@@ -153,10 +134,11 @@ class TrainingVariables:
         Where an update is made of another number of micro-steps now, the count of micro-steps is converted so that the
         number of updates stays.
         """
-        for name, variable in self._inventory.shared().items():
+        inventory = Inventory(self._model)
+        for name, variable in inventory.shared.items():
             for component in variable.components:
                 component.assign(shared[name])
-        for optimizer, saved in zip(self._inventory.optimizers, description["optimizers"], strict=True):
+        for optimizer, saved in zip(inventory.optimizers, description["optimizers"], strict=True):
             if optimizer.accumulation_steps != saved["accumulation_steps"]:
                 for component in components(self._strategy, optimizer.counter):
                     component.assign(_converted(optimizer, saved).done)
@@ -178,14 +160,15 @@ class TrainingVariables:
         saved = by_name(own)
         generators = [name.removeprefix(GENERATORS) for name in saved if name.startswith(GENERATORS)]
         make_as_saved(generators, self._strategy)
-        self._assign(self._inventory.own(), saved, description)
-        optimizers = zip(self._inventory.optimizers, description["optimizers"], strict=True)
+        inventory = Inventory(self._model)
+        self._assign(inventory.own, inventory.local_replicas, saved, description)
+        optimizers = zip(inventory.optimizers, description["optimizers"], strict=True)
         for index, (optimizer, described) in enumerate(optimizers):
             for number, accumulator in enumerate(optimizer.accumulators):
                 factor = _converted(optimizer, described).factor if f"{ACCUMULATORS}{index}/{number}" in saved else 0.0
                 for component in components(self._strategy, accumulator) if factor != 1.0 else ():
                     component.assign(component * factor)
-        self._compression().load(own, description["compressing_replicas"])
+        self._compression(inventory).load(own, description["compressing_replicas"])
 
     def restore_metrics(self, own: Arrays, description: Json) -> None:
         """Puts back the metrics of an epoch that goes on; to be called after Keras has reset them, in `on_epoch_begin`.
@@ -200,32 +183,66 @@ class TrainingVariables:
         Raises:
           ValueError: shards of ranks are missing that are needed.
         """
-        self._assign(self._inventory.metrics(), by_name(own), description)
+        inventory = Inventory(self._model)
+        self._assign(inventory.metrics, inventory.local_replicas, by_name(own), description)
+
+    def _description(self, inventory: Inventory) -> Json:
+        everything = {**inventory.shared, **inventory.own, **inventory.metrics}
+        return {
+            "replicas": self._replicas,
+            "local_replicas": inventory.local_replicas,
+            "compressing_replicas": self._compression(inventory).replicas,
+            "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
+            "optimizers": [
+                {
+                    "kind": optimizer.kind,
+                    "meaning": optimizer.meaning,
+                    "accumulation_steps": optimizer.accumulation_steps,
+                    "micro_steps": optimizer.micro_steps,
+                }
+                for optimizer in inventory.optimizers
+            ],
+            "paths": {name: variable.path for name, variable in everything.items()},
+        }
+
+    def _shared(self, inventory: Inventory) -> Copies:
+        host = self._host or HostCopies()
+        return {name: host.of(name, variable.components[0]) for name, variable in inventory.shared.items()}
+
+    def _own(self, inventory: Inventory) -> Copies:
+        host = self._host or HostCopies()
+        first = self._rank * inventory.local_replicas
+        copies = {
+            name_of(name, first + index): host.of(name_of(name, first + index), component)
+            for name, variable in {**inventory.own, **inventory.metrics}.items()
+            for index, component in enumerate(variable.components)
+        }
+        return copies | self._compression(inventory).arrays(host)
 
     @property
     def _replicas(self) -> int:
         return int(self._strategy.num_replicas_in_sync)
 
-    def _different_own(self, own: Arrays, description: Json) -> Difference | None:
+    def _different_own(self, inventory: Inventory, own: Arrays, description: Json) -> Difference | None:
         # Global generators are made or forgotten as the checkpoint has it. Another number of micro-steps may need
         # accumulators that the checkpoint does not have, or the other way round.
         aside = [GENERATORS, COMPRESSION]
         saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
-        if saved_steps != [optimizer.accumulation_steps for optimizer in self._inventory.optimizers]:
+        if saved_steps != [optimizer.accumulation_steps for optimizer in inventory.optimizers]:
             aside.append(ACCUMULATORS)
         one_each = {name: next(iter(values.values())) for name, values in by_name(own).items()}
-        present = {**self._inventory.own(), **self._inventory.metrics()}
+        present = {**inventory.own, **inventory.metrics}
         return different_variable(
             saved_signatures(one_each, description["paths"], aside), signatures(present, aside)
-        ) or self._compression().difference(own)
+        ) or self._compression(inventory).difference(own)
 
     def _assign(
         self,
         variables: Mapping[str, NamedVariable],
+        local: int,
         saved: Mapping[str, Mapping[int, np.ndarray]],
         description: Json,
     ) -> None:
-        local = self._inventory.local_replicas
         first = self._rank * local
         same = (description["replicas"], description["local_replicas"]) == (self._replicas, local)
         for name, variable in variables.items():
@@ -246,8 +263,8 @@ class TrainingVariables:
                 else:
                     component.assign(share(values, variable.rule, replica, self._replicas))
 
-    def _compression(self) -> CompressionArrays:
-        return CompressionArrays(self._model, self._inventory.keys(), self._rank, self._inventory.local_replicas)
+    def _compression(self, inventory: Inventory) -> CompressionArrays:
+        return CompressionArrays(self._model, inventory.keys(), self._rank, inventory.local_replicas)
 
 
 def _converted(optimizer: OptimizerState, saved: Json) -> MicroSteps:

@@ -1,0 +1,59 @@
+"""Two workers that train on each kind of data, one after the other, and are killed in the midst of each."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from on_workers_by_data import EPOCHS, KINDS
+from training import NAN_STEP, STEPS
+from worker_runs import assert_as_undisturbed, counting_steps, launcher
+
+from tfdist.checkpoint import CheckpointStore
+
+SCRIPT = Path(__file__).with_name("on_workers_by_data.py")
+_LIMIT_SECONDS = 400
+pytestmark = [pytest.mark.multi_process, pytest.mark.long]
+PLAN = [
+    {"data": "arrays", "rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
+    {"data": "arrays", "rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGKILL"},
+    {"data": "PyDataset", "rank": 0, "at": "on_train_batch_end", "count": STEPS + 4, "do": "SIGKILL"},
+    {"data": "generator", "rank": 1, "at": "on_train_batch_end", "count": STEPS + 1, "do": "SIGKILL"},
+]
+
+
+def run(folder, plan=()):
+    arguments, environ = launcher(2, ["--max-restarts", str(len(plan))], SCRIPT, folder, json.dumps(plan))
+    run = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert run.stdout.count("fault: ") == len(plan), "every fault has struck"
+    return run.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disturbed")
+    return folder, run(folder, PLAN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_goes_on_where_it_was(undisturbed, disturbed, kind):
+    folder, said = disturbed
+    assert_as_undisturbed(undisturbed / kind, folder / kind, 2, said)
+    steps = [[step for step, _ in counting] for counting in counting_steps(folder / kind, 2)]
+    assert steps == [[[epoch, step] for epoch in range(EPOCHS) for step in range(STEPS)]] * 2
+
+
+def test_a_loss_that_is_not_finite_on_one_worker_ends_both(disturbed):
+    folder, said = disturbed
+    checkpoint, _ = CheckpointStore(folder / "NaN" / "checkpoints").newest()
+    assert checkpoint.facts["step"] == NAN_STEP - 1 and checkpoint.world == 2
+    assert said.count("TerminateOnNaN has ended the training, which is not marked as complete") == 1
+    assert [counting[-1][0] for counting in counting_steps(folder / "NaN", 2)] == [[0, NAN_STEP - 1]] * 2
