@@ -5,8 +5,8 @@
 - **A save** of a model of 50 MB (with Adam's slots): for how long a step is held up, against the steps of a training
   that does not save, and how long writing, with checksums and flushed to the disk, would hold it up if it were not in
   the background.
-- **Overhead** of saving every 100 steps: within one `fit`, 100 steps with a save and its write in the background,
-  against the 100 before and after, which have none; for that model and for a smaller one whose steps are very short.
+- **Overhead** of saving every 100 steps: within one `fit`, the 20 steps beside a save and its write in the background,
+  against 40 steps before and 40 after them; for that model and for a smaller one whose steps are very short.
 - **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message, and to the first step of the next
   attempt, with and without `--warm-spares`, against a plain start; from SIGSTOP to the message.
 
@@ -38,12 +38,14 @@ from tfdist.strategies import MultiWorkerMirroredStrategy
 _FILE = Path(__file__).parent / "results" / "recovery.json"
 _UNITS = 1044  # four layers of about 1.09 M weights: 17 MB, with Adam's two slots 52 MB
 _SAVES, _TURNS, _RESTARTS = 12, 5, 3
-_EVERY = 100
+_EVERY = 100  # steps
+_BESIDE, _BASELINE = 20, 40  # steps: in which a save is written; before and after these
 _KILL_AT_STEP = 30
 _HEARTBEAT_TIMEOUT_SECONDS = 3
-# Layers, units, samples a step, and how many pairs of blocks.
+# Layers, units, samples a step, and how many saves.
 _TRAININGS = {
-    "50 MB, 128 samples a step": ([_UNITS] * 4, _UNITS, 128, 60),
+    "50 MB, 128 samples a step": ([_UNITS] * 4, _UNITS, 128, 50),
+    "50 MB, 512 samples a step": ([_UNITS] * 4, _UNITS, 512, 30),
     "8 MB, 16 samples a step": ([512, 512, 10], 784, 16, 150),
 }
 
@@ -90,49 +92,37 @@ def measure_saves(folder: Path) -> dict[str, float]:
 
 
 def measure_overhead(folder: Path) -> dict[str, dict[str, Any]]:
-    """By training: the seconds of 100 steps with a save, and of 100 without."""
+    """By training: by how many seconds a save makes 100 steps longer, and of how many."""
     return {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
 
 
-class _Blocks(keras.callbacks.Callback):
-    """The seconds of each block of 100 steps; stands before FailureRecovery, so that a save begins the block after."""
+def _overhead(folder: Path, layers: list[int], units: int, batch: int, saves: int) -> dict[str, Any]:
+    """One `fit` that saves every 100 steps: the steps beside a save and its write, against those before and after.
 
-    remembers_nothing = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._step, self._began = 0, 0.0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._step += 1
-        if self._step % _EVERY == 0:
-            now = time.perf_counter()
-            self.seconds.append(now - self._began)
-            self._began = now
-
-
-def _overhead(folder: Path, layers: list[int], units: int, batch: int, pairs: int) -> dict[str, Any]:
-    """One `fit` that saves every 200 steps: the blocks of 100 that begin with a save, against their two neighbours.
-
-    So both are measured within seconds, and what the machine does otherwise meets both alike. The write ends within its
-    block.
+    So both are measured within a second or two, and what the machine does otherwise meets both alike.
     """
     inputs = np.random.default_rng(0).normal(size=(batch, units)).astype("float32")
     data = tf.data.Dataset.from_tensors((inputs, np.zeros([batch, layers[-1]], "float32"))).repeat()
     model = keras.Sequential([keras.Input((units,)), *(keras.layers.Dense(size) for size in layers)])
     model.compile("adam", loss="mse", jit_compile=False)
-    recovery, blocks = FailureRecovery(folder, every_steps=2 * _EVERY, keep=1), _Blocks()
-    model.fit(data, steps_per_epoch=(2 * pairs + 3) * _EVERY, verbose=0, callbacks=[blocks, recovery])
-    # Number 0 traces. Those with odd numbers end where a save is due, so that it begins the even ones.
-    saving, others = blocks.seconds[2:-1:2], blocks.seconds[1::2]
-    ratios = [2 * with_save / sum(pair) for with_save, *pair in zip(saving, others, others[1:], strict=False)]
+    recovery, clock = FailureRecovery(folder, every_steps=_EVERY, keep=1), _Clock()
+    model.fit(data, steps_per_epoch=(saves + 2) * _EVERY, verbose=0, callbacks=[clock, recovery])
+    costs, ratios, lengths = [], [], []
+    for save in range(2 * _EVERY - 1, (saves + 2) * _EVERY - 1, _EVERY):  # not the first, before which `fit` traced
+        others = clock.steps[save - _BASELINE : save] + clock.steps[save + _BESIDE : save + _BESIDE + _BASELINE]
+        lengths.append(statistics.mean(others))
+        costs.append(sum(clock.steps[save : save + _BESIDE]) - _BESIDE * lengths[-1])
+        ratios.append(costs[-1] / (_EVERY * lengths[-1]))
+    step = statistics.median(lengths)
+    writes = sorted(recovery._writer.seconds)
+    if writes[len(writes) * 9 // 10] > (_BESIDE - 1) * step:
+        raise RuntimeError(f"Writes take longer than {_BESIDE} steps. Received: {writes}, and steps of {step} s.")
     return {
-        "with a save": statistics.median(saving),
-        "without": statistics.median(others),
+        "step": step,
+        "a save costs": statistics.median(costs),
         "ratio": statistics.median(ratios),
         "95 % interval": _interval(ratios),
-        "pairs": len(ratios),
+        "saves": len(ratios),
     }
 
 
@@ -222,7 +212,7 @@ def work(folder: Path, signal_name: str) -> None:
 
 def _percent(overhead: dict[str, Any]) -> str:
     ratios = overhead["ratio"], *overhead["95 % interval"]
-    return "{:.1%} ({:.1%} to {:.1%})".format(*(ratio - 1 for ratio in ratios))
+    return "{:.1%} ({:.1%} to {:.1%})".format(*ratios)
 
 
 def main() -> int:
@@ -247,7 +237,7 @@ def main() -> int:
         ("by the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
         ("part of it", f"{saves['background'] / saves['foreground']:.1%}"),
         *(
-            (f"saving every 100 steps; {name} of {of['without'] / _EVERY * 1e3:.1f} ms", _percent(of))
+            (f"saving every 100 steps; {name} of {of['step'] * 1e3:.1f} ms", _percent(of))
             for name, of in overhead.items()
         ),
         ("a plain start to its first step, s", f"{restarts['plain']['start']:.1f}"),

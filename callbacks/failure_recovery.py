@@ -40,10 +40,10 @@ class FailureRecovery(LastCallback):
     epoch, random generators, other callbacks, the History, and the position in the data come back, on every worker.
     `fit` goes on in the middle of the epoch. `docs/guarantees.md` says what is promised for each failure.
 
-    Saves are written in the background: a step waits for the copy to host memory, and for the write of the save before
-    if that is still running. An error of a write is raised by `fit` at the next save, or at its end. With several
-    workers `directory` must be on a file system that they share; each writes its own part. Under
-    `ParameterServerStrategy` the chief writes all, when the steps before it have ended.
+    Saves are copied and written in the background: a step waits for the save before if that is still being written,
+    and where variables lie on a GPU or TPU, for their copy to host memory. An error of a write is raised by `fit` at
+    the next save, or at its end. With several workers `directory` must be on a file system that they share; each writes
+    its own part. Under `ParameterServerStrategy` the chief writes all, when the steps before it have ended.
 
     SIGTERM, and SIGUSR1 as Slurm sends it, on any worker have all of them save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they are heeded after the next training
@@ -275,6 +275,7 @@ class FailureRecovery(LastCallback):
         self._sequence += 1
 
         def write() -> None:
+            self._state.finish_snapshot()
             self._store.save(sequence, self._attempt, rank=rank, world=workers, own=own, shared=shared, facts=facts)
             if self._heartbeat is not None and rank == 0:  # the chief's write is over when all are
                 self._heartbeat.saved(sequence, facts["step"])

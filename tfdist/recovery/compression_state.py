@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfdist.collectives.state import share_of
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.recovery.comparison import Difference
-from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.replicas import by_name, name_of
 
 PREFIX = "compression/"
@@ -50,18 +49,17 @@ class CompressionArrays:
         """How many replicas, of all workers, compressed gradients travel between."""
         return 1 if self._state is None else int(self._state.num_replicas)
 
-    def arrays(self, host: HostCopies) -> dict[str, np.ndarray]:
-        """Copies of the state of this worker's replicas; nothing before the first update."""
+    def variables(self) -> dict[str, Any]:
+        """The state of this worker's replicas, by name; nothing before the first update."""
         if self._state is None:
             return {}
-        named = {
+        return {
             name_of(f"{PREFIX}{self._keys[path]}/{entry}", int(number.removeprefix("replica_"))): variable
             for number, replica in self._state.replicas.items()
             for path, entries in replica.entries.items()
             if path in self._keys
             for entry, variable in entries.items()
         }
-        return {name: host.of(name, variable) for name, variable in named.items()}
 
     def difference(self, own: Mapping[str, np.ndarray]) -> Difference | None:
         """The first of the saved entries that this strategy's compressors would not understand."""
@@ -79,7 +77,7 @@ class CompressionArrays:
         """Puts a saved state back, or shares it out; residuals keep their sum over all replicas.
 
         Args:
-          own: what `arrays` returned on this rank; of all ranks, merged, if `saved_replicas` is another number.
+          own: the values of `variables` on this rank; of all ranks, merged, if `saved_replicas` is another number.
           saved_replicas: `replicas` when it was saved.
         """
         paths = {key: path for path, key in self._keys.items()}

@@ -9,6 +9,7 @@ import keras
 from tfdist.checkpoint import Checkpoint, Shard
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.recovery import callback_state, generators
+from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.replicas import merge
 from tfdist.recovery.variables import TrainingVariables
 
@@ -31,7 +32,8 @@ class TrainingState:
         callback_state.refuse_others(callbacks)
         self._model, self._callbacks = model, callbacks
         self._replicas = int(model.distribute_strategy.num_replicas_in_sync)
-        self._variables = TrainingVariables(model, reuse_memory=True)
+        self._copies = HostCopies()
+        self._variables = TrainingVariables(model, self._copies)
         self._variables.build(element_spec)
 
     def warn_of_callbacks(self) -> None:
@@ -44,9 +46,9 @@ class TrainingState:
             )
 
     def snapshot(self, notes: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
-        """Copies to host memory: what all ranks share, of which the chief takes care, and what this one has.
+        """Holds on to what all ranks share, of which the chief takes care, and what this one has.
 
-        The next snapshot writes over this one.
+        The arrays are filled by `finish_snapshot`, with the values of now. The next snapshot writes over them.
 
         Args:
           notes: of this rank, to be saved with it.
@@ -59,6 +61,10 @@ class TrainingState:
             return None, Shard(self._variables.own(), own_notes)
         shared, own, description = self._variables.everything()
         return Shard({**shared, **remembered.tensors}, {"description": description}), Shard(own, own_notes)
+
+    def finish_snapshot(self) -> None:
+        """Copies to host memory, in any thread; until then what the next steps change takes additional memory."""
+        self._copies.finish()
 
     def accumulate_as_in(self, checkpoint: Checkpoint) -> None:
         """Makes an update of as many micro-steps as when the checkpoint was saved."""

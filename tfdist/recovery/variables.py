@@ -26,7 +26,6 @@ from tfdist.recovery.replicas import by_name, name_of, share
 
 Json = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
-Copies = dict[str, np.ndarray]
 
 
 class TrainingVariables:
@@ -39,8 +38,7 @@ class TrainingVariables:
     accumulators, what compression remembers, moving statistics and other variables that are not trained, seed
     generators, metrics.
 
-    Copies do not share memory with a variable, neither what is saved nor what is restored. With `reuse_memory` they
-    share it with those of the calls before.
+    Copies do not share memory with a variable, neither what is saved nor what is restored.
 
     >>> import keras
     >>> from tfdist.recovery.variables import TrainingVariables
@@ -63,15 +61,16 @@ class TrainingVariables:
     True
     """
 
-    def __init__(self, model: Any, *, reuse_memory: bool = False) -> None:
+    def __init__(self, model: Any, copies: HostCopies | None = None) -> None:
         """Looks at `model`, a compiled Keras model; variables that are made later are found, too.
 
         Args:
           model: a compiled Keras model.
-          reuse_memory: whether `shared` and `own` write over what they returned the time before.
+          copies: takes those that are asked for, which are there when it has finished them. If None, they are made
+            at once, in memory of their own.
         """
         self._model = model
-        self._host = HostCopies() if reuse_memory else None
+        self._copies = copies
         self._strategy = model.distribute_strategy
         self._rank = int(getattr(self._strategy, "rank", 0))
 
@@ -94,15 +93,15 @@ class TrainingVariables:
         """
         return self._description(Inventory(self._model))
 
-    def shared(self) -> Copies:
+    def shared(self) -> Arrays:
         """Copies of what is equal on all replicas."""
         return self._shared(Inventory(self._model))
 
-    def own(self) -> Copies:
+    def own(self) -> Arrays:
         """Copies of what the local replicas have for themselves, metrics included."""
         return self._own(Inventory(self._model))
 
-    def everything(self) -> tuple[Copies, Copies, Json]:
+    def everything(self) -> tuple[Arrays, Arrays, Json]:
         """What `shared`, `own` and `description` return, in the time of one of them."""
         inventory = Inventory(self._model)
         return self._shared(inventory), self._own(inventory), self._description(inventory)
@@ -205,19 +204,24 @@ class TrainingVariables:
             "paths": {name: variable.path for name, variable in everything.items()},
         }
 
-    def _shared(self, inventory: Inventory) -> Copies:
-        host = self._host or HostCopies()
-        return {name: host.of(name, variable.components[0]) for name, variable in inventory.shared.items()}
+    def _shared(self, inventory: Inventory) -> Arrays:
+        return self._copied({name: variable.components[0] for name, variable in inventory.shared.items()})
 
-    def _own(self, inventory: Inventory) -> Copies:
-        host = self._host or HostCopies()
+    def _own(self, inventory: Inventory) -> Arrays:
         first = self._rank * inventory.local_replicas
-        copies = {
-            name_of(name, first + index): host.of(name_of(name, first + index), component)
+        present = {
+            name_of(name, first + index): component
             for name, variable in {**inventory.own, **inventory.metrics}.items()
             for index, component in enumerate(variable.components)
         }
-        return copies | self._compression(inventory).arrays(host)
+        return self._copied({**present, **self._compression(inventory).variables()})
+
+    def _copied(self, variables: Mapping[str, Any]) -> Arrays:
+        copies = self._copies or HostCopies()
+        arrays = {name: copies.of(name, variable) for name, variable in variables.items()}
+        if self._copies is None:
+            copies.finish()
+        return arrays
 
     @property
     def _replicas(self) -> int:
