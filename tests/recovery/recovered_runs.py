@@ -55,15 +55,22 @@ def run(make, folder, fail_after=None, *, seed=SEED, saves=None, callbacks=(), *
     if seed is None:
         np.random.seed()
         random.seed()
-    steps = Steps(fail_after)
+    seen = _fit(make, folder, Steps(fail_after), saves or {"every_steps": 1}, callbacks, arguments)
+    gc.collect()  # ends the thread that reads ahead, which in another process is gone, and must draw no more
+    return seen
+
+
+def _fit(make, folder, steps, saves, callbacks, arguments):
+    """Leaves nothing behind that would hold on to the iterator."""
     model = model_for(tf.distribute.get_strategy())
-    recovery = FailureRecovery(folder, **(saves or {"every_steps": 1}), background=False, handle_signals=False)
+    recovery = FailureRecovery(folder, **saves, background=False, handle_signals=False)
     given = {"epochs": EPOCHS, "verbose": 0, "shuffle": False, **arguments}
     try:
         model.fit(make(), callbacks=[*callbacks, recovery, steps], **given)
     except InterruptedError:
         pass
-    gc.collect()  # ends the thread that reads ahead, which in another process is gone
+    for callback in callbacks:
+        callback.set_model(None)
     return steps.seen
 
 

@@ -150,7 +150,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+LONG = ("ftrl", "nadam", "rmsprop")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in OPTIMIZERS])
 def test_optimizers_with_unusual_variables_go_on(name):
     model = compiled(OPTIMIZERS[name]())
     steps(model, 0, 2)

@@ -31,17 +31,19 @@ def in_parts(cpus, count):
 
 # Whatever depends on how a step is computed; the rest is the business of tests/parity.
 _CASES = """
-accumulation_with_clipping_ema_decay_and_schedule class_weights
-compute_loss_of_the_users_own constraints convolutions_without_samples custom_train_step
-embedding_with_accumulation embedding_with_global_clipnorm float8 last_batch_of_one_sample last_partial_batch
-loss_function_that_averages loss_scale loss_scale_overflow_in_an_accumulation loss_scale_overflow_on_one_replica
-many_inputs_and_outputs masked_sequences mean_with_sample_weight on_batch_methods regularizers run_eagerly
-run_eagerly_without_samples sample_weights seeded_shuffle_and_cache steps_per_execution sum_reduction
-synchronized_batch_normalization texts two_optimizers_in_a_step
+accumulation_with_clipping_ema_decay_and_schedule compute_loss_of_the_users_own convolutions_without_samples
+custom_train_step embedding_with_accumulation embedding_with_global_clipnorm float8 last_partial_batch
+loss_scale_overflow_in_an_accumulation loss_scale_overflow_on_one_replica many_inputs_and_outputs masked_sequences
+mean_with_sample_weight on_batch_methods regularizers run_eagerly_without_samples sample_weights steps_per_execution
+sum_reduction synchronized_batch_normalization two_optimizers_in_a_step
+""".split()
+_LONG = """
+class_weights constraints last_batch_of_one_sample loss_function_that_averages loss_scale run_eagerly
+seeded_shuffle_and_cache texts
 """.split()
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", [*_CASES, *(pytest.param(name, marks=pytest.mark.long) for name in _LONG)])
 def test_micro_batches_equal_the_whole_batch(cpus, name):
     case = CASES[name]
     outcome = case.run(in_parts(cpus, 2))

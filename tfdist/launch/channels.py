@@ -53,6 +53,8 @@ class Channels:
             on_end: Called with those that have ended, in the order in which they did.
         """
         for key, _ in self._selector.select(seconds):
+            if self._selector.get_map().get(key.fd) is not key:
+                continue  # what came before it has ended this one: a worker and its output may end at the same time
             if isinstance(key.data, WorkerProcess):
                 on_end(key.data)
             elif isinstance(key.data, tuple):
