@@ -58,14 +58,12 @@ class _Clock(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[float] = []
-        self.began = self._step_began = 0.0
+        self._step_began = 0.0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         now = time.perf_counter()
         if batch:
             self.steps.append(now - self._step_began)
-        else:
-            self.began = now
         self._step_began = now
 
 
@@ -128,11 +126,8 @@ def _overhead(folder: Path, layers: list[int], units: int, batch: int, saves: in
 
 def _interval(values: list[float]) -> tuple[float, float]:
     """Where the median lies in 95 of 100 cases: by ranks, whatever the distribution (binomial, as a normal one)."""
-    ordered, count = sorted(values), len(values)
-    reach = 0.98 * count**0.5
-    return ordered[max(0, math.floor((count - 1) / 2 - reach))], ordered[
-        min(count - 1, math.ceil((count - 1) / 2 + reach))
-    ]
+    ordered, middle, reach = sorted(values), (len(values) - 1) / 2, 0.98 * len(values) ** 0.5
+    return ordered[max(0, math.floor(middle - reach))], ordered[min(len(values) - 1, math.ceil(middle + reach))]
 
 
 def measure_restarts(folder: Path) -> dict[str, dict[str, float]]:

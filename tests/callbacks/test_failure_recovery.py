@@ -30,12 +30,8 @@ TRAININGS = {
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
     "two replicas, PowerSGD, accumulation": {"strategy": mirrored(compression="powersgd:2"), "accumulation": 2},
 }
-LONG = (
-    "unknown cardinality",
-    "PyDataset",
-    "two replicas",
-    "two replicas, stock",
-)  # each has another beside it that does more
+# Each has another beside it that does more; tests/any_strategy has the stock strategies.
+LONG = ("unknown cardinality", "PyDataset", "two replicas", "two replicas, stock")
 INTERRUPTIONS = {
     "first step": ("on_train_batch_end", 1),
     "in the first epoch": ("on_train_batch_end", 5),

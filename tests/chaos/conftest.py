@@ -1,10 +1,8 @@
 """Trainings that nothing disturbs, each made once for all tests."""
 
-import subprocess
-
 import pytest
 from training import EPOCHS
-from worker_runs import assert_is_whole, command, counting_steps
+from worker_runs import assert_is_whole, command, counting_steps, run
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +14,7 @@ def undisturbed_workers(tmp_path_factory):
         if (workers, kind, epochs) not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
             arguments, environ = command(folder, kind, workers, epochs=epochs)
-            run = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=280, check=False)
-            assert run.returncode == 0, run.stderr[-6000:]
+            run(arguments, environ, limit_seconds=280)
             assert_is_whole(counting_steps(folder, workers), epochs)
             known[workers, kind, epochs] = folder
         return known[workers, kind, epochs]

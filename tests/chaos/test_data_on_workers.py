@@ -1,10 +1,10 @@
 """Two workers that train on each kind of data, one after the other, and are killed in the midst of each."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+import worker_runs
 from on_workers_by_data import EPOCHS, KINDS
 from training import NAN_STEP, STEPS
 from worker_runs import assert_as_undisturbed, counting_steps, launcher
@@ -12,7 +12,6 @@ from worker_runs import assert_as_undisturbed, counting_steps, launcher
 from tfdist.checkpoint import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("on_workers_by_data.py")
-_LIMIT_SECONDS = 400
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 PLAN = [
     {"data": "arrays", "rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
@@ -23,11 +22,8 @@ PLAN = [
 
 
 def run(folder, plan=()):
-    arguments, environ = launcher(2, ["--max-restarts", str(len(plan))], SCRIPT, folder, json.dumps(plan))
-    run = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert run.stdout.count("fault: ") == len(plan), "every fault has struck"
-    return run.stderr
+    restarts = ["--max-restarts", str(len(plan))]
+    return worker_runs.run(*launcher(2, restarts, SCRIPT, folder, json.dumps(plan)), plan=plan)
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,15 @@
 
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
+import worker_runs
 from worker_runs import assert_as_undisturbed, command, results
 
 from tfdist.checkpoint import CheckpointStore
 from tfdist.recovery.replicas import by_name, merge
 
-_LIMIT_SECONDS = 400
 pytestmark = pytest.mark.multi_process
 
 # By kind and workers. Every second attempt at least comes further than those before it, or `tfdist run` gives up.
@@ -57,12 +56,7 @@ def run(folder, workers, plan=(), *, kind="workers", code=0):
     restarts = 0 if code else len(plan)
     options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "3"]
     arguments, environ = command(folder, kind, workers, *options, plan=plan)
-    finished = subprocess.run(
-        arguments, env=environ, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
-    )
-    assert finished.returncode == code, finished.stderr[-6000:]
-    assert finished.stdout.count("fault: ") == len(plan), "every fault has struck"
-    return finished.stderr
+    return worker_runs.run(arguments, environ, plan=plan, code=code)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def launcher(workers, options, script, *arguments):
     environ |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     run = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
     return [*run, str(script), *map(str, arguments)], environ
+
+
+def run(arguments, environ, *, plan=(), code=0, limit_seconds=400):
+    """Runs what `command` or `launcher` returned, and returns what the launcher said; every fault must have struck."""
+    ended = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False)
+    assert ended.returncode == code, ended.stderr[-6000:]
+    assert ended.stdout.count("fault: ") == len(plan), "every fault has struck"
+    return ended.stderr
 
 
 def results(folder, workers):

@@ -1,4 +1,4 @@
-"""The manifest: not one bit of it can change unseen, and a later format is told from a broken one."""
+"""The manifest: not one bit of it can change unseen, and another format is told from a broken one."""
 
 import hashlib
 import json
@@ -47,11 +47,14 @@ def test_other_content_is_broken(content):
         Manifest.from_bytes(content)
 
 
-def test_another_format_says_so_whatever_else_it_holds():
-    content = {"format": 3, "unheard of": [1, 2]}
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_format_says_so_whatever_else_it_holds(number):
+    content = {"format": number, "unheard of": [1, 2]}
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     data = json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
-    with pytest.raises(OtherFormatError, match="another version of tfdist. Received: format 3. Expected: format 2"):
+    with pytest.raises(
+        OtherFormatError, match=f"another version of tfdist. Received: format {number}. Expected: format 2"
+    ):
         Manifest.from_bytes(data)
     with pytest.raises(BrokenError):
-        Manifest.from_bytes(data.replace(b"3,", b"4,", 1))
+        Manifest.from_bytes(data.replace(f"{number},".encode(), b"4,", 1))

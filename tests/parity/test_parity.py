@@ -15,7 +15,7 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
             if isinstance(_decorator, ast.Call) and getattr(_decorator.func, "id", "") == "case":
                 _WORKERS_ONLY[_node.name] = any(keyword.arg == "workers_only" for keyword in _decorator.keywords)
 
-# What others hold, too, beside more: left to `make parity`.
+# What differs from the other cases within Keras alone: left to `make parity`, as time is short.
 _LEFT_OUT = set(
     "adamw clipnorm clipvalue constraints ema embedding_with_clipvalue loss_function_that_averages "
     "metrics_of_binary_classifiers metrics_of_regressors run_eagerly_without_samples sgd_with_momentum "

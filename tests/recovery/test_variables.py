@@ -148,8 +148,6 @@ OPTIMIZERS = {
         keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.5)})
     ),
 }
-
-
 LONG = ("ftrl", "nadam", "rmsprop")
 
 

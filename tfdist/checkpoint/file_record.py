@@ -1,7 +1,7 @@
 """What a manifest says of a file: its size and checksum.
 
-The checksum is to find what disks, networks and torn writes do, at the price of little more than reading: XXH3 of 128
-bits takes a tenth of the time of SHA-256. It is no protection against those who may write to the directory.
+The checksum is to find what disks, networks and torn writes do, at the price of little more than reading the file. It
+is no protection against those who may write to the directory.
 """
 
 import hashlib

@@ -157,7 +157,7 @@ class CheckpointStore:
     def prune(self, keep: int, *, dry_run: bool = False) -> list[Path]:
         """Removes all but the `keep` newest whole checkpoints, having read every byte of those, and what is unfinished.
 
-        Broken ones are removed unless none is whole. Those of a later format stay. Nobody may be saving meanwhile.
+        Broken ones are removed unless none is whole. Those of another format stay. Nobody may be saving meanwhile.
 
         Args:
           keep: at least 1.

@@ -66,8 +66,7 @@ class TrainingVariables:
 
         Args:
           model: a compiled Keras model.
-          copies: takes those that are asked for, which are there when it has finished them. If None, they are made
-            at once, in memory of their own.
+          copies: makes the copies, when its `finish` is called. If None, they are made at once, in memory of their own.
         """
         self._model = model
         self._copies = copies
