@@ -115,7 +115,7 @@ def test_only_the_first_task_conducts(worker, request_):
     with pytest.raises(ChannelError, match="not for worker 1 to ask"):
         ask(worker("worker 1"), **request_)
     if request_ == {"do": "state"}:
-        assert ask(worker("worker 0"), **request_) == {"checked": False, "dialed": True}
+        assert ask(worker("worker 0"), **request_) == {"checked": False, "dialed": False}
 
 
 @pytest.mark.parametrize("count", [-1, 0, 2**28 + 1, "5", None, 1.5])

@@ -48,15 +48,18 @@ class Peers:
         self.all = {task: Peer(task, address) for task, address in addresses.items()}
         self._passport = passport
         self._enough = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._dialers: tuple[threading.Thread, ...] | None = None
 
     def dial(self, timeout_seconds: float) -> None:
         """Begins to dial all of them, for `timeout_seconds`."""
         end = time.monotonic() + timeout_seconds
-        for peer in self.all.values():
-            dialer = threading.Thread(target=self._dial, args=(peer, end), name=f"dial {peer.task}", daemon=True)
-            self._threads.append(dialer)
+        dialers = tuple(
+            threading.Thread(target=self._dial, args=(peer, end), name=f"dial {peer.task}", daemon=True)
+            for peer in self.all.values()
+        )
+        for dialer in dialers:
             dialer.start()
+        self._dialers = dialers  # not before: one that has not started is not alive either
 
     def stop_waiting(self) -> None:
         """Gives those that have not answered one trial more."""
@@ -64,14 +67,15 @@ class Peers:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have answered, or been given up."""
-        return not any(thread.is_alive() for thread in self._threads)
+        """Whether all have been dialed, and have answered or been given up."""
+        dialers = self._dialers
+        return dialers is not None and not any(dialer.is_alive() for dialer in dialers)
 
     def wait(self, limit_seconds: float) -> bool:
         """Waits until all have answered or been given up, at most `limit_seconds`; returns whether they have."""
         end = time.monotonic() + limit_seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        for dialer in self._dialers or ():
+            dialer.join(max(0.0, end - time.monotonic()))
         return self.is_done
 
     @property
