@@ -224,10 +224,26 @@ def test_exception_that_nobody_caught(ends):
     code, error, said = run_worker("Heartbeat.from_environment().start(); raise ValueError('x' * 9000)", ends)
     assert code == 1
     assert error.splitlines()[-1] == f"ValueError: {'x' * 9000}"
-    assert [datagram["error"] for datagram in said if "error" in datagram] == [
-        {"type": "ValueError", "message": "x" * 2000}
-    ]
-    assert said[-1] == {"alive": False}
+    error = {"type": "ValueError", "message": "x" * 2000}
+    assert said[-1] == {"alive": False, "error": error}
+    assert [datagram["error"] for datagram in said if "error" in datagram] == [error] * 2
+
+
+def test_an_exception_that_the_supervisor_had_no_room_for(ends):
+    """It was held up: what it had not read filled the socket."""
+    supervisor, worker = ends
+    heartbeat = Heartbeat(worker.fileno())
+    heartbeat.start()
+    with pytest.raises(BlockingIOError):
+        while True:
+            worker.send(b"{}", socket.MSG_DONTWAIT)
+    heartbeat.error(ValueError("why"))
+    try:
+        while "error" not in (said := json.loads(supervisor.recv(9999))):
+            pass
+    finally:
+        heartbeat.close()
+    assert said["error"] == {"type": "ValueError", "message": "why"}
 
 
 def test_it_leaves_before_what_was_there_earlier_is_torn_down(ends):

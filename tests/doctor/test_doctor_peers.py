@@ -1,6 +1,7 @@
 """What a task says of peers that it does not reach, and of others in their place."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.cluster import ClusterSpec
 from tfdist.doctor import member, peers
+from tfdist.doctor.greeting import OTHER_TOKEN, About, Passport
 from tfdist.doctor.member import Verdict
 
 
@@ -157,3 +160,28 @@ def test_a_firewall_in_one_direction(tasks, found, monkeypatch):
     [peer] = found(results["worker 0"], "peers")
     assert peer.found.endswith("no answer in 5 s; yet it reaches this task, so it runs")
     assert not found(results["worker 1"], "links")
+
+
+@pytest.mark.parametrize(
+    "said", [{"nonce": "\ud800" * 32}, {"nonce": "a" * 32, "proof": "\ud800"}], ids=["nonce", "proof"]
+)
+def test_an_answer_that_is_no_text(said):
+    """JSON can say half a character, UTF-8 cannot."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(json.dumps({"tfdist doctor": 1, "cluster": "c", **said}).encode() + b"\n")
+                connection.recv(4096)
+
+        threading.Thread(target=answer, daemon=True).start()
+        cluster = ClusterSpec({"worker": ["127.0.0.1:1", address]})
+        dialed = peers.Peers({"worker 1": address}, Passport(About("worker 0", "h", {}), cluster, "0123456789abcdef"))
+        dialed.stop_waiting()  # one trial
+        dialed.dial(5)
+        assert dialed.wait(30)
+        assert dialed.missing == {"worker 1": OTHER_TOKEN}
+        dialed.close()

@@ -1,7 +1,7 @@
 """Who takes part in a run over several hosts, and when an attempt starts: the rules, without sockets and clocks."""
 
 import pytest
-from coordinator_hosts import FakeLink, Hosts
+from coordinator_hosts import FakeLink, Hosts, failed_on
 
 
 def test_attempt_starts_when_all_are_here_and_ready():
@@ -119,3 +119,29 @@ def test_run_that_is_over_takes_nobody_in():
     hosts.join(1)
     hosts.tell(1, "stop", signal=15, again=False)
     assert hosts.join(0).sent[-1]["type"] == "refused"
+
+
+def test_a_host_that_was_left_out_is_needed_when_the_other_one_is_lost():
+    hosts = Hosts(nodes=2, min_workers=1, delay=5.0).start()
+    failed_on(hosts, 0, 0)
+    hosts.look(6.0)
+    hosts.get_ready()
+    failed_on(hosts, 0, 1)  # the only worker of host 0 a second time: it is left out
+    hosts.coordinator.lose(hosts.members.pop(1), "gone", now=hosts.now)
+    del hosts.links[1]
+    hosts.look(12.0)
+    assert [said["workers"] for said in hosts.links[0].take("prepare")] == [1]
+
+
+def test_there_are_never_fewer_than_the_least_number_when_a_host_is_lost():
+    hosts = Hosts(nodes=3, min_workers=2, delay=5.0).start()
+    failed_on(hosts, 2, 0)
+    hosts.look(6.0)
+    hosts.get_ready()
+    failed_on(hosts, 2, 1)
+    for link in hosts.links.values():
+        link.take("prepare")
+    hosts.coordinator.lose(hosts.members.pop(1), "gone", now=hosts.now)
+    del hosts.links[1]
+    hosts.look(12.0)
+    assert [[said["workers"] for said in hosts.links[rank].take("prepare")] for rank in (0, 2)] == [[1], [1]]

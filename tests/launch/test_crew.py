@@ -90,3 +90,15 @@ def test_those_that_run_the_script_can_be_told_alone(crew):
     assert crew.runs_script and not crew.is_alike
     chief.returncode = 0
     assert not crew.runs_script
+
+
+def test_it_may_be_told_between_any_two_instructions_of_a_hire(crew):
+    """The handler of a second Ctrl-C does so."""
+
+    class Workers(list):
+        def append(self, worker):
+            super().append(worker)
+            crew.tell(signal.SIGKILL)
+
+    crew.workers = Workers()
+    assert crew.hire(0, {}, CHIEF).told == [signal.SIGKILL]

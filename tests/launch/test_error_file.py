@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +154,60 @@ def test_worker_that_could_not_be_started():
 def test_host_of_the_cause_is_that_of_its_worker():
     ended = WorkerEnd(1, 3, host="another host")
     assert describe(Outcome(0, 2, (ended,)), "f00d", earlier=[])["cause"]["host"] == "another host"
+
+
+def test_another_host_removes_those_of_an_earlier_run_at_the_same_time(tmp_path, monkeypatch):
+    (tmp_path / "attempt-0.json").touch()
+    listed = list(tmp_path.iterdir())
+
+    def iterdir(path):
+        (tmp_path / "attempt-0.json").unlink()
+        return iter(listed)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    ErrorFile(None, tmp_path)
+
+
+def test_another_host_writes_at_the_same_time(tmp_path, monkeypatch):
+    """Its process has the same number, as in two containers."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    first, second, answers, flush = ErrorFile(None, tmp_path), ErrorFile(None, tmp_path), [], os.fsync
+
+    def fsync(descriptor):
+        flush(descriptor)
+        if not answers:
+            answers.append("")
+            answers[0] = second.write({"attempt": 0, "host": "b"})
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert first.write({"attempt": 0, "host": "a"}) == ""
+    assert answers == [""]
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt-0.json"]
+    assert read(tmp_path / "attempt-0.json") == {"attempt": 0, "host": "a"}
+
+
+def test_a_host_that_comes_back_leaves_those_of_the_run(node, tmp_path):
+    script = """
+        note(f"up-{RANK}-of-{ATTEMPT}")
+        if ATTEMPT < 2:
+            beat(step=ATTEMPT + 1)
+            hang()
+    """
+    options = ("--max-restarts", "2", "--log-dir", "logs", *NO_DELAY)
+    first, second = (node(rank, script, *options) for rank in (0, 1))
+    first.wait_for("up-0-of-0", "up-1-of-0")
+    os.kill(first.pids()["pid-0"], signal.SIGKILL)
+    first.wait_for("up-0-of-1", "up-1-of-1")
+    second.process.kill()
+    second.process.communicate()
+    again = node(1, script, *options)
+    assert [first.end().code, again.end().code] == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "logs").glob("attempt*")) == ["attempt-0.json", "attempt-1.json"]
+
+
+def test_a_new_run_of_several_hosts_removes_those_of_an_earlier_one(both, tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("attempt-0.json", "attempt-7.json", "mine.json"):
+        (tmp_path / "logs" / name).touch()
+    assert [ended.code for ended in both("pass", "--log-dir", "logs")] == [0, 0]
+    assert [path.name for path in (tmp_path / "logs").glob("*.json")] == ["mine.json"]

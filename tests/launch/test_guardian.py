@@ -2,6 +2,8 @@ import os
 import signal
 import time
 
+import pytest
+
 TIME_LIMIT = 30
 
 
@@ -59,3 +61,21 @@ def _guardian_of(run):
     with open(f"/proc/{run.process.pid}/task/{run.process.pid}/children") as children:
         (guardian,) = set(map(int, children.read().split())) - set(run.pids().values())
     return guardian
+
+
+@pytest.mark.parametrize("is_without_input", [False, True], ids=["SIGUSR1", "no standard input"])
+def test_guardian_outlives(start, state, is_without_input):
+    """Slurm sends SIGUSR1 to all processes of a step; without standard input the guardian's pipe has its number."""
+    script = """
+        if RANK == 0:
+            grandchild("left")
+        note(f"up-{RANK}")
+        hang()
+    """
+    run = start(script, preexec_fn=(lambda: os.close(0)) if is_without_input else None)
+    run.wait_for("up-0", "up-1")
+    if not is_without_input:
+        os.kill(_guardian_of(run), signal.SIGUSR1)
+    run.process.kill()
+    run.process.communicate()
+    _wait_until_gone(run.pids().values(), state)

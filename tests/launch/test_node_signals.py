@@ -1,6 +1,7 @@
 """Signals to one host, or to each, of a run over two."""
 
 import signal
+import time
 
 import pytest
 from node_runs import HOST, NO_DELAY, says
@@ -100,3 +101,24 @@ def test_signal_after_a_failure_leads_to_no_restart(node):
     ended = [run.end() for run in runs]
     assert [one.code for one in ended] == [137, 137]
     assert not any(says(one, "restart 1") for one in ended)
+
+
+def test_another_signal_is_no_second_one(node):
+    """Slurm sends SIGUSR1 before the time limit, and SIGTERM at it: the workers save all the while."""
+    script = """
+        def save(*_):
+            note(f"told-{RANK}")
+            wait_for("go")
+            os._exit(75)
+        signal.signal(signal.SIGTERM, save)
+        note(f"up-{RANK}")
+        hang()
+    """
+    runs = [node(rank, script) for rank in (0, 1)]
+    runs[0].wait_for("up-0", "up-1")
+    runs[1].process.send_signal(signal.SIGUSR1)
+    runs[0].wait_for("told-0", "told-1")
+    runs[1].process.send_signal(signal.SIGTERM)
+    time.sleep(1)  # all supervisors would hear of it, and kill
+    (runs[0]._here / "go").touch()
+    assert [run.end().code for run in runs] == [75, 75]

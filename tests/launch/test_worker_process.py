@@ -1,3 +1,5 @@
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,3 +50,42 @@ def test_children_of_the_caller_are_spared(tmp_path, environ):
 def test_ignored_child_signal_does_not_hide_exit_codes(start):
     run = start("sys.exit(6)", workers=1, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
     assert run.end().code == 6
+
+
+def test_orphans_are_reaped_while_the_workers_run(start, state):
+    """Their parents have ended, so they are children of the launcher: a long run would have thousands."""
+    script = """
+        if RANK == 0:
+            for number in range(5):
+                subprocess.run(f"true & echo $! > {HERE}/pid-orphan-{number}", shell=True, check=True)
+            note("up")
+        hang()
+    """
+    run = start(script)
+    run.wait_for("up")
+    orphans = [pid for name, pid in run.pids().items() if name.startswith("pid-orphan")]
+    assert len(orphans) == 5
+    run.until(lambda: not any(map(state, orphans)), "the end of the orphans")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end().code == 143
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs to become another user")
+def test_what_may_not_be_killed_does_not_keep_the_launcher(tmp_path, environ):
+    """As what `sudo` has started: it belongs to another user."""
+    script = """if True:
+        import pathlib, subprocess
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        child = subprocess.Popen(["sleep", "600"], user=12345, start_new_session=True, **quiet)
+        pathlib.Path("stray").write_text(str(child.pid))
+    """
+    (tmp_path / "script.py").write_text(script)
+    powerless = ["setpriv", "--bounding-set", "-kill", "--inh-caps", "-kill"]
+    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--network", "host", "script.py"]
+    run = subprocess.Popen([*powerless, *launcher], cwd=tmp_path, env=environ)
+    try:
+        assert run.wait(TIME_LIMIT) == 0
+    finally:
+        run.kill()
+        run.wait()
+        os.kill(int((tmp_path / "stray").read_text()), signal.SIGKILL)

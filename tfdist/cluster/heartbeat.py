@@ -68,6 +68,7 @@ class Heartbeat:
         self._saved: tuple[int, int] | None = None  # set at once: the thread that beats reads both
         self._ready = False
         self._phase: tuple[str, int | None] | None = None  # and its batches; set at once, too
+        self._error: Mapping[str, str] | None = None
         self._next_step_at = 0.0
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -160,7 +161,8 @@ class Heartbeat:
 
     def error(self, error: BaseException) -> None:
         """Tells of the exception that ends this process."""
-        self._send(error={"type": type(error).__qualname__, "message": str(error)[:_MAX_MESSAGE]})
+        self._error = {"type": type(error).__qualname__, "message": str(error)[:_MAX_MESSAGE]}
+        self._send()
 
     def close(self) -> None:
         """Says that the process is leaving, where it had begun to beat, and beats no more."""
@@ -199,7 +201,7 @@ class Heartbeat:
             self._next_step_at = now + _STEP_INTERVAL_SECONDS
             self._send()
 
-    def _send(self, *, alive: bool = True, error: Mapping[str, str] | None = None) -> None:
+    def _send(self, *, alive: bool = True) -> None:
         if os.getpid() != self._pid:
             return
         known: dict[str, Any] = {"alive": alive}
@@ -212,7 +214,7 @@ class Heartbeat:
             "saved_step": saved_step,
             "phase": phase,
             "batch": batch,
-            "error": error,
+            "error": self._error,
         }
         known.update({key: value for key, value in optional.items() if value is not None})
         if self._ready:

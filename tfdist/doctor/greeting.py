@@ -127,7 +127,7 @@ class Passport:
 
     def _proof(self, side: str, dialer_nonce: str, answerer_nonce: str) -> str:
         text = f"tfdist doctor {side} {dialer_nonce} {answerer_nonce} {self._cluster}"
-        return hmac.new(self._key, text.encode(), "sha256").hexdigest()
+        return hmac.new(self._key, text.encode(errors="replace"), "sha256").hexdigest()
 
 
 def _opening_of(channel: Channel, limit_seconds: float) -> dict[str, Any]:
@@ -151,4 +151,4 @@ def _message(channel: Channel, limit_seconds: float) -> dict[str, Any]:
 
 
 def _is(proof: object, expected: str) -> bool:
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())
+    return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="replace"), expected.encode())

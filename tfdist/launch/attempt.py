@@ -137,6 +137,7 @@ class Attempt:
         self._heed_others()
         self._end_what_is_through()
         self._replace()
+        self._crew.collect_orphans()
         if not self._ending.has_begun:
             self._judge()
         self._ending.kill_in_time()

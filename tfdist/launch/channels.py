@@ -1,7 +1,10 @@
 """What comes from the processes of an attempt: their output, their heartbeats, and their ends."""
 
+import array
+import fcntl
 import os
 import selectors
+import termios
 import time
 from collections.abc import Callable
 
@@ -71,10 +74,11 @@ class Channels:
         return self._outputs[worker.rank].last_lines
 
     def drain(self, worker: WorkerProcess) -> None:
-        """Passes on what can be read of its output."""
+        """Passes on what can be read of its output now, and not what others go on to write there without an end."""
         for fd, is_error in worker.streams.items():
-            while fd in self._selector.get_map() and self._read(fd, worker, is_error):
-                pass
+            left = _waiting_bytes(fd) if fd in self._selector.get_map() else 0
+            while left > 0 and (taken := self._read(fd, worker, is_error)):
+                left -= taken
         self._outputs[worker.rank].flush(now=time.monotonic())
 
     def remove(self, worker: WorkerProcess) -> None:
@@ -92,14 +96,20 @@ class Channels:
         """Waits for nothing any more."""
         self._selector.close()
 
-    def _read(self, fd: int, worker: WorkerProcess, is_error: bool) -> bool:
-        """Passes one piece of output on. Returns whether there may be more."""
+    def _read(self, fd: int, worker: WorkerProcess, is_error: bool) -> int:
+        """Passes one piece of output on. Returns how long it was."""
         try:
             data = os.read(fd, _PIECE_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._selector.unregister(fd)
-            return False
+            return 0
         self._outputs[worker.rank].feed(data, is_error=is_error, now=time.monotonic())
-        return True
+        return len(data)
+
+
+def _waiting_bytes(fd: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return count[0]

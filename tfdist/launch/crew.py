@@ -1,11 +1,14 @@
 """The worker processes of an attempt, until nothing of them is left."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.roles import SERVER_COMMAND, Role
 from tfdist.launch.spares import Spares
-from tfdist.launch.worker_process import WorkerProcess
+from tfdist.launch.worker_process import WorkerProcess, collect_orphans
+
+_ORPHANS_SECONDS = 1.0
 
 
 class Crew:
@@ -15,11 +18,13 @@ class Crew:
         guardian: Ends those that are left when this process is killed.
         spares: Where those come from that run the script.
         keeps_spares: Whether spares are made for a next attempt.
+        spared: Process ids of children of this process that are nobody's orphans.
     """
 
-    def __init__(self, guardian: Guardian, spares: Spares, *, keeps_spares: bool) -> None:
+    def __init__(self, guardian: Guardian, spares: Spares, *, keeps_spares: bool, spared: Collection[int] = ()) -> None:
         self.workers: list[WorkerProcess] = []
-        self._guardian, self._spares, self._keeps_spares = guardian, spares, keeps_spares
+        self._guardian, self._spares, self._keeps_spares, self._spared = guardian, spares, keeps_spares, set(spared)
+        self._orphans_at = 0.0
         self._guarded: set[int] = set()  # the groups that are not gone
         self._roles: dict[int, Role] = {}
         self._former: list[WorkerProcess] = []  # those of which something may be left
@@ -34,6 +39,7 @@ class Crew:
             worker = self._spares.hire(rank, environ)
         else:
             worker = WorkerProcess(rank, SERVER_COMMAND, environ)
+        self._roles[rank] = role  # before it is told anything, which may be between any two instructions
         former = next((place for place, before in enumerate(self.workers) if before.rank == rank), None)
         if former is None:
             self.workers.append(worker)
@@ -41,7 +47,6 @@ class Crew:
             self.workers[former].close()
             self._former.append(self.workers[former])
             self.workers[former] = worker
-        self._roles[rank] = role
         self._guardian.watch(worker.pid)
         self._guarded.add(worker.pid)
         return worker
@@ -86,6 +91,13 @@ class Crew:
         for worker in self.workers:
             worker.reap()
         return self.are_gone()
+
+    def collect_orphans(self) -> None:
+        """Reaps, once a second at most, what workers had started and left behind, and what has ended since."""
+        if time.monotonic() >= self._orphans_at:
+            self._orphans_at = time.monotonic() + _ORPHANS_SECONDS
+            own = {worker.pid for worker in self.running}
+            collect_orphans(spared=own | self._spares.pids | self._spared)
 
     def close(self) -> None:
         """Closes all descriptors."""

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import re
+import secrets
 import socket
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,27 @@ class ErrorFile:
         UsageError: If the file cannot be written there. Those of an earlier run are removed.
     """
 
-    def __init__(self, path: Path | None, directory: Path | None) -> None:
+    def __init__(self, path: Path | None, directory: Path | None, *, is_new_run: bool = True) -> None:
         self._path, self._directory = path, directory
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
-            elif directory is not None:
-                for file in directory.iterdir():
-                    if _NAME.fullmatch(file.name):
-                        file.unlink()
+            if is_new_run:
+                self.clear()
         except OSError as error:
             raise UsageError(
                 f"The error file cannot be written. Received: {path or directory} ({error.strerror}). Expected: a file "
                 "that can be made or replaced (--error-file), or none. Choose another path."
             ) from error
+
+    def clear(self) -> None:
+        """Removes what an earlier run has left."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        elif self._directory is not None and self._directory.exists():
+            for file in self._directory.iterdir():
+                if _NAME.fullmatch(file.name):
+                    file.unlink(missing_ok=True)  # another host may have the same directory
 
     def write(self, entry: dict[str, Any]) -> str:
         """Writes what `describe` has returned, whole or not at all.
@@ -119,7 +126,7 @@ def _time(seconds: float) -> str:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(unfinished, "w") as file:
             file.write(text)

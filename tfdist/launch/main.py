@@ -1,6 +1,7 @@
 """The command line of `tfdist`: one parser, a sub-command a module."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tfdist 0.1.0
     0
     """
+    _open_standard_streams()
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -41,6 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_EXIT_CODE
     except KeyboardInterrupt:  # before the workers were started; later ones are theirs
         return 128 + signal.SIGINT
+
+
+def _open_standard_streams() -> None:
+    """Opens those that whoever started this process has closed: what is opened next would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def _parser() -> argparse.ArgumentParser:

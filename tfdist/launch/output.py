@@ -3,9 +3,10 @@
 import codecs
 import collections
 import contextlib
+import errno
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +38,11 @@ class Console:
         self._stdout, self._stderr, self._live = stdout, stderr, live
         self._below = {fd for fd in (stdout, stderr) if live is not None and live.is_on(fd)}
         self._status: RunStatus | None = None
+        self._is_ending: Callable[[], bool] = lambda: False
+
+    def outlive_reader(self, when: Callable[[], bool]) -> None:
+        """Shows nothing, instead of raising `OutputClosed`, where `when()` holds and nobody reads any more."""
+        self._is_ending = when
 
     @property
     def is_live(self) -> bool:
@@ -86,12 +92,19 @@ class Console:
             fd = self._stderr if is_error else self._stdout
             if self._live is not None and fd in self._below:
                 text = self._live.around(text)
-            _write_all(fd, text.encode(errors="replace"))
+            self._put(fd, text)
 
     def _paint(self, text: str) -> None:
         # A paused terminal is not waited for.
         if text and select.select([], [self._stderr], [], 0)[1]:
-            _write_all(self._stderr, text.encode(errors="replace"))
+            self._put(self._stderr, text)
+
+    def _put(self, fd: int, text: str) -> None:
+        try:
+            _write_all(fd, text.encode(errors="replace"))
+        except OutputClosed:
+            if not self._is_ending():
+                raise
 
 
 def open_logs(directory: Path | None, roles: Sequence[Role]) -> list[BinaryIO | None]:
@@ -128,6 +141,7 @@ class WorkerOutput:
     def __init__(self, label: str, console: Console, log: BinaryIO | None) -> None:
         self._prefix = f"[{label}] "
         self._console, self._log = console, log
+        self._log_misses_lines = False
         self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = {is_error: decoder(errors="replace") for is_error in (False, True)}
@@ -161,8 +175,16 @@ class WorkerOutput:
     def _show(self, lines: Sequence[str], is_error: bool) -> None:
         self._last.extend(lines)
         if self._log is not None and lines:
-            self._log.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+            self._keep(self._log, "".join(f"{line}\n" for line in lines))
         self._console.write(self._prefix, lines, is_error=is_error)
+
+    def _keep(self, log: BinaryIO, text: str) -> None:
+        try:
+            log.write(text.encode(errors="replace"))
+        except OSError as error:  # a full disk is no reason to end the run
+            if not self._log_misses_lines:
+                self._log_misses_lines = True
+                self._console.say(f"{log.name} misses lines that are only shown here: {error.strerror}")
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -173,4 +195,6 @@ def _write_all(fd: int, data: bytes) -> None:
         except BlockingIOError:  # someone else made the shared terminal or pipe non-blocking
             select.select([], [fd], [])
         except OSError as error:
+            if error.errno == errno.EIO:  # the terminal was closed: SIGHUP says what follows, unless it is ignored
+                return
             raise OutputClosed(error.strerror) from error

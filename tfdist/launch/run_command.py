@@ -55,7 +55,7 @@ def execute(options: argparse.Namespace) -> int:
     min_workers = _min_workers(options) if nodes is None else options.workers
     run_id = secrets.token_hex(8)
     logs = open_logs(options.log_dir, all_roles if nodes is None else ())
-    error_file = ErrorFile(options.error_file, options.log_dir)
+    error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=nodes is None)
     network = choose_network(options.network if nodes is None else "host")
     live = LiveLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     console = Console(sys.stdout.fileno(), sys.stderr.fileno(), live=live)

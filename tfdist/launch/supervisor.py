@@ -85,6 +85,8 @@ class Supervisor:
         self._spares = Spares(self._command, running_script if self._warm_spares else 0)
         try:
             with StopSignals(on_repeat=self._kill) as self._signals:
+                # Ctrl-C ends all of a pipeline: that `tee` is gone then must not keep the workers from saving.
+                self._console.outlive_reader(lambda: bool(self._signals.received))
                 return self._run_attempts()
         except OutputClosed:
             # As for any command whose reader went away.
@@ -133,7 +135,7 @@ class Supervisor:
             self._console,
             self._logs,
             replacements=Replacements(replaced, limit=self._worker_restarts),
-            crew=Crew(self._guardian, self._spares, keeps_spares=may_restart),
+            crew=Crew(self._guardian, self._spares, keeps_spares=may_restart, spared=self._spared),
             signals=self._signals,
             graces=self._limits.graces(may_restart=may_restart),
             liveness=liveness,

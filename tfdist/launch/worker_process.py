@@ -150,13 +150,28 @@ def end_strays(*, spared: Container[int]) -> None:
     Args:
         spared: Process ids of the children to leave alone.
     """
-    while strays := [pid for pid in children() if pid not in spared]:
+    beyond: set[int] = set()  # of another user, as by sudo
+    while strays := [pid for pid in children() if pid not in spared and pid not in beyond]:
         for pid in strays:
             try:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            except (ProcessLookupError, ChildProcessError, PermissionError):
+            except PermissionError:
+                beyond.add(pid)
+            except (ProcessLookupError, ChildProcessError):
                 pass
+
+
+def collect_orphans(*, spared: Container[int]) -> None:
+    """Reaps the children of this process that have ended.
+
+    Args:
+        spared: Process ids of the children that others reap.
+    """
+    for pid in children():
+        if pid not in spared:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def children() -> list[int]:

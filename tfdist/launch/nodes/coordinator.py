@@ -155,6 +155,10 @@ class Coordinator:
             self._finish(2, [f"error: There are fewer workers than the least number. {wrong} Correct one of them."])
             return
         self._waits_for = []
+        if sum(max(0, member.workers - self._left_out.get(member.rank, 0)) for member in self._roster.members) < (
+            least or 1
+        ):
+            self._left_out = {}  # other hosts were here when it was decided
         self._round += 1
         first_rank = 0
         for member in self._roster.members:

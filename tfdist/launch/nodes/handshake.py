@@ -118,7 +118,7 @@ def is_proof(body: bytes, expected: bytes) -> bool:
     proof = decode_object(body).get("proof")
     if not isinstance(proof, str):
         raise FrameError("no proof of the token")
-    return hmac.compare_digest(proof.encode(), expected.hex().encode())
+    return hmac.compare_digest(proof.encode(errors="replace"), expected.hex().encode())
 
 
 def encode_refusal(reason: str) -> bytes:

@@ -177,7 +177,7 @@ class Membership:
         """Tells of the signals that this supervisor was sent, each once."""
         for number, signal_number in enumerate(received):
             if number >= self._stops_told:
-                self._tell({"type": "stop", "signal": int(signal_number), "again": number > 0})
+                self._tell({"type": "stop", "signal": int(signal_number), "again": signal_number in received[:number]})
         self._stops_told = max(self._stops_told, len(received))
 
     def close(self) -> None:

@@ -73,6 +73,9 @@ class NodeSupervisor(Supervisor):
                 if isinstance(start, End):
                     return start.code
                 self._started = start
+                if start.attempt == 0:  # a host that comes back is in the middle of a run
+                    with contextlib.suppress(OSError):
+                        self._error_file.clear()
                 self._logs = [self._log(start.first_rank + index) for index in range(start.own_workers)]
                 outcome = self._run_attempt(
                     start.attempt,
