@@ -170,7 +170,7 @@ class FailureRecovery(LastCallback):
         # Whether a step saves must be known to all workers, each for itself.
         is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(self._progress.step)
         self._is_ended_by_nan = is_ended_by_nan(self.model, self.others, logs)
-        if self._is_ended_by_nan:
+        if self._is_ended_by_nan or self.model.stop_training:  # what were saved here would be trained on
             return
         if is_due or is_preempted:
             self._save()
@@ -290,8 +290,7 @@ class FailureRecovery(LastCallback):
         self._writer.wait()
         self._agreement.meet("saved")  # nobody ends before the chief has committed
         self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
-        if self._agreement.workers == 1:
-            self._preemption.stop_listening()
+        self._preemption.leave()
         leave(PREEMPTED_EXIT_CODE, self.others, is_alone=self._agreement.workers == 1)
 
     def _say(self, message: str) -> None:

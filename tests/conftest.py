@@ -2,6 +2,8 @@
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +19,14 @@ def small_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_late_signal() -> Iterator[None]:
+    """Has a signal that came too late to end the `fit` of a test not end that of the next one."""
+    yield
+    if preemption := sys.modules.get("tfdist.recovery.preemption"):
+        preemption.Preemption._is_owed = False
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from interruptions import Interrupt, Interrupted, disturbed, names
+from small_training import fit
 from training import EPOCHS, STEPS, differences, train
 
 from tfdist.callbacks import FailureRecovery
@@ -136,3 +137,31 @@ def test_the_cost_of_coming_back_is_told_once(tmp_path, capsys, verbose, told):
     )
     assert len(lines) == told
     assert all(re.fullmatch(r"\d+\.\d s, for 3 batches", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_another_fit_does_not_take_the_error_of_a_write(tmp_path, monkeypatch, in_a_thread):
+    save, may_fail = CheckpointStore.save, threading.Event()
+
+    def fail_first(self, sequence, *arguments, **keywords):
+        if self.directory == tmp_path / "outer" and sequence == 0:
+            assert may_fail.wait(30)
+            raise CheckpointError("the disk is full")
+        return save(self, sequence, *arguments, **keywords)
+
+    class Other(keras.callbacks.Callback):
+        """Trains another model while the first checkpoint is written."""
+
+        remembers_nothing = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                threading.Timer(0.5, may_fail.set).start()
+                other = threading.Thread(target=fit, args=(tmp_path / "inner",), kwargs={"epochs": 1})
+                other.start() if in_a_thread else other.run()
+                if in_a_thread:
+                    other.join()
+
+    monkeypatch.setattr(CheckpointStore, "save", fail_first)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        fit(tmp_path / "outer", Other(), every_steps=3, epochs=1)

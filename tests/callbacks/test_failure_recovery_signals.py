@@ -5,9 +5,12 @@ import os
 import signal
 
 import keras
+import numpy as np
 import pytest
 from interruptions import Interrupt, Interrupted
 from small_training import STEPS, fit, small_model
+
+from tfdist.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("cpus")
 SIGNALS = signal.SIGTERM, signal.SIGUSR1
@@ -82,3 +85,54 @@ def test_a_model_with_a_fit_of_its_own(tmp_path, heard):
     with pytest.raises(SystemExit):
         fit(tmp_path, told, model=small_model(of=OwnFit), every_epochs=100)
     assert heard == []
+
+
+def test_a_signal_at_the_end_of_the_last_epoch_ends_the_next_fit(tmp_path, heard):
+    """As where folds are trained one after another: what comes behind this one would be killed."""
+    expected = fit(tmp_path / "undisturbed", epochs=1)
+    done = fit(tmp_path / "first", Interrupt("on_epoch_end", 1, signal.SIGTERM), epochs=1)
+    assert all(map(np.array_equal, expected[1], done[1]))
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "second", every_epochs=100)
+    assert CheckpointStore(tmp_path / "second").newest()[0].facts["step"] == 1
+    assert heard == []
+    fit(tmp_path / "third", epochs=1)  # as in a notebook, which goes on
+
+
+class StopAt(keras.callbacks.Callback):
+    """Ends the training behind a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            self.model.stop_training = True
+
+    def get_state(self):
+        return {"left": self.left}
+
+    def set_state(self, state):
+        self.left = state["left"]
+
+
+def assert_same(one, other):
+    assert one[0].epoch == other[0].epoch and one[0].history == other[0].history
+    assert all(map(np.array_equal, one[1], other[1]))
+
+
+def test_killed_behind_a_step_that_stops_and_was_to_be_saved(tmp_path):
+    expected = fit(tmp_path / "undisturbed", StopAt(4), epochs=3, every_steps=2)
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "disturbed", StopAt(4), Interrupt("on_epoch_end", 1), epochs=3, every_steps=2)
+    assert_same(expected, fit(tmp_path / "disturbed", StopAt(4), epochs=3, every_steps=2))
+
+
+def test_told_by_a_signal_in_the_step_that_stops(tmp_path, heard):
+    expected = fit(tmp_path / "undisturbed", StopAt(4), epochs=3)
+    assert_same(
+        expected, fit(tmp_path / "disturbed", StopAt(4), Interrupt("on_train_batch_end", 4, signal.SIGTERM), epochs=3)
+    )
+    assert_same(expected, fit(tmp_path / "disturbed", StopAt(4), epochs=3))

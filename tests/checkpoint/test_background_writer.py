@@ -138,3 +138,39 @@ started.wait()
     assert ended.returncode == code, ended.stderr
     assert (tmp_path / "done").exists()
     assert "could not be written in the background" in ended.stderr and "the disk is gone" in ended.stderr
+
+
+def test_ctrl_c_while_the_thread_begins(monkeypatch):
+    """It has begun all the same, and is waited for."""
+    writer, started, may_end, start = BackgroundWriter(), threading.Event(), threading.Event(), threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        assert started.wait(LIMIT_SECONDS)
+        raise KeyboardInterrupt
+
+    def job():
+        started.set()
+        assert may_end.wait(LIMIT_SECONDS)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.submit(job)
+    is_known = writer.is_busy
+    may_end.set()
+    writer.wait()
+    assert is_known and len(writer.seconds) == 1
+
+
+def test_a_thread_that_cannot_begin_is_not_waited_for(monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    writer = BackgroundWriter()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError):
+            writer.submit(lambda: None)
+    assert not writer.is_busy
+    writer.wait()

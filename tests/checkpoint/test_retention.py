@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfdist.checkpoint import CheckpointStore
+from tfdist.checkpoint import CheckpointStore, entry
 
 
 @pytest.fixture
@@ -105,3 +105,19 @@ def test_prune_leaves_broken_ones_if_none_is_whole(store, save):
     save(store, 2, world=2, ranks=[1])
     assert [path.name for path in store.prune(1)] == [".unfinished-0000000002-a"]
     assert names(store) == ["ckpt-0000000001"]
+
+
+def test_one_that_is_removed_while_others_are_verified_is_not_broken(store, save, monkeypatch):
+    """A training goes on meanwhile."""
+    keeping, look = CheckpointStore(store.directory, keep=2), entry.inspect
+
+    def inspect_slowly(sequence, path, *, every_byte):
+        found = look(sequence, path, every_byte=every_byte)
+        if sequence == 2:
+            save(keeping, 3)
+        return found
+
+    save(keeping, 1)
+    save(keeping, 2)
+    monkeypatch.setattr(entry, "inspect", inspect_slowly)
+    assert [(found.sequence, found.status) for found in store.entries(every_byte=True)] == [(2, "whole")]

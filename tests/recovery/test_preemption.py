@@ -103,3 +103,18 @@ def test_who_is_told_after_the_training_waits_for_nobody(agreements, in_threads)
         if thread.name == "tfdist-preemption":
             thread.join(_LIMIT_SECONDS)
             assert not thread.is_alive()
+
+
+def test_a_signal_that_came_too_late_ends_the_next_fit(agreements, handlers):
+    late, following, after_it = (Preemption(agreements(1)[0]) for _ in range(3))
+    late.listen()
+    signal.raise_signal(signal.SIGTERM)
+    late.close()
+    late.stop_listening()
+    following.listen()
+    assert following.is_due(1)
+    following.leave()
+    after_it.listen()
+    assert not after_it.is_due(1)
+    after_it.stop_listening()
+    assert {of: signal.getsignal(of) for of in handlers} == handlers

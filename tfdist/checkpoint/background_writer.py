@@ -50,9 +50,17 @@ class BackgroundWriter:
         self.wait()
         waited_seconds = time.monotonic() - started
         # No daemon: the interpreter waits for it. A thread a job: none is left that would have to be told to end.
-        thread = threading.Thread(target=_run, args=(job, self.seconds, self._errors), name="tfdist-checkpoint-writer")
-        thread.start()
+        claim = threading.Lock()
+        thread = threading.Thread(
+            target=_run, args=(claim, job, self.seconds, self._errors), name="tfdist-checkpoint-writer"
+        )
         self._thread = thread
+        try:
+            thread.start()
+        except BaseException:  # Ctrl-C, too: the thread may run, or still begin to
+            if claim.acquire(blocking=False):
+                self._thread = None  # it has not begun, and will not
+            raise
         return waited_seconds
 
     def wait(self) -> None:
@@ -61,14 +69,20 @@ class BackgroundWriter:
         Raises:
           BaseException: what it, or the one before, raised.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.join()
         if self._errors:
             raise self._errors.pop()
 
+    def join(self) -> None:
+        """Waits for the job that is running, in any thread; its error stays for `wait`."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():  # not: given up before it began
+            thread.join()
 
-def _run(job: Callable[[], object], seconds: list[float], errors: list[BaseException]) -> None:
+
+def _run(claim: threading.Lock, job: Callable[[], object], seconds: list[float], errors: list[BaseException]) -> None:
+    if not claim.acquire(blocking=False):  # given up before it began
+        return
     started = time.monotonic()
     try:
         job()

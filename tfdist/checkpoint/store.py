@@ -133,8 +133,12 @@ class CheckpointStore:
           CheckpointError: if the directory or a checkpoint in it cannot be read.
         """
         with explained("The checkpoints could not be read", self.directory):
+            inspected = [
+                entry.inspect(*item, every_byte=every_byte) for item in entry.checkpoints(self.directory).items()
+            ]
             found = [
-                *(entry.inspect(*item, every_byte=every_byte) for item in entry.checkpoints(self.directory).items()),
+                # A training that goes on removes its older ones meanwhile.
+                *(one for one in inspected if one.status != "broken" or os.path.lexists(one.path)),
                 *(entry.unfinished(sequence, path) for sequence, _, path in entry.leftovers(self.directory)),
             ]
         return sorted(found, key=lambda e: (e.sequence, e.path))

@@ -4,7 +4,7 @@ Keras numbers the names of layers by what a process has made before, so that the
 here tell a layer's place in the model and its class: `3.Dense/0` is the first variable of the fourth layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ private("keras.src.trainers.trainer:Trainer._symbolic_build", "builds model, met
 private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
+_MOST_ITEMS = 1000  # of a list or dictionary that is looked through: larger ones hold data
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def model_variables(model: Any) -> list[ModelVariable]:
     """All variables of `model` but those of its metrics, each once."""
     found: list[ModelVariable] = []
     seen: set[int] = set()
+    listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
     for position, layer in enumerate(model._flatten_layers()):
         for kind, variables in (
             (WEIGHT, layer._trainable_variables),
@@ -50,6 +52,12 @@ def model_variables(model: Any) -> list[ModelVariable]:
                 if id(variable) not in seen:
                     seen.add(id(variable))
                     found.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
+        # Keras does not list states of stateful RNNs, nor a layer's own `tf.Variable`s.
+        own = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
+        for index, variable in enumerate(value for value in own if id(value) not in listed):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                found.append(ModelVariable(STATE, f"{position}.{type(layer).__name__}/own/{index}", variable))
     others = [variable for variable in model.variables if id(variable) not in seen]
     return found + [ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(others)]
 
@@ -113,7 +121,7 @@ def path_of(variable: Any) -> str:
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:
-    """The optimizer of `model`, those that it consists of, and others that are attributes of the model, each once."""
+    """The optimizer of `model`, those that it consists of, and others in attributes of the model, each once."""
     seen: set[int] = set()
 
     def each(optimizer: Any) -> Iterator[Any]:
@@ -125,6 +133,21 @@ def optimizers_of(model: Any) -> Iterator[Any]:
             yield from each(inner)
 
     yield from each(model.optimizer)
-    for value in list(vars(model).values()):
+    for value in _within(model):
         if isinstance(value, keras.optimizers.Optimizer):
             yield from each(value)
+
+
+def _within(owner: Any) -> list[Any]:
+    """What the attributes of a layer or model hold, also in lists, tuples and dictionaries."""
+    found: list[Any] = []
+    # Those of TensorFlow's own bookkeeping hold the same once more.
+    waiting = [value for name, value in vars(owner).items() if not name.startswith("_self_")]
+    waiting.reverse()
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, Mapping | list | tuple):
+            found.append(value)
+        elif len(value) <= _MOST_ITEMS:
+            waiting.extend(reversed(list(value.values()) if isinstance(value, Mapping) else value))
+    return found

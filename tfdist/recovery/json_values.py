@@ -38,7 +38,7 @@ def to_json(value: Any, tensors: dict[str, np.ndarray] | None = None, name: str 
         value = value.numpy()
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"scalar": to_json(value.item()), "dtype": value.dtype.name}
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "OSUV":
+    if isinstance(value, np.ndarray) and _are_numbers(value.dtype, as_tensor=tensors is not None):
         if tensors is not None:
             tensors[name] = np.array(value)
             return {"tensor": name}
@@ -47,6 +47,11 @@ def to_json(value: Any, tensors: dict[str, np.ndarray] | None = None, name: str 
         f"{name!r} cannot be saved. Received: {value!r}, of type {type(value).__name__}. Expected: None, bool, int, "
         "float, str, a number or an array of NumPy, or lists, tuples and dictionaries (with strings for keys) of these."
     )
+
+
+def _are_numbers(dtype: np.dtype[Any], *, as_tensor: bool) -> bool:
+    # Those of ml_dtypes, such as bfloat16, are of kind V. JSON has no name by which NumPy would know them.
+    return dtype.kind not in "OSUV" or (as_tensor and dtype.isbuiltin == 2)
 
 
 def from_json(value: Any, tensors: Mapping[str, np.ndarray] | None = None) -> Any:

@@ -22,8 +22,11 @@ class Preemption:
     The worker that is told proposes the step after its present one and goes on only when all have heard of it. Steps
     of synchronous training hold each other: no worker can have passed that step. TensorFlow's coordination service
     swallows SIGTERM, so handlers must be set after the strategy is made. A second signal, a second later or more, ends
-    the process at once. A signal after `fit` has been left by an exception does what it did before `fit`.
+    the process at once. A signal after `fit` has been left by an exception does what it did before `fit`. One that
+    came too late to end a `fit` ends the next one.
     """
+
+    _is_owed = False  # whether a signal has asked this process to end, and it has not begun to
 
     def __init__(self, agreement: Agreement, is_in_fit: Callable[[FrameType | None], bool] | None = None) -> None:
         """Hears nothing before `listen`.
@@ -43,6 +46,8 @@ class Preemption:
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
             self._previous = {number: _beneath(number, signal.signal(number, self._heed)) for number in _SIGNALS}
+            if Preemption._is_owed:
+                self._told.set()
         if self._agreement.workers > 1:
             threading.Thread(target=self._hear_others, name="tfdist-preemption", daemon=True).start()
         return can_handle
@@ -60,6 +65,12 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
+    def leave(self) -> None:
+        """To be called when the process begins to end, as it was asked to."""
+        Preemption._is_owed = False
+        if self._agreement.workers == 1:
+            self.stop_listening()
+
     def close(self) -> None:
         """To be called by all workers when the training is over, so that nobody waits for a step any more."""
         if self._agreement.workers > 1 and self._agreement.rank == 0:
@@ -73,6 +84,7 @@ class Preemption:
         now = time.monotonic()
         if not self._told.is_set():
             self._told_at = now
+            Preemption._is_owed = True
             self._told.set()
         elif now > self._told_at + _ONE_NOTICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)

@@ -12,8 +12,7 @@ _writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 def new_writer() -> BackgroundWriter:
     """A writer for one `fit`, when all that was begun by earlier ones has been written."""
     for writer in list(_writers):
-        finish(writer)
-    _writers.clear()
+        writer.join()  # its `fit` may be running, in another thread or around this one, and is to raise its error
     writer = BackgroundWriter()
     _writers.add(writer)
     return writer
