@@ -6,7 +6,8 @@
   that does not save, and how long writing, with checksums and flushed to the disk, would hold it up if it were not in
   the background.
 - **Overhead** of saving every 100 steps: within one `fit`, the 20 steps beside a save and its write in the background,
-  against 40 steps before and 40 after them; for that model and for a smaller one whose steps are very short.
+  against 40 steps before and 40 after them; for that model and for a smaller one whose steps are very short; also where
+  TensorFlow computes with one thread and leaves a core to the write.
 - **A restart** by `tfdist run --workers 2`: from SIGKILL of a worker to the message, and to the first step of the next
   attempt, with and without `--warm-spares`, against a plain start; from SIGSTOP to the message.
 
@@ -42,10 +43,11 @@ _EVERY = 100  # steps
 _BESIDE, _BASELINE = 20, 40  # steps: in which a save is written; before and after these
 _KILL_AT_STEP = 30
 _HEARTBEAT_TIMEOUT_SECONDS = 3
+_LONG_STEPS = "50 MB, 512 samples a step"
 # Layers, units, samples a step, and how many saves.
 _TRAININGS = {
     "50 MB, 128 samples a step": ([_UNITS] * 4, _UNITS, 128, 50),
-    "50 MB, 512 samples a step": ([_UNITS] * 4, _UNITS, 512, 30),
+    _LONG_STEPS: ([_UNITS] * 4, _UNITS, 512, 30),
     "8 MB, 16 samples a step": ([512, 512, 10], 784, 16, 150),
 }
 
@@ -91,7 +93,18 @@ def measure_saves(folder: Path) -> dict[str, float]:
 
 def measure_overhead(folder: Path) -> dict[str, dict[str, Any]]:
     """By training: by how many seconds a save makes 100 steps longer, and of how many."""
-    return {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
+    found = {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
+    command = [sys.executable, __file__, "--leave-a-core", str(folder)]  # another process: threads are set at its start
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return found | {f"{name}, a core left": of for name, of in json.loads(told.splitlines()[-1]).items()}
+
+
+def leave_a_core(folder: Path) -> None:
+    """Prints the same of the trainings with short steps, where TensorFlow computes with one thread."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    short = (name for name in _TRAININGS if name != _LONG_STEPS)
+    print(json.dumps({name: _overhead(folder / f"alone-{n}", *_TRAININGS[name]) for n, name in enumerate(short)}))
 
 
 def _overhead(folder: Path, layers: list[int], units: int, batch: int, saves: int) -> dict[str, Any]:
@@ -216,9 +229,13 @@ def main() -> int:
     parser.add_argument(
         "--work", nargs=2, metavar=("DIRECTORY", "SIGNAL"), help="used by the launcher: be a worker in this directory"
     )
+    parser.add_argument("--leave-a-core", metavar="DIRECTORY", help="used by this program: measure with one thread")
     arguments = parser.parse_args()
     if arguments.work:
         work(Path(arguments.work[0]), arguments.work[1])
+        return 0
+    if arguments.leave_a_core:
+        leave_a_core(Path(arguments.leave_a_core))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         restarts = measure_restarts(Path(folder))
