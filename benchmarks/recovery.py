@@ -249,7 +249,7 @@ def main() -> int:
         ("by the same save in the foreground, ms", f"{saves['foreground'] * 1e3:.1f}"),
         ("part of it", f"{saves['background'] / saves['foreground']:.1%}"),
         *(
-            (f"saving every 100 steps; {name} of {of['step'] * 1e3:.1f} ms", _percent(of))
+            (f"saving every 100 steps; {name}; {of['step'] * 1e3:.1f} ms a step", _percent(of))
             for name, of in overhead.items()
         ),
         ("a plain start to its first step, s", f"{restarts['plain']['start']:.1f}"),

@@ -170,7 +170,7 @@ class FailureRecovery(LastCallback):
         # Whether a step saves must be known to all workers, each for itself.
         is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(self._progress.step)
         self._is_ended_by_nan = is_ended_by_nan(self.model, self.others, logs)
-        if self._is_ended_by_nan or self.model.stop_training:  # what were saved here would be trained on
+        if self._is_ended_by_nan or self.model.stop_training:  # a checkpoint of it would train on
             return
         if is_due or is_preempted:
             self._save()

@@ -26,7 +26,7 @@ def no_late_signal() -> Iterator[None]:
     """Has a signal that came too late to end the `fit` of a test not end that of the next one."""
     yield
     if preemption := sys.modules.get("tfdist.recovery.preemption"):
-        preemption.Preemption._is_owed = False
+        preemption.Preemption._owed_since = None
 
 
 @pytest.fixture(scope="session")

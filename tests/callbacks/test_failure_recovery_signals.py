@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from interruptions import Interrupt, Interrupted
-from small_training import STEPS, fit, small_model
+from small_training import STEPS, assert_same, fit, small_model
 
 from tfdist.checkpoint import CheckpointStore
 
@@ -116,11 +116,6 @@ class StopAt(keras.callbacks.Callback):
 
     def set_state(self, state):
         self.left = state["left"]
-
-
-def assert_same(one, other):
-    assert one[0].epoch == other[0].epoch and one[0].history == other[0].history
-    assert all(map(np.array_equal, one[1], other[1]))
 
 
 def test_killed_behind_a_step_that_stops_and_was_to_be_saved(tmp_path):

@@ -5,17 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from interruptions import Interrupt, Interrupted
-from small_training import STEPS, TARGETS, fit
+from small_training import STEPS, TARGETS, assert_same, fit
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
-
-
-def assert_same(one, other):
-    assert one[0].history == other[0].history
-    assert all(map(np.array_equal, one[1], other[1]))
 
 
 def recurrent(directory, layer, *callbacks, replicas=1):

@@ -163,14 +163,19 @@ def test_ctrl_c_while_the_thread_begins(monkeypatch):
     assert is_known and len(writer.seconds) == 1
 
 
-def test_a_thread_that_cannot_begin_is_not_waited_for(monkeypatch):
-    def refused(self):
-        raise RuntimeError("can't start new thread")
+def test_ctrl_c_before_the_thread_begins(monkeypatch):
+    """It was not asked for any more: nobody would wait for it."""
+    writer, given_up, done, start = BackgroundWriter(), [], [], threading.Thread.start
 
-    writer = BackgroundWriter()
+    def interrupted(self):
+        given_up.append(self)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError):
-            writer.submit(lambda: None)
-    assert not writer.is_busy
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.submit(lambda: done.append(1))
     writer.wait()
+    start(given_up[0])
+    given_up[0].join(LIMIT_SECONDS)
+    assert not writer.is_busy and done == []

@@ -14,6 +14,18 @@ SAVES = """
     note(f"up-{RANK}")
     hang()
 """
+# A second signal would end it.
+SAVES_UNTIL_GO = """
+    def save(*_):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
+        note(f"told-{RANK}")
+        wait_for("told-0"), wait_for("told-1")
+        wait_for("go")
+        os._exit(75)
+    signal.signal(signal.SIGTERM, save)
+    note(f"up-{RANK}")
+    hang()
+"""
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -58,18 +70,7 @@ def test_second_ctrl_c_kills_on_all_hosts(node):
 
 def test_a_signal_to_each_host_is_no_second_one(node):
     """A scheduler tells all of them at once."""
-    script = """
-        def save(*_):
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
-            note(f"told-{RANK}")
-            wait_for("told-0"), wait_for("told-1")
-            wait_for("go")
-            os._exit(75)
-        signal.signal(signal.SIGTERM, save)
-        note(f"up-{RANK}")
-        hang()
-    """
-    runs = [node(rank, script) for rank in (0, 1)]
+    runs = [node(rank, SAVES_UNTIL_GO) for rank in (0, 1)]
     runs[0].wait_for("up-0", "up-1")
     for run in runs:
         run.process.send_signal(signal.SIGTERM)
@@ -105,16 +106,7 @@ def test_signal_after_a_failure_leads_to_no_restart(node):
 
 def test_another_signal_is_no_second_one(node):
     """Slurm sends SIGUSR1 before the time limit, and SIGTERM at it: the workers save all the while."""
-    script = """
-        def save(*_):
-            note(f"told-{RANK}")
-            wait_for("go")
-            os._exit(75)
-        signal.signal(signal.SIGTERM, save)
-        note(f"up-{RANK}")
-        hang()
-    """
-    runs = [node(rank, script) for rank in (0, 1)]
+    runs = [node(rank, SAVES_UNTIL_GO) for rank in (0, 1)]
     runs[0].wait_for("up-0", "up-1")
     runs[1].process.send_signal(signal.SIGUSR1)
     runs[0].wait_for("told-0", "told-1")

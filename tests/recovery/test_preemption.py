@@ -105,13 +105,15 @@ def test_who_is_told_after_the_training_waits_for_nobody(agreements, in_threads)
             assert not thread.is_alive()
 
 
-def test_a_signal_that_came_too_late_ends_the_next_fit(agreements, handlers):
+def test_a_signal_that_came_too_late_ends_the_next_fit(agreements, handlers, clock):
     late, following, after_it = (Preemption(agreements(1)[0]) for _ in range(3))
     late.listen()
     signal.raise_signal(signal.SIGTERM)
     late.close()
     late.stop_listening()
+    clock.now += 0.5
     following.listen()
+    signal.raise_signal(signal.SIGTERM)  # an echo of the first
     assert following.is_due(1)
     following.leave()
     after_it.listen()

@@ -57,9 +57,8 @@ class BackgroundWriter:
         self._thread = thread
         try:
             thread.start()
-        except BaseException:  # Ctrl-C, too: the thread may run, or still begin to
-            if claim.acquire(blocking=False):
-                self._thread = None  # it has not begun, and will not
+        except BaseException:  # Ctrl-C, too: the thread may run; where it has not begun, it will not
+            claim.acquire(blocking=False)
             raise
         return waited_seconds
 

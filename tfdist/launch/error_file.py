@@ -22,9 +22,10 @@ class ErrorFile:
     Args:
         path: The file, written anew by every failed attempt; None: `attempt-<number>.json` in `directory`.
         directory: The directory of the logs; None, and no path: nothing is written.
+        is_new_run: Whether those of an earlier run are removed at once.
 
     Raises:
-        UsageError: If the file cannot be written there. Those of an earlier run are removed.
+        UsageError: If the file cannot be written there.
     """
 
     def __init__(self, path: Path | None, directory: Path | None, *, is_new_run: bool = True) -> None:
@@ -41,10 +42,14 @@ class ErrorFile:
             ) from error
 
     def clear(self) -> None:
-        """Removes what an earlier run has left."""
+        """Removes what an earlier run has left.
+
+        Raises:
+            OSError: If that cannot be removed, or there is no such directory.
+        """
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        elif self._directory is not None and self._directory.exists():
+        elif self._directory is not None:
             for file in self._directory.iterdir():
                 if _NAME.fullmatch(file.name):
                     file.unlink(missing_ok=True)  # another host may have the same directory

@@ -6,7 +6,6 @@ that are still named.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import warnings
@@ -55,7 +54,6 @@ def _guard(reader: int) -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    reader = fcntl.fcntl(reader, fcntl.F_DUPFD, 3)  # it is a standard one where the launcher had that closed
     null = os.open(os.devnull, os.O_RDWR)
     # A reader of the launcher's output must see its end when the launcher ends, not when this process does.
     for standard in (0, 1, 2):

@@ -26,7 +26,7 @@ class Preemption:
     came too late to end a `fit` ends the next one.
     """
 
-    _is_owed = False  # whether a signal has asked this process to end, and it has not begun to
+    _owed_since: float | None = None  # when a signal has asked this process to end, which has not begun to
 
     def __init__(self, agreement: Agreement, is_in_fit: Callable[[FrameType | None], bool] | None = None) -> None:
         """Hears nothing before `listen`.
@@ -46,7 +46,8 @@ class Preemption:
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
             self._previous = {number: _beneath(number, signal.signal(number, self._heed)) for number in _SIGNALS}
-            if Preemption._is_owed:
+            if Preemption._owed_since is not None:
+                self._told_at = Preemption._owed_since
                 self._told.set()
         if self._agreement.workers > 1:
             threading.Thread(target=self._hear_others, name="tfdist-preemption", daemon=True).start()
@@ -67,7 +68,7 @@ class Preemption:
 
     def leave(self) -> None:
         """To be called when the process begins to end, as it was asked to."""
-        Preemption._is_owed = False
+        Preemption._owed_since = None
         if self._agreement.workers == 1:
             self.stop_listening()
 
@@ -83,8 +84,7 @@ class Preemption:
             return
         now = time.monotonic()
         if not self._told.is_set():
-            self._told_at = now
-            Preemption._is_owed = True
+            self._told_at = Preemption._owed_since = now
             self._told.set()
         elif now > self._told_at + _ONE_NOTICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)

@@ -155,20 +155,21 @@ class Coordinator:
             self._finish(2, [f"error: There are fewer workers than the least number. {wrong} Correct one of them."])
             return
         self._waits_for = []
-        if sum(max(0, member.workers - self._left_out.get(member.rank, 0)) for member in self._roster.members) < (
-            least or 1
-        ):
+        if sum(map(self._share_of, self._roster.members)) < (least or 1):
             self._left_out = {}  # other hosts were here when it was decided
         self._round += 1
         first_rank = 0
         for member in self._roster.members:
-            member.share = max(0, member.workers - self._left_out.get(member.rank, 0))
+            member.share = self._share_of(member)
             member.first_rank, member.ports, member.outcome, member.suspects = first_rank, None, None, False
             first_rank += member.share
             if member.share:
                 self._send(member, {"type": "prepare", "round": self._round, "workers": member.share})
         if first_rank:
             self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
+
+    def _share_of(self, member: Member) -> int:
+        return max(0, member.workers - self._left_out.get(member.rank, 0))
 
     def _start_when_ready(self, now: float) -> None:
         members = [member for member in self._roster.members if member.share]
