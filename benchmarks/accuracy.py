@@ -1,8 +1,8 @@
-"""Measures what each compression of gradients does to learning: accuracy or loss after equal steps, against dense.
+"""Measures the effect of gradient compression on learning: accuracy or loss after equally many steps, against dense.
 
     python benchmarks/accuracy.py                              all methods, three seeds, both tasks
-    python benchmarks/accuracy.py --methods bf16 powersgd:4    some of them; dense always runs too
-    python benchmarks/accuracy.py --from-json                  draws and prints what was measured last
+    python benchmarks/accuracy.py --methods bf16 powersgd:4    these methods, and dense
+    python benchmarks/accuracy.py --from-json                  prints and draws the last results again
 
 The tasks are the digits network of `examples/digits.py` (held-out accuracy) and a small transformer on the sources of
 the standard library (held-out loss). Two replicas in one process train with every method from the same initial weights
@@ -58,17 +58,17 @@ _TEXT = {"vocabulary_size": 2000, "sequence": 64, "width": 64}
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned, and how well it has to be.
+    """A training task and its requirement.
 
     Attributes:
-      metric: what is measured on held-out data, `accuracy` or `loss`.
-      unit: of `worse_by` and `bar`.
-      bar: by how much a method may be worse than dense.
-      steps: how many batches are trained on.
-      batch_size: of both replicas together.
-      learning_rate: the highest; it rises for a twentieth of the steps, then falls to a tenth along a cosine.
-      build: makes the model, with logits as outputs.
-      data: from a seed and a number of examples to the examples to train on, in order, and the held-out ones.
+        metric: Measured on held-out data: `accuracy` or `loss`.
+        unit: Of `worse_by` and `bar`.
+        bar: How much worse than dense a method may be.
+        steps: Number of batches in a training.
+        batch_size: Over both replicas.
+        learning_rate: The peak; it rises for a twentieth of the steps, then falls along a cosine to a tenth.
+        build: Builds the model; its outputs are logits.
+        data: Given a seed and a number of examples, returns the training examples in order, and the held-out ones.
     """
 
     metric: str
@@ -81,13 +81,13 @@ class Task:
     data: Callable[[int, int], tuple[Arrays, Arrays]]
 
     def worse_by(self, dense: float, metric: float) -> float:
-        """By how much a method that reaches `metric` is worse than dense, in `unit`."""
+        """Returns how much worse than dense a method with `metric` is, in `unit`."""
         return 100 * (dense - metric if self.metric == "accuracy" else metric / dense - 1)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: the held-out metric after it, and what a replica sent for gradients, a step on average."""
+    """The result of a training: the held-out metric, and the mean gradient bytes per step and replica."""
 
     task: str
     method: str
@@ -97,7 +97,7 @@ class Run:
 
 
 def digits_data(seed: int, examples: int) -> tuple[Arrays, Arrays]:
-    """Returns the training images in so many random orders, one after the other, and the held-out ones."""
+    """Returns the training images, in a new random order for each pass, and the held-out images."""
     train, held_out = (
         tuple(part.numpy() for part in dataset.batch(len(dataset)).get_single_element())
         for dataset in digits_dataset.load("digits", None)
@@ -108,7 +108,7 @@ def digits_data(seed: int, examples: int) -> tuple[Arrays, Arrays]:
 
 
 def python_data(seed: int, examples: int) -> tuple[Arrays, Arrays]:
-    """Returns random windows of the training files, and even ones of the held-out files."""
+    """Returns random windows of the training files, and evenly spaced ones of the held-out files."""
     text, length = text_data.load(_TEXT["vocabulary_size"]), _TEXT["sequence"]
     even = np.linspace(0, len(text.held_out) - length - 1, 256, dtype=int)
     train = text_data.random_windows(text.train, seed=seed, count=examples, length=length)
@@ -140,7 +140,7 @@ TASKS = {
 
 
 def train(name: str, method: str, seed: int) -> Run:
-    """Trains a task's model on two replicas of this process, with the gradients compressed."""
+    """Trains a task's model with compressed gradients on two replicas of this process."""
     task = TASKS[name]
     batches, held_out = task.data(seed, task.steps * task.batch_size)
     strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression=METHODS[method])
@@ -161,7 +161,7 @@ def train(name: str, method: str, seed: int) -> Run:
 
 
 def train_all_methods(cores: Any, task: str, seed: int, methods: list[str]) -> list[Run]:
-    """Trains with one method after the other, on a core of its own. To be called in a fresh process."""
+    """Trains with one method after another on a separate core. Call this in a new process."""
     core = cores.get()
     try:
         os.sched_setaffinity(0, {core})
@@ -178,9 +178,9 @@ def train_all_methods(cores: Any, task: str, seed: int, methods: list[str]) -> l
 
 
 def measure(methods: list[str]) -> list[Run]:
-    """Trains everything, each task and seed in a process of its own, one for each core at a time."""
-    context = multiprocessing.get_context("spawn")  # TensorFlow does not survive a fork
-    jobs = [(task, seed) for task in reversed(TASKS) for seed in SEEDS]  # the long ones first
+    """Runs all trainings, each task and seed in a separate process, one per core at a time."""
+    context = multiprocessing.get_context("spawn")  # TensorFlow does not work after a fork
+    jobs = [(task, seed) for task in reversed(TASKS) for seed in SEEDS]  # long trainings first
     cores = sorted(os.sched_getaffinity(0))
     pool = ProcessPoolExecutor(len(cores), mp_context=context, max_tasks_per_child=1)
     with context.Manager() as manager, pool:
@@ -212,11 +212,11 @@ def summarize(runs: list[Run]) -> dict[str, Any]:
 
 
 def print_tables(summary: dict[str, Any]) -> None:
-    """Prints one table for each task; "worse by" is the mean over the seeds, and the worst of them."""
+    """Prints a table for each task; "worse" is the mean over the seeds and, in parentheses, the worst seed."""
     for name, task in summary.items():
         unit, dense_bytes = task["unit"], task["methods"][DENSE]["bytes_per_step"]
         print(f"\n{name}: {task['steps']} steps of {task['batch_size']}, means of {len(SEEDS)} seeds\n")
-        print(f"| method | kB a step | of dense | {task['metric']} | worse (worst seed) | bar {task['bar']} {unit} |")
+        print(f"| method | kB per step | of dense | {task['metric']} | worse (worst seed) | bar {task['bar']} {unit} |")
         print("|---|---|---|---|---|---|")
         for method, result in task["methods"].items():
             over = result["worse_by"] - task["bar"]
@@ -228,7 +228,7 @@ def print_tables(summary: dict[str, Any]) -> None:
 
 
 def draw(summary: dict[str, Any]) -> None:
-    """Draws each task's metric against the bytes a step."""
+    """Draws each task's metric against the bytes per step."""
     figure = Figure(figsize=(14, 6), layout="constrained")
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes, (name, task) in zip(figure.subplots(1, len(summary)), summary.items(), strict=True):
@@ -251,7 +251,7 @@ def _draw_points(axes: Any, task: dict[str, Any]) -> None:
             axes.plot(seed["bytes_per_step"], seed["metric"], ".", color=f"C{index}", markersize=4)
     if task["metric"] == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set(xscale="log", xlabel="bytes sent for gradients, a step and replica", ylabel=f"held-out {task['metric']}")
+    axes.set(xscale="log", xlabel="gradient bytes per step and replica", ylabel=f"held-out {task['metric']}")
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     axes.margins(x=0.12, y=0.1)
     axes.grid(alpha=0.3)
@@ -259,7 +259,7 @@ def _draw_points(axes: Any, task: dict[str, Any]) -> None:
 
 
 def _label_points(axes: Any, task: dict[str, Any], renderer: Any) -> None:
-    """Writes each method's name beside its point, at the nearest place where nothing stands yet."""
+    """Writes each method's name beside its point, at the nearest free position."""
     points = [(result["bytes_per_step"], result["metric"]) for result in task["methods"].values()]
     taken = [Bbox(axes.transData.transform([point, point]) + [[-5], [5]]) for point in points]
     taken.append(axes.get_legend().get_window_extent())
@@ -270,7 +270,7 @@ def _label_points(axes: Any, task: dict[str, Any], renderer: Any) -> None:
             style = {"color": f"C{index}", "va": "center", "ha": "left" if x > 0 else "right", "arrowprops": line}
             label = axes.annotate(name, point, (x, y), textcoords="offset points", **style)
             label.update_positions(renderer)
-            box = Text.get_window_extent(label)  # of the words; the annotation's own one includes the line
+            box = Text.get_window_extent(label)  # of the text; that of the annotation includes its line
             if not box.count_overlaps(taken) and all(axes.bbox.contains(*corner) for corner in (box.min, box.max)):
                 break
             label.remove()
@@ -278,17 +278,17 @@ def _label_points(axes: Any, task: dict[str, Any], renderer: Any) -> None:
 
 
 def main() -> int:
-    """Measures, or reads what was measured; prints the tables and draws."""
+    """Measures or reads earlier results; prints the tables and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--from-json", action="store_true", help="do not train; read accuracy.json")
+    parser.add_argument("--from-json", action="store_true", help="read accuracy.json instead of training")
     arguments = parser.parse_args()
     if arguments.from_json:
         summary = json.loads(_FILE.read_text())["tasks"]
     else:
         summary = summarize(measure([DENSE, *(method for method in arguments.methods if method != DENSE)]))
         versions = {name: version(name) for name in ("tensorflow", "keras", "numpy")}
-        versions["python"] = platform.python_version()  # whose sources are the text
+        versions["python"] = platform.python_version()  # its sources are the text
         _FILE.write_text(json.dumps({"versions": versions, "tasks": summary}, indent=1) + "\n")
     print_tables(summary)
     draw(summary)

@@ -1,4 +1,4 @@
-"""A page of the Chromium or Chrome that this machine has, headless."""
+"""Opens a page in a headless Chromium or Chrome of this machine."""
 
 import contextlib
 import shutil
@@ -11,18 +11,18 @@ _FLAGS = ("--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--hide-
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium or Chrome of this machine, or `None`."""
+    """Returns the path of a Chromium or Chrome of this machine, or `None`."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 @contextlib.contextmanager
 def browser_page(browser: str, *, width: int, height: int) -> Iterator[Page]:
-    """A page of a browser that is started for it, with a profile of its own, and ended after it.
+    """Starts a browser with a new profile, yields a page of it, and closes the browser.
 
     Args:
-      browser: path of a Chromium or Chrome.
-      width: of the window, in CSS pixels.
-      height: of the window.
+        browser: Path of a Chromium or Chrome.
+        width: Of the window, in CSS pixels.
+        height: Of the window.
     """
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=browser, args=list(_FLAGS), chromium_sandbox=False)

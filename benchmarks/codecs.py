@@ -2,12 +2,13 @@
 
     python benchmarks/codecs.py
 
-A gradient of four million values in a matrix is encoded and decoded by each method, with error feedback where that is
-the default; the methods take turns. GB/s are of uncompressed values (4 bytes). The last columns say what a gradient of
-a million values costs in all (encoding, decoding, remainder), and how long its payload and the dense gradient take to
-send at 1 Gbit/s. The table also goes to `benchmarks/results/codecs.json`.
+Each method encodes and decodes a gradient of four million values in a matrix, with error feedback where that is the
+default; the methods take turns. GB/s count uncompressed values of 4 bytes. The last columns give the compute time for a
+gradient of a million values (encoding, decoding, residual), the time to send its payload at 1 Gbit/s, and the sum
+relative to sending the dense gradient. The table is also written to `benchmarks/results/codecs.json`.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -29,7 +30,7 @@ _RESULTS = Path(__file__).parent / "results" / "codecs.json"
 
 
 class Timed:
-    """One method's functions of a gradient of one shape, and the seconds that they took."""
+    """Times the functions of a method for gradients of one shape."""
 
     def __init__(self, compressor: Compressor, shape: tuple[int, ...]) -> None:
         """Traces the functions and runs each once."""
@@ -42,7 +43,7 @@ class Timed:
         self.seconds: dict[str, list[float]] = {"encode": [], "decode": []}
 
     def measure(self) -> None:
-        """Runs each function once."""
+        """Runs and times each function once."""
         for name, function, arguments in (
             ("encode", self._encode, (self.gradient, self.state)),
             ("decode", self._decode, (self._payload,)),
@@ -58,6 +59,7 @@ class Timed:
 
 def main() -> int:
     """Measures all methods, prints the table and writes it."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)

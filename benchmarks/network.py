@@ -2,11 +2,11 @@
 
     python benchmarks/network.py --torch-python /path/to/another/venv/bin/python
 
-Two workers, each on a core and in a network namespace of its own, train a CNN, an MLP of 10 M parameters and a small
-transformer over a link of 1 Gbit/s, 100 Mbit/s, 10 Mbit/s and an unshaped one: without any exchange (the floor), with
-stock `tf.distribute`, with every method of tfdist, and with PyTorch's DistributedDataParallel on gloo. All variants
-take turns, so that all see the same machine. Needs root on Linux, `ip` and `tc`. Writes `network.json` and
-`network.png` into `benchmarks/results`; `--from-json` draws them again.
+Two workers, each on its own core and in its own network namespace, train a CNN, an MLP of 10 M parameters and a small
+transformer over links of 1 Gbit/s, 100 Mbit/s and 10 Mbit/s and an unshaped link: without gradient exchange (floor),
+with stock `tf.distribute`, with every method of tfdist, and with PyTorch's DistributedDataParallel on gloo. The
+variants take turns, so that all run under the same conditions. Needs root on Linux, `ip` and `tc`. Writes
+`network.json` and `network.png` to `benchmarks/results`; `--from-json` draws them again.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from network_run import report, schedule, variants
-from network_run.coordinator import Workers
+from network_run import result_tables, schedule, variants
 from network_run.links import Network
+from network_run.worker_processes import WorkerProcesses
 
 _RESULTS = Path(__file__).parent / "results"
 _WORKLOADS = ("cnn", "mlp", "text")
 
 
 def main() -> int:
-    """Measures, writes and prints."""
+    """Measures, writes the results and prints the tables."""
     arguments = _arguments()
     if arguments.from_json:
         path = arguments.from_json
@@ -44,7 +44,7 @@ def main() -> int:
             raise SystemExit(str(error)) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    print(report.markdown(results))
+    print(result_tables.markdown(results))
     if not arguments.no_plot:
         from network_run import plot
 
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures what `arguments` ask for; removes the network on any way out."""
+    """Runs the measurements that `arguments` select; always removes the network at the end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     chosen = [variants.BY_NAME[name] for name in arguments.variants]
     pythons = {variants.TENSORFLOW: sys.executable}
@@ -69,23 +69,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     started = time.monotonic()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(f"[{time.monotonic() - started:6.0f} s] {line}", file=sys.stderr, flush=True)
 
     for workload in arguments.workloads:
-        say(workload)
+        log(workload)
         with Network(arguments.workers) as network, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             groups, sizes = {}, {}
             for framework, python in pythons.items():
-                workers = stack.enter_context(Workers(framework, python, network, workload, Path(folder)))
+                workers = stack.enter_context(WorkerProcesses(framework, python, network, workload, Path(folder)))
                 names = [variant.name for variant in chosen if variant.framework == framework]
-                made = workers.ask("make", names=names)[0]
+                made = workers.call("make", names=names)[0]
                 groups[framework], sizes[framework] = workers, made["sizes"]
                 results["versions"] |= made["versions"]
             _refuse_different(workload, sizes)
-            schedule.warm_up(groups, chosen, say)
+            schedule.warm_up(groups, chosen, log)
             parameters = sum(sizes[variants.TENSORFLOW])
-            links = schedule.measure(groups, network, chosen, arguments.links, plan, say)
+            links = schedule.measure(groups, network, chosen, arguments.links, plan, log)
             results["workloads"][workload] = {"parameters": parameters, "links": links}
     results["seconds"] = round(time.monotonic() - started)
     return results
@@ -95,7 +95,7 @@ def _refuse_different(workload: str, sizes: dict[str, list[int]]) -> None:
     if len({tuple(of_framework) for of_framework in sizes.values()}) > 1:
         raise RuntimeError(
             f"The frameworks' models of {workload!r} differ. Received: variables of sizes {sizes}. Expected: equal "
-            "ones. Change benchmarks/network_run/torch_models.py as benchmarks/workloads.py was changed."
+            "sizes. Make benchmarks/network_run/torch_models.py match benchmarks/workloads.py."
         )
 
 
@@ -104,9 +104,9 @@ def _torch_python(chosen: str | None) -> str:
         return chosen
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(
-            "PyTorch is needed to compare with. Received: an interpreter without it. Expected: one that imports torch. "
-            "Install it (`pip install tfdist[benchmark]`), name another interpreter with --torch-python, or leave its "
-            "variants out with --variants."
+            "The comparison needs PyTorch. Received: an interpreter without it. Expected: one that can import torch. "
+            "Install it (`pip install tfdist[benchmark]`), choose another interpreter with --torch-python, or select "
+            "other variants with --variants."
         )
     return sys.executable
 
@@ -123,17 +123,19 @@ def _machine() -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workers", type=int, choices=(2, 3, 4), default=2, help="more than cores share them")
-    parser.add_argument("--workloads", nargs="+", choices=_WORKLOADS, help="default: all; for 3 and 4 workers the MLP")
+    parser.add_argument("--workers", type=int, choices=(2, 3, 4), default=2, help="more workers than cores share them")
+    parser.add_argument("--workloads", nargs="+", choices=_WORKLOADS, help="default: all; with 3 or 4 workers the MLP")
     parser.add_argument("--links", nargs="+", choices=tuple(variants.LINKS), help="default: all")
-    parser.add_argument("--variants", nargs="+", choices=tuple(variants.BY_NAME), help="default: all; for 3 and 4 few")
+    parser.add_argument(
+        "--variants", nargs="+", choices=tuple(variants.BY_NAME), help="default: all; with 3 or 4 workers a few"
+    )
     parser.add_argument("--rounds", type=int, help="turns of each variant on each link; default: 3")
-    parser.add_argument("--turn-seconds", type=float, help="how long a turn of fast steps takes; default: 1.2")
-    parser.add_argument("--quick", action="store_true", help="one short round, not at 10 Mbit/s")
+    parser.add_argument("--turn-seconds", type=float, help="seconds of a turn with fast steps; default: 1.2")
+    parser.add_argument("--quick", action="store_true", help="one short round, without 10 Mbit/s")
     parser.add_argument("--torch-python", help="an interpreter with PyTorch; default: this one")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/network.json")
-    parser.add_argument("--from-json", type=Path, help="print and draw an earlier run again")
-    parser.add_argument("--no-plot", action="store_true", help="needs no matplotlib then")
+    parser.add_argument("--from-json", type=Path, help="print and draw earlier results")
+    parser.add_argument("--no-plot", action="store_true", help="draw nothing; matplotlib is not needed")
     arguments = parser.parse_args()
     many, quick = arguments.workers > 2, arguments.quick
     arguments.workloads = arguments.workloads or (["mlp"] if many else list(_WORKLOADS))
@@ -144,7 +146,7 @@ def _arguments() -> argparse.Namespace:
     file = f"network_{arguments.workers}_workers.json" if many else "network.json"
     arguments.output = arguments.output or _RESULTS / file
     if arguments.rounds < 1:
-        parser.error(f"--rounds is not a number of rounds. Received: {arguments.rounds}. Expected: 1 or more.")
+        parser.error(f"Invalid --rounds. Received: {arguments.rounds}. Expected: an integer of at least 1.")
     return arguments
 
 

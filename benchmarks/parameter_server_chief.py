@@ -1,4 +1,4 @@
-"""The chief of one cluster of `parameter_server.py`, which does what it is told on its standard input."""
+"""The chief of a cluster of `parameter_server_throughput.py`; runs the methods that its standard input names."""
 
 import json
 import sys
@@ -7,32 +7,32 @@ from typing import Any
 
 BATCH = 32
 WORKERS = 3
-# Units of the hidden layers, and steps of a block: of pushes, and of rounds.
+# Units of the hidden layers; steps of a block with pushes, and with rounds.
 MODELS = {"small": ([64], 300, 100), "large": ([1024, 512], 150, 50)}
 ROUNDS = ("synchronous", "backup worker")
 _ACCURACY_STEPS = 1350  # batches of all workers: 30 times the training images
 
 
 def sleeping_batches(images: Any, labels: Any) -> Any:
-    """Batches for ever; a worker whose directory holds a file `sleep` of microseconds sleeps before each."""
+    """Batches, repeated indefinitely; a worker sleeps before each for the microseconds in the file `sleep`."""
     import tensorflow as tf
 
     def slept(*batch: Any) -> Any:
         dataset = tf.data.Dataset.from_tensors(batch)
         types, shapes = [x.dtype for x in batch], [x.shape for x in batch]
-        # Of a name that is not constant, else TensorFlow would read the file once and take that for constant, too.
+        # The name is not constant; otherwise TensorFlow would read the file once and treat its content as constant.
         nothing = tf.strings.substr(tf.strings.as_string(batch[1][0]), 0, 0)
         sleep = tf.strings.to_number(tf.io.read_file("sleep" + nothing), tf.int64)
         variant = tf.raw_ops.SleepDataset(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            sleep_microseconds=sleep // 2,  # it sleeps before the batch, and before it tells that there is no other one
+            sleep_microseconds=sleep // 2,  # it sleeps before the batch and before the end of the dataset
             output_types=types,
             output_shapes=shapes,
         )
         return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
     data = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(images)).repeat()
-    # Nothing is made ahead: what a worker had made before it became slow would hide that it is.
+    # No prefetch: batches that a worker made before it became slow would hide that it is slow.
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.autotune.enabled = False
@@ -40,7 +40,7 @@ def sleeping_batches(images: Any, labels: Any) -> Any:
 
 
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Images and labels to train with, and every fifth to test with."""
+    """Returns images and labels for training, and every fifth for testing."""
     import numpy as np
     from sklearn.datasets import load_digits
 
@@ -77,7 +77,7 @@ class Chief:
         self.models = {name: self._model(layers, 0) for name, (layers, *_) in MODELS.items()}
 
     def rate(self, model: str, steps: int) -> float:
-        """Updates a second of `model.fit`: from the beginning of its epoch until all updates are made."""
+        """Returns the updates per second of `model.fit`, from the start of its epoch to the last update."""
         begin: list[float] = []
         end: list[float] = []
         clock = self.keras.callbacks.LambdaCallback(
@@ -92,7 +92,7 @@ class Chief:
         return steps / (end[0] - begin[0])
 
     def accuracy(self, seed: int) -> float:
-        """Of a new model on held-out images, after equally many samples in all variants."""
+        """Returns the held-out accuracy of a new model after as many samples as in the other variants."""
         import numpy as np
 
         model = self._model(MODELS["small"][0], seed)
@@ -111,7 +111,7 @@ class Chief:
         model.fit(self.data, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=callbacks)
 
     def _data(self) -> Any:
-        # Of its own for each worker, as it comes from the worker's own shuffle.
+        # Different on each worker, as each shuffles itself.
         if self.keras.__name__ == "tf_keras":
             return self.keras.utils.experimental.DatasetCreator(lambda _: sleeping_batches(*self.train))
         return self.strategy.distribute_datasets_from_function(lambda _: sleeping_batches(*self.train))
@@ -122,13 +122,13 @@ class Chief:
             hidden = [self.keras.layers.Dense(units, activation="relu") for units in layers]
             model = self.keras.Sequential([self.keras.Input((64,)), *hidden, self.keras.layers.Dense(10)])
             loss = self.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            rate = 1e-3 * (WORKERS if self.rounds else 1)  # as large as the batch of an update
+            rate = 1e-3 * (WORKERS if self.rounds else 1)  # proportional to the batch of an update
             model.compile(self.keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
         return model
 
 
-def obey(variant: str) -> None:
-    """A chief's process: a JSON list of a method and its arguments a line, its result a line."""
+def serve(variant: str) -> None:
+    """Runs the chief: reads lines of JSON lists (method, arguments), writes a line with each result."""
     answers, sys.stdout = sys.stdout, sys.stderr
     chief = Chief(variant)
     print("ready", file=answers, flush=True)
@@ -138,4 +138,4 @@ def obey(variant: str) -> None:
 
 
 if __name__ == "__main__":
-    obey(sys.argv[1])
+    serve(sys.argv[1])

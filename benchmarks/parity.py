@@ -1,10 +1,10 @@
-"""Prints how far N replicas are from one process on the concatenated batch, case by case.
+"""Compares N replicas with one process on the concatenated batch, case by case.
 
     make parity
 
 Every case of `tests/parity` runs on two replicas of one process, on two workers, and on two workers of two devices
-each. A number is the largest difference of any weight, log, evaluation or prediction, relative where a value is
-larger than 1. The table also goes to `benchmarks/results/parity.json`.
+each. A number is the largest difference of any weight, log, evaluation or prediction, relative for values larger than
+1. The table is also written to `benchmarks/results/parity.json`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _RESULTS = Path(__file__).parent / "results" / "parity.json"
 def main() -> int:
     """Runs the cases, prints the table, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names of cases; all if none is given")
+    parser.add_argument("cases", nargs="*", help="names of cases (default: all)")
     names = parser.parse_args().cases
     table: dict[str, dict[str, str]] = {}
     largest = 0.0

@@ -1,4 +1,4 @@
-"""Takes the picture of TensorBoard for the documentation: a training that loses workers, as `TrainingMonitor` saw it.
+"""Takes the picture of TensorBoard for the documentation: the curves of a training that loses workers.
 
     python benchmarks/screenshot.py                writes docs/images/tensorboard.png
     python benchmarks/screenshot.py --logs run/logs --output picture.png
@@ -21,12 +21,12 @@ from benchmarks.tensorboard_page import open_charts, serving  # noqa: E402
 
 _TRAINING = "run --workers 2 --min-workers 1 --max-restarts 3"
 _KILLS = "--epochs=18 --kill_at_steps=90,180,290"
-_TAGS = "tfdist/(?!de|repl)"  # nine of them, three in a row
+_TAGS = "tfdist/(?!de|repl)"  # nine charts, three in a row
 _WIDTH, _HEIGHT = 1500, 1150
 
 
 def take(logs: Path, output: Path, browser: str) -> None:
-    """Writes the picture of what `logs` holds."""
+    """Writes a picture of the charts of `logs`."""
     with serving(logs) as server:
         server.wait_for({"tfdist/step_ms"})
         with browser_page(browser, width=_WIDTH, height=_HEIGHT) as page:
@@ -36,9 +36,9 @@ def take(logs: Path, output: Path, browser: str) -> None:
 
 
 def main() -> int:
-    """Trains where no logs are given, and takes the picture."""
+    """Trains if no logs are given, and takes the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, help="of a training that was made already")
+    parser.add_argument("--logs", type=Path, help="logs of an earlier training")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "tensorboard.png")
     options = parser.parse_args()
     browser = find_browser()

@@ -1,12 +1,13 @@
-"""Prints what stock Keras 3 does under `tf.distribute`, and what it does under tfdist, program by program.
+"""Compares stock Keras 3 under `tf.distribute` with Keras under tfdist, program by program.
 
     python benchmarks/stock.py
 
 Every program of `tests/stock` runs twice, with one import changed, on two CPU replicas or two workers, and is compared
-with one process that sees the whole batch. A number is the largest difference of any weight or log, relative where a
-value is larger than 1. The table also goes to `benchmarks/results/stock.json`.
+with one process on the complete batch. A number is the largest difference of any weight or log, relative for values
+larger than 1. The table is also written to `benchmarks/results/stock.json`.
 """
 
+import argparse
 import json
 import sys
 from importlib.metadata import version
@@ -21,6 +22,7 @@ _RESULTS = Path(__file__).parent / "results" / "stock.json"
 
 def main() -> int:
     """Runs all programs, prints the table and writes it."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     results = run_rows()
     table = []
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""TensorBoard's server on a free port of this host, and its page with the charts of some tags."""
+"""Runs TensorBoard on a free port of this host, and opens its page with the charts of some tags."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from playwright.sync_api import Page
 
 _ADDRESS = re.compile(r"at (http://[0-9.]+:[0-9]+)/")
-# As a user would set them by hand; kept in the browser.
+# The settings that a user makes on the page; the browser stores them.
 _SETTINGS = {
     "timeSeriesSettingsPaneOpened": False,
     "stepSelectorEnabled": False,
@@ -32,22 +32,22 @@ _ALL_DRAWN = f"""() => {{
 
 
 class Server:
-    """A server that has been started.
+    """A TensorBoard process.
 
     Args:
-      process: of the server.
-      output: its log.
+        process: Of the server.
+        output: Its log.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", output: Path) -> None:
         self._process, self._output = process, output
 
     def address(self, seconds: float = 120.0) -> str:
-        """Waits until it answers, and returns where."""
+        """Waits until the server answers, and returns its address."""
         return self._until(lambda: (found := _ADDRESS.search(self._output.read_text())) and found[1], seconds)
 
     def wait_for(self, tags: set[str], seconds: float = 120.0) -> None:
-        """Waits until it has read all of `tags`, whatever their runs."""
+        """Waits until the server has read all of `tags`, in any run."""
         address = self.address(seconds)
 
         def has_all() -> bool:
@@ -60,14 +60,16 @@ class Server:
         end = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > end or self._process.poll() is not None:
-                raise RuntimeError(f"TensorBoard does not serve:\n{self._output.read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"TensorBoard ended or did not serve the data in time:\n{self._output.read_text()[-2000:]}"
+                )
             time.sleep(0.1)
         return value
 
 
 @contextlib.contextmanager
 def serving(log_dir: Path) -> Iterator[Server]:
-    """Starts a server, which need not be up yet, and ends it afterwards."""
+    """Starts a server without waiting for it, and ends it afterwards."""
     with contextlib.ExitStack() as undo:
         output = Path(undo.enter_context(tempfile.TemporaryDirectory()), "output")
         command = "--port=0 --host=127.0.0.1 --load_fast=false --reload_interval=1".split()
@@ -78,28 +80,28 @@ def serving(log_dir: Path) -> Iterator[Server]:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
         undo.callback(process.wait)
-        undo.callback(process.kill)  # on SIGTERM it takes its time
+        undo.callback(process.kill)  # SIGTERM would take long
         yield Server(process, output)
 
 
 def open_charts(page: Page, address: str, tags: str) -> None:
-    """Opens the time series, and waits until a chart is drawn for each tag that is shown.
+    """Opens the time series and waits until the charts of all matching tags are drawn.
 
     Args:
-      page: where to; charts outside of its window are not drawn.
-      address: of the server.
-      tags: a regular expression for the tags, as a user would type it.
+        page: Opens the charts; those outside of its window are not drawn.
+        address: Of the server.
+        tags: A regular expression for the tags, as in the page's filter.
     """
     settings = json.dumps(json.dumps(_SETTINGS))
     url = f"{address}/?tagFilter={urllib.parse.quote(tags, safe='')}#timeseries"
     page.add_init_script(f"localStorage.setItem('_tb_global_settings', {settings})")
-    page.goto("about:blank")  # else another tag of the same page would only be another part of it
+    page.goto("about:blank")  # otherwise a new filter would not reload the page
     page.goto(url)
     page.wait_for_function(_ALL_DRAWN)
 
 
 def shown_tags(page: Page) -> list[str]:
-    """The tags of the charts that a page shows."""
+    """Returns the tags of the charts on a page."""
     return [str(tag.get_attribute("title")) for tag in page.locator(_TAGS).all()]
 
 

@@ -1,4 +1,4 @@
-"""Real text that is everywhere: Python's own standard library, as numbered pieces of words."""
+"""A text that every machine has: the sources of Python's standard library, as numbers of word pieces."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ import numpy as np
 
 UNKNOWN = 0
 HELD_OUT_EVERY = 10
-# A line's end with the indentation that follows, a part of an identifier (`snake`, `Camel`, `HTTP`), or one character.
+# A line end with the next line's indentation, a part of an identifier (`snake`, `Camel`, `HTTP`), or a character.
 _PIECE = re.compile(r"\n *|[A-Z]?[a-z]+|[A-Z]+|\S")
 
 
@@ -20,9 +20,9 @@ class Text:
     """A tokenised text.
 
     Attributes:
-      train: int32 `[tokens]`, the numbers of the pieces, `UNKNOWN` for one that is not in the vocabulary.
-      held_out: int32 `[tokens]`, those of whole files that are not in `train`.
-      vocabulary: the pieces by number; the most frequent ones of the training files, most frequent first.
+        train: int32 `[tokens]`, the numbers of the pieces; `UNKNOWN` for a piece outside of the vocabulary.
+        held_out: int32 `[tokens]`, from files that are not in `train`.
+        vocabulary: The pieces by number: the most frequent ones of the training files, in descending order.
     """
 
     train: np.ndarray
@@ -34,14 +34,14 @@ class Text:
 def load(vocabulary_size: int = 8000, characters: int = 4_000_000) -> Text:
     """Reads the top-level modules of the standard library, by name, and numbers their pieces.
 
-    The same Python version gives the same text. Every tenth file is held out.
+    A Python version always gives the same text. Every tenth file is held out.
 
     Args:
-      vocabulary_size: how many numbers there are, `UNKNOWN` included.
-      characters: where to cut the text, all files together.
+        vocabulary_size: Number of pieces, including `UNKNOWN`.
+        characters: Length of the text over all files.
 
     Raises:
-      RuntimeError: there are fewer characters of source files.
+        RuntimeError: The source files have fewer characters.
     """
     train, held_out = _pieces(characters)
     frequent = Counter(train).most_common(vocabulary_size - 1)
@@ -54,15 +54,15 @@ def load(vocabulary_size: int = 8000, characters: int = 4_000_000) -> Text:
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts windows out of a text, for predicting each next token.
+    """Cuts windows out of a text, for predicting the next tokens.
 
     Args:
-      tokens: int `[tokens]`.
-      starts: int `[windows]`, where each begins; at most `len(tokens) - length - 1`.
-      length: of a window.
+        tokens: Int `[tokens]`.
+        starts: int `[windows]`, the first token of each; at most `len(tokens) - length - 1`.
+        length: Tokens in a window.
 
     Returns:
-      The inputs and, one token further, the labels; both `[windows, length]`.
+        The inputs, and the labels, which are one token further; both `[windows, length]`.
 
     >>> inputs, labels = windows(np.arange(10), np.array([0, 4]), 3)
     >>> inputs.tolist(), labels.tolist()
@@ -73,13 +73,13 @@ def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.nda
 
 
 def random_windows(tokens: np.ndarray, *, seed: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts `count` windows at random places, the same ones for the same seed."""
+    """Cuts `count` windows at random positions, which depend on the seed only."""
     starts = np.random.default_rng(seed).integers(len(tokens) - length, size=count)
     return windows(tokens, starts, length)
 
 
 def _pieces(characters: int) -> tuple[list[str], list[str]]:
-    """The pieces of the training and of the held-out files."""
+    """Returns the pieces of the training files and of the held-out files."""
     directory, left = Path(os.__file__).parent, characters
     parts: tuple[list[str], list[str]] = ([], [])
     for index, file in enumerate(sorted(directory.glob("*.py"))):
@@ -90,6 +90,6 @@ def _pieces(characters: int) -> tuple[list[str], list[str]]:
         raise RuntimeError(
             f"The standard library's sources are too short. Received: {characters - left:,} characters in *.py files "
             f"of {directory}. Expected: at least {characters:,}. Use a Python that is installed with its sources, or "
-            "ask for fewer characters."
+            "fewer characters."
         )
     return parts

@@ -1,6 +1,6 @@
-"""The three models that the benchmarks train, with their data: a CNN, an MLP of 10 M parameters, a text transformer.
+"""The models and data of the benchmarks: a CNN, an MLP of 10 M parameters, a text transformer.
 
-All layers have exact twins in PyTorch. The loss is always the mean of
+All layers have exact equivalents in PyTorch. The loss is always the mean of
 `SparseCategoricalCrossentropy(from_logits=True)` over all predictions.
 """
 
@@ -24,10 +24,10 @@ class Workload:
     """A model and its batches.
 
     Attributes:
-      name: its key in `WORKLOADS`.
-      batch_size: of one worker.
-      build: makes the model, not compiled, whose outputs are logits.
-      batch: from an index to that batch's inputs and integer labels, always the same ones.
+        name: Key in `WORKLOADS`.
+        batch_size: Of one worker.
+        build: Builds the model without compiling it; its outputs are logits.
+        batch: Given an index, returns the inputs and integer labels of that batch, always the same.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Workload:
 
 
 class PositionEmbedding(keras.layers.Layer):
-    """Adds a learned vector for each place of a sequence."""
+    """Adds a learned vector for each position of a sequence."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Makes the vectors, `[sequence, width]`."""
+        """Creates the vectors, `[sequence, width]`."""
         self.positions = self.add_weight(shape=input_shape[1:], initializer="normal", name="positions")
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
@@ -72,14 +72,14 @@ def build_transformer(
     blocks: int = 2,
     heads: int = 4,
 ) -> keras.Model:
-    """Builds a decoder-only transformer with normalisation first, after GPT-2 (Radford et al. 2019).
+    """Builds a decoder-only transformer with pre-normalization, after GPT-2 (Radford et al. 2019).
 
     Args:
-      vocabulary_size: how many tokens there are; the output layer is not tied to the embedding.
-      sequence: the length of the inputs.
-      width: of the residual stream; the dense layers between are four times as wide.
-      blocks: how often attention and dense layers follow each other.
-      heads: of each attention.
+        vocabulary_size: Number of tokens; the output layer is not tied to the embedding.
+        sequence: Length of the inputs.
+        width: Of the residual stream; the dense layers inside a block are four times as wide.
+        blocks: Number of blocks of attention and dense layers.
+        heads: Attention heads per block.
     """
     tokens = keras.Input((sequence,), dtype="int32")
     x = keras.layers.Embedding(vocabulary_size, width)(tokens)
@@ -95,15 +95,15 @@ def build_transformer(
 
 
 def class_batch(index: int, *, shape: tuple[int, ...], batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws examples around one prototype for each class, with so much noise that they have to be learned.
+    """Draws examples around a prototype of each class, with noise.
 
     Args:
-      index: which batch; also the seed.
-      shape: of one example.
-      batch_size: how many.
+        index: Number of the batch, also the seed.
+        shape: Of an example.
+        batch_size: Number of examples.
 
     Returns:
-      float32 `[batch_size, *shape]` and int32 `[batch_size]`.
+        float32 `[batch_size, *shape]` and int32 `[batch_size]`.
     """
     random = np.random.default_rng((1, index))
     labels = random.integers(CLASSES, size=batch_size, dtype=np.int32)
@@ -112,14 +112,14 @@ def class_batch(index: int, *, shape: tuple[int, ...], batch_size: int) -> tuple
 
 
 def text_batch(index: int, *, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws windows of the standard library's sources, and the same ones shifted by one token; int32 both."""
+    """Draws windows of the standard library's sources, and the same windows shifted by one token, both int32."""
     train = text_data.load(VOCABULARY_SIZE).train
     return text_data.random_windows(train, seed=index, count=batch_size, length=SEQUENCE)
 
 
 @functools.lru_cache
 def _prototypes(shape: tuple[int, ...]) -> np.ndarray:
-    """One example for each class: normal values, for images in squares of 4x4 pixels, which convolutions can see."""
+    """A prototype of each class: normal values; for images in squares of 4x4 pixels, which convolutions can detect."""
     random = np.random.default_rng(0)
     if len(shape) == 1:
         return random.standard_normal((CLASSES, *shape), dtype=np.float32)

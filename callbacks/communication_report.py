@@ -1,47 +1,47 @@
-"""What the exchange of gradients costs: bytes and, on request, seconds of an update, in the logs and as a table."""
+"""CommunicationReport: bytes and durations of the gradient exchange, in the logs and as a table."""
 
 import sys
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfdist.callbacks.log_writers import warn_of_earlier_writers
-from tfdist.callbacks.other_strategies import check_early, described, replacement_of
-from tfdist.callbacks.tables import aligned, unit_of
-from tfdist.callbacks.timing import begin_timing, end_timing
-from tfdist.collectives import Durations, TrafficCount
-from tfdist.collectives.traffic import GRADIENTS
+from tfdist.callbacks.exchange_timing_callback import ExchangeTimingCallback
+from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
+from tfdist.collectives import CommunicationStats, ExchangeDurations
+from tfdist.collectives.byte_counters import GRADIENTS
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.training.strategy_protocol import training_strategy
+from tfdist.utils.argument_checks import check_whole_number
+from tfdist.utils.formatting import byte_unit, table_with_total
 
 
-class CommunicationReport(keras.callbacks.Callback):
-    """Adds to the logs what an update of the optimizer has sent, and prints a table of it when training ends.
+class CommunicationReport(ExchangeTimingCallback):
+    """Adds the costs of the gradient exchange to the logs, and prints a table when training ends.
 
-    The logs gain, as averages over the updates since the last report (so by update, not by micro-step, where gradients
-    are accumulated):
+    The logs gain these averages over the updates of the optimizer since the last report. With gradient accumulation
+    they are per update, not per micro-step:
 
-    - `dense_bytes`: what this worker's first replica would have sent of gradients without compression;
-    - `wire_bytes`: what it has sent;
-    - `compression_ratio`: the first divided by the second; 1 where nothing was sent;
+    - `dense_bytes`: bytes of gradients that this worker's first replica would have sent without compression;
+    - `wire_bytes`: bytes that it has sent;
+    - `compression_ratio`: the first divided by the second; 1 if nothing was sent;
     - with `timing`, `encode_seconds`, `exchange_seconds` and `decode_seconds`.
 
-    Where no update was made since the last report, the last numbers stand. The table has a row for each method of
-    compression; variables too small for a method travel along with it uncompressed, and count with it. Where a worker
-    has several devices and there are other workers, only what travels between workers counts. Metrics, batch
-    statistics and sample counts, which travel too, are not counted.
+    Without an update since the last report, the previous numbers are repeated. The table has a row for each compression
+    method. Variables too small for a method are sent with its payload uncompressed, and count in its row. If a worker
+    has several devices and there are other workers, only the bytes sent between workers count. Metrics, batch
+    statistics and sample counts are sent too, but not counted.
 
-    Put it before the callbacks that write logs (`CSVLogger`, `TensorBoard`): callbacks are called in the order of the
-    list, and share the logs. `History` and the progress bar, which Keras puts last, need nothing.
+    Put this callback before the callbacks that write logs (`CSVLogger`, `TensorBoard`): Keras calls callbacks in the
+    order of the list, and they share the logs. `History` and the progress bar always come last.
 
-    Times are taken in the graph, on this worker's first replica: from the gradients of a bucket being there until
-    its first collective can start, and between collectives (encode); within collectives, waiting for slower workers
-    included (exchange); from the last result to the sums (decode). Buckets overlap each other and the computation,
-    and their times are added up, so that these seconds may exceed those of a step. Where all cores are busy, waiting
-    for one counts too, and a reading of the clock may come some milliseconds late. What a method remembers
-    (residuals) is not timed. The clock is read twice a collective and twice a bucket, each time by a call of Python;
-    the training step is traced anew when training begins and when it ends. Without `timing` nothing is added.
+    Durations are measured in the graph, on this worker's first replica. Encode: from the gradients of a bucket to the
+    start of its first collective, and between collectives. Exchange: in collectives, including waiting for slower
+    workers. Decode: from the last result to the sums. Buckets overlap each other and the computation, and their
+    durations are summed, so that they may exceed the duration of a step. If all cores are busy, waiting for a core
+    counts, and clock readings may be some milliseconds late. Updating residuals is not measured. The clock is read
+    twice per collective and twice per bucket, each time by a call of Python. The training step is traced again when
+    training begins and when it ends. Without `timing` nothing is added to the step.
 
     >>> import keras, numpy as np
     >>> from tfdist.callbacks import CommunicationReport
@@ -62,136 +62,142 @@ class CommunicationReport(keras.callbacks.Callback):
     [32896.0]
     """
 
-    def __init__(self, *, timing: bool = False, print_table: bool = True, update_freq: str = "epoch") -> None:
-        """Describes the report.
+    def __init__(self, *, timing: bool = False, print_table: bool = True, every_steps: int | None = None) -> None:
+        """Creates the callback.
 
         Args:
-          timing: whether seconds are taken too.
-          print_table: whether the chief prints `table()` when training ends.
-          update_freq: "epoch", or "batch" for reports after every batch too (of `steps_per_execution` steps), which
-            then hold what came since the batch before.
+            timing: Whether to measure durations, too.
+            print_table: Whether the chief prints `table()` when training ends.
+            every_steps: Also reports after this many training steps (micro-steps, with gradient accumulation), in the
+                logs of that batch; averages are then over the updates since the previous such report. None: only at the
+                end of each epoch.
 
         Raises:
-          ValueError: `update_freq` is not what is expected.
+            ValueError: If `every_steps` is neither None nor a whole number of at least 1.
         """
         super().__init__()
-        if update_freq not in ("epoch", "batch"):
-            raise ValueError(
-                f"`update_freq` is not a frequency of reports. Received: update_freq={update_freq!r}. "
-                "Expected: 'epoch' or 'batch'."
-            )
-        self.takes_times, self._print_table, self._by_batch = timing, print_table, update_freq == "batch"
-        # Keras may then call the batches' ends from another thread, in which this callback does nothing.
-        self.async_safe = not self._by_batch
-        self._began = self._epoch_reported = self._batch_reported = _Reading()
-        self._training: _Reading | None = None
+        if every_steps is not None:
+            check_whole_number("every_steps", every_steps, at_least=1, example=10)
+        self.timing, self._print_table, self._every = timing, print_table, every_steps
+        # Lets Keras call `on_train_batch_end` from another thread. Without `every_steps` it does nothing.
+        self.async_safe = every_steps is None
+        self._step = self._first_batch = 0
+        self._at_begin = self._at_epoch_end = self._at_step = _Reading()
+        self._of_training: _Reading | None = None
         self._last_logs = _Reading().logs(timing)
-        check_early()
+        reject_unsupported_strategies()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
-        _refuse_others(strategy)
-        warn_of_earlier_writers(self)
-        if self.takes_times:
-            begin_timing(self)
-        self._began = self._epoch_reported = self._batch_reported = _Reading.of(strategy)
-        self._training = None
-        self._last_logs = _Reading().logs(self.takes_times)
+        _check_strategy(strategy)
+        self.warn_of_earlier_log_writers()
+        self.begin_timing()
+        self._step = 0
+        self._at_begin = self._at_epoch_end = self._at_step = _Reading.of(strategy)
+        self._of_training = None
+        self._last_logs = _Reading().logs(self.timing)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._first_batch = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._by_batch:
+        if self._every is None:
+            return
+        before, self._step = self._step, self._step + batch + 1 - self._first_batch
+        if self._step // self._every != before // self._every:
             reading = _Reading.of(self.model.distribute_strategy)
-            self._report(reading.since(self._batch_reported), logs)
-            self._batch_reported = reading
+            self._report(reading.since(self._at_step), logs)
+            self._at_step = reading
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         reading = _Reading.of(self.model.distribute_strategy)
-        self._report(reading.since(self._epoch_reported), logs)
-        self._epoch_reported = reading
+        self._report(reading.since(self._at_epoch_end), logs)
+        self._at_epoch_end = reading
 
     def on_train_end(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
-        self._training = _Reading.of(strategy).since(self._began)
-        if self.takes_times:
-            end_timing(self)
-        if self._print_table and getattr(strategy, "rank", 0) == 0:
+        self._of_training = _Reading.of(strategy).since(self._at_begin)
+        self.end_timing()
+        if self._print_table and training_strategy(strategy).rank == 0:
             sys.stdout.write(self.table() + "\n")
 
     def get_state(self) -> dict[str, Any]:
-        """What was counted since the training, the epoch and the last report began, for `FailureRecovery`."""
+        """Returns the counts since training, the epoch and the last report began, for `FailureRecovery`."""
         reading = _Reading.of(self.model.distribute_strategy)
-        began = {"began": self._began, "epoch": self._epoch_reported, "batch": self._batch_reported}
-        return {name: asdict(reading.since(earlier)) for name, earlier in began.items()} | {"logs": self._last_logs}
+        began = {"training": self._at_begin, "epoch": self._at_epoch_end, "report": self._at_step}
+        counts = {name: asdict(reading.since(earlier)) for name, earlier in began.items()}
+        return counts | {"logs": self._last_logs, "step": self._step}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on counting from `state`, in a process whose own counters began anew."""
+        """Continues from `state`, in a process whose counters begin at zero."""
         reading = _Reading.of(self.model.distribute_strategy)
-        self._began, self._epoch_reported, self._batch_reported = (
-            reading.since(_Reading.from_dict(state[name])) for name in ("began", "epoch", "batch")
+        self._at_begin, self._at_epoch_end, self._at_step = (
+            reading.since(_Reading.from_dict(state[name])) for name in ("training", "epoch", "report")
         )
-        self._last_logs = state["logs"]
+        self._last_logs, self._step = state["logs"], state["step"]
 
     def table(self) -> str:
-        """What was sent since training began, or in the training that has ended, as lines of aligned columns."""
+        """Returns a table of the costs since training began, or of the complete training after its end."""
         strategy = self.model.distribute_strategy
         if strategy.num_replicas_in_sync == 1:
-            return "There is one replica: no gradients travel."
-        reading = self._training or _Reading.of(strategy).since(self._began)
+            return "There is one replica: no gradients are exchanged."
+        reading = self._of_training or _Reading.of(strategy).since(self._at_begin)
         if not reading.updates:
-            return "There was no update: no gradients travelled."
+            return "There was no update: no gradients were exchanged."
         paths = set(OptimizerUpdate(self.model.optimizer, self.model.trainable_variables).paths)
         values = {
             method: [number for path, number in by_path.items() if path in paths]
-            for method, by_path in strategy.values_by_method.items()
+            for method, by_path in strategy.gradient_reduction.values_by_method().items()
         }
         title = (
             f"Gradients sent per update by this worker's first replica ({reading.updates:,} "
             f"update{'s' * (reading.updates > 1)}, {strategy.num_replicas_in_sync} replicas):"
         )
-        return "\n".join([title, *aligned(_rows(reading, values, self.takes_times))])
+        return "\n".join([title, *table_with_total(_rows(reading, values, self.timing))])
 
     def _report(self, reading: "_Reading", logs: Any) -> None:
         if reading.updates:
-            self._last_logs = reading.logs(self.takes_times)
+            self._last_logs = reading.logs(self.timing)
         if logs is not None:
             logs.update(self._last_logs)
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a worker's first replica has counted, by method."""
+    """Counters of a worker's first replica, by compression method."""
 
     updates: int = 0
-    counts: dict[str, TrafficCount] = field(default_factory=dict)
-    durations: dict[str, Durations] = field(default_factory=dict)
+    counts: dict[str, CommunicationStats] = field(default_factory=dict)
+    durations: dict[str, ExchangeDurations] = field(default_factory=dict)
 
     @classmethod
     def of(cls, strategy: Any) -> "_Reading":
-        if not _is_counted(strategy):
+        reduction = training_strategy(strategy).gradient_reduction
+        if reduction is None:
             return cls()
-        return cls(strategy.communication.updates, strategy.communication_by_method, strategy.durations_by_method)
+        return cls(strategy.communication.updates, reduction.communication_by_method(), reduction.durations_by_method())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "_Reading":
-        """What `asdict` has made of a reading."""
-        counts = {name: TrafficCount(**count) for name, count in values["counts"].items()}
-        durations = {name: Durations(**time) for name, time in values["durations"].items()}
+        """Restores a reading from the result of `asdict`."""
+        counts = {name: CommunicationStats(**count) for name, count in values["counts"].items()}
+        durations = {name: ExchangeDurations(**time) for name, time in values["durations"].items()}
         return cls(values["updates"], counts, durations)
 
     def since(self, earlier: "_Reading") -> "_Reading":
         counts = {
-            name: self.counts.get(name, TrafficCount()) - earlier.counts.get(name, TrafficCount())
+            name: self.counts.get(name, CommunicationStats()) - earlier.counts.get(name, CommunicationStats())
             for name in {**self.counts, **earlier.counts}
         }
         spent = {
-            name: self.durations.get(name, Durations()) - earlier.durations.get(name, Durations())
+            name: self.durations.get(name, ExchangeDurations()) - earlier.durations.get(name, ExchangeDurations())
             for name in {**self.durations, **earlier.durations}
         }
         return _Reading(self.updates - earlier.updates, counts, spent)
 
     def logs(self, timing: bool) -> dict[str, float]:
-        """The entries of the logs: averages over the updates."""
-        count, time = sum(self.counts.values(), TrafficCount()), sum(self.durations.values(), Durations())
+        """Returns the entries of the logs: averages over the updates."""
+        count, time = sum(self.counts.values(), CommunicationStats()), sum(self.durations.values(), ExchangeDurations())
         updates = max(self.updates, 1)
         logs = {
             "dense_bytes": count.dense_bytes / updates,
@@ -202,12 +208,12 @@ class _Reading:
 
 
 def _rows(reading: _Reading, values: dict[str, list[int]], timing: bool) -> list[list[str]]:
-    """The cells of the table: its head, a row a method, and the total."""
+    """Returns the cells of the table: headings, one row per method, total."""
     counts = {method: count for method, count in reading.counts.items() if count.dense_bytes or count.wire_bytes}
     largest = sum(count.dense_bytes for count in counts.values()) / reading.updates
-    unit_bytes, unit = unit_of(largest)
+    unit_bytes, unit = byte_unit(largest)
 
-    def row(name: str, numbers: list[int], count: TrafficCount, time: Durations) -> list[str]:
+    def row(name: str, numbers: list[int], count: CommunicationStats, time: ExchangeDurations) -> list[str]:
         cells = [name, f"{len(numbers):,}", f"{sum(numbers):,}"]
         cells += [f"{nbytes / reading.updates / unit_bytes:.3f}" for nbytes in (count.dense_bytes, count.wire_bytes)]
         cells.append(f"{count.compression_ratio:.2f}")
@@ -217,28 +223,24 @@ def _rows(reading: _Reading, values: dict[str, list[int]], timing: bool) -> list
     rows = [head + ["encode ms", "exchange ms", "decode ms"] * timing]
     for method, count in counts.items():
         name = "uncompressed" if method == GRADIENTS else method
-        rows.append(row(name, values.get(method, []), count, reading.durations.get(method, Durations())))
+        rows.append(row(name, values.get(method, []), count, reading.durations.get(method, ExchangeDurations())))
     all_values = [number for method in counts for number in values.get(method, [])]
-    total = sum(counts.values(), TrafficCount()), sum(reading.durations.values(), Durations())
+    total = sum(counts.values(), CommunicationStats()), sum(reading.durations.values(), ExchangeDurations())
     return [*rows, row("total", all_values, *total)]
 
 
-def _is_counted(strategy: Any) -> bool:
-    return hasattr(strategy, "communication_by_method")
-
-
-def _refuse_others(strategy: Any) -> None:
+def _check_strategy(strategy: Any) -> None:
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ValueError(
-            "Under parameter servers each worker pushes for itself, and no sum is exchanged. Received: "
-            "CommunicationReport for a model made under ParameterServerStrategy. Expected: "
-            "`tfdist.callbacks.WorkerReport`, which tells what each worker pushes and pulls. Put that in its place."
+            "Under parameter servers each worker pushes its gradients, and replicas exchange none. Received: "
+            "CommunicationReport for a model created under ParameterServerStrategy. Expected: "
+            "`tfdist.callbacks.WorkerReport`, which reports the bytes that each worker pushes and pulls. Use that one."
         )
-    if not _is_counted(strategy) and strategy.num_replicas_in_sync > 1:
-        replacement = replacement_of(strategy)
+    if training_strategy(strategy).gradient_reduction is None and strategy.num_replicas_in_sync > 1:
+        replacement = suggested_replacement(strategy)
         raise ValueError(
-            "What this strategy sends is not counted. "
-            f"Received: a model made under {described(strategy)} with {strategy.num_replicas_in_sync} replicas. "
-            "Expected: a strategy of `tfdist.strategies`, or one process. "
-            + (f"Make the model under `{replacement}`." if replacement else "Leave CommunicationReport out.")
+            "This strategy does not count the bytes that it sends. Received: a model created under "
+            f"{describe_strategy(strategy)} with {strategy.num_replicas_in_sync} replicas. Expected: a strategy of "
+            "`tfdist.strategies`, or one process. "
+            + (f"Create the model under `{replacement}`." if replacement else "Remove CommunicationReport.")
         )

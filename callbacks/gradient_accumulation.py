@@ -1,4 +1,4 @@
-"""Gradient accumulation for a model that was compiled without it, or that changes while training."""
+"""GradientAccumulation: accumulates gradients over micro-steps, in a fixed number or by a schedule of epochs."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,23 +7,31 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.callbacks.other_strategies import check_early, described, replacement_of, tell_of_tpus
+from tfdist.callbacks.strategy_support import (
+    describe_strategy,
+    reject_unsupported_strategies,
+    suggested_replacement,
+    warn_untested_on_tpu,
+)
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.training.flush import flush
-from tfdist.training.take_over import take_over
+from tfdist.training.optimizer_update import apply_updates_with_tfdist, flush
+from tfdist.training.strategy_protocol import training_strategy
+from tfdist.utils.argument_checks import is_whole_number
 
 
 class GradientAccumulation(keras.callbacks.Callback):
-    """Sets how many micro-steps make an update, for the whole training or by epochs.
+    """Sets the number of micro-steps per update, for all epochs or by a schedule.
 
-    `k` micro-steps make the update of one step on their concatenated batches: gradients are summed on each replica,
-    reduced over all replicas once, then clipped and applied; schedules and moving averages count updates. A change
-    takes effect at the beginning of an epoch, after an update of whatever was accumulated, and traces the step anew.
+    `k` micro-steps give the same update as one step on their concatenated batches. Gradients are summed on each
+    replica, reduced over all replicas once, then clipped and applied. Learning rate schedules and moving averages
+    count updates. A change of the number takes effect at the beginning of an epoch, after an update with the gradients
+    accumulated so far. The step is then traced again.
 
-    It works without a strategy, under tfdist's, and under TensorFlow's own MirroredStrategy and OneDeviceStrategy
-    (`docs/any_strategy.md`), where tfdist makes the optimizer's updates from the first such `fit` on.
+    The callback works without a strategy, under tfdist's strategies, and under TensorFlow's own MirroredStrategy and
+    OneDeviceStrategy (`docs/any_strategy.md`). Under the latter two, tfdist applies the optimizer's updates from the
+    first such `fit` on.
 
-    Put it first in the list of callbacks, so that others find the updated weights.
+    Put it first in the list of callbacks, so that the others find the updated weights.
 
     >>> import keras, numpy as np
     >>> from tfdist.callbacks import GradientAccumulation
@@ -35,43 +43,44 @@ class GradientAccumulation(keras.callbacks.Callback):
     2
     """
 
-    remembers_nothing = True  # between steps; accumulators are the optimizer's
+    is_stateless = True  # between steps: the accumulators belong to the optimizer
 
     def __init__(self, steps: int | Mapping[int, int], *, flush_at_end: bool = False) -> None:
-        """Describes the accumulation.
+        """Creates the callback.
 
         Args:
-          steps: the micro-steps of an update, 1 or more; or a schedule of them by the epoch, from 0, in which they
-            begin to hold: `{0: 1, 5: 4}`. Before the first epoch of a schedule the model's own number holds.
-          flush_at_end: whether a training that ends within an accumulation makes an update of what is there. If not,
-            it stays in the accumulators, where the next `fit` goes on; a warning says so.
+            steps: Number of micro-steps per update, at least 1. Or a schedule: a dictionary from the epoch, counted
+                from 0, to the number that holds from that epoch on, such as `{0: 1, 5: 4}`. Before the first epoch of a
+                schedule, the model's number holds.
+            flush_at_end: Whether a training that ends within an accumulation applies the gradients accumulated so far.
+                If not, they stay in the accumulators, the next `fit` continues with them, and a warning says so.
 
         Raises:
-          ValueError: an epoch or a number of micro-steps is not what is expected.
+            ValueError: If an epoch or a number of micro-steps is invalid.
         """
         super().__init__()
         self._schedule = _checked(steps)
         self._flush_at_end = flush_at_end
         self._epoch = 0
-        check_early()
+        reject_unsupported_strategies()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         if isinstance(strategy, tf.distribute.ParameterServerStrategy):
             raise ValueError(
-                "Accumulators on parameter servers would take every micro-step's gradient across the network. "
-                "Received: GradientAccumulation for a model made under ParameterServerStrategy. Expected: no such "
-                "callback. Give `accumulation_steps` to `tfdist.strategies.ParameterServerStrategy`: each worker then "
-                "adds up that many batches and pushes once."
+                "Under parameter servers the accumulators would receive the gradient of every micro-step over the "
+                "network. Received: GradientAccumulation for a model created under ParameterServerStrategy. Expected: "
+                "no such callback. Pass `gradient_accumulation_steps` to `tfdist.strategies.ParameterServerStrategy`: "
+                "each worker then sums the gradients of that many batches and pushes once."
             )
         if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise ValueError(
-                "The variables of this strategy lie on one device, so that no replica has accumulators of its own. "
-                f"Received: a model made under {described(strategy)}. Expected: a strategy whose replicas have their "
-                f"own copies. Make the model under `{replacement_of(strategy)}`."
+                "This strategy keeps all variables on one device, so that replicas cannot accumulate gradients. "
+                f"Received: a model created under {describe_strategy(strategy)}. Expected: a strategy with a copy of "
+                f"the variables on each replica. Create the model under `{suggested_replacement(strategy)}`."
             )
-        tell_of_tpus(strategy)
-        take_over(Accumulation(self.model))
+        warn_untested_on_tpu(strategy)
+        apply_updates_with_tfdist(Accumulation(self.model))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -92,15 +101,16 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         accumulation = Accumulation(self.model)
-        # Keras has put the averages in the weights' place by now: an update would start from these.
+        # By now Keras has replaced the weights by their averages: an update would start from those.
         if self._flush_at_end and not accumulation.averages_weights:
             flush(accumulation)
         remainder = accumulation.remainder
-        if remainder and getattr(accumulation.strategy, "rank", 0) == 0:
+        if remainder and training_strategy(accumulation.strategy).rank == 0:
             warnings.warn(
-                f"Training ended after {remainder} of the {accumulation.steps} micro-steps of an update. They are "
-                "not applied; they stay in the optimizer's accumulators and count in the next `fit` of this model. "
-                "`GradientAccumulation(..., flush_at_end=True)`, first in the list of callbacks, applies them.",
+                f"Training ended after {remainder} of the {accumulation.steps} micro-steps of an update. Their "
+                "gradients are not applied. They stay in the optimizer's accumulators, and the next `fit` of this "
+                "model continues with them. `GradientAccumulation(..., flush_at_end=True)`, first in the list of "
+                "callbacks, applies them.",
                 stacklevel=2,
             )
 
@@ -113,18 +123,12 @@ class GradientAccumulation(keras.callbacks.Callback):
 def _checked(steps: int | Mapping[int, int]) -> dict[int, int]:
     schedule = dict(steps) if isinstance(steps, Mapping) else {0: steps}
     for epoch, micro_steps in schedule.items():
-        if not _is_int(epoch) or epoch < 0 or not _is_int(micro_steps) or micro_steps < 1:
+        if not is_whole_number(epoch, at_least=0) or not is_whole_number(micro_steps, at_least=1):
             raise ValueError(
-                f"`steps` is not a number of micro-steps or a schedule of them. Received: steps={steps!r}. "
-                "Expected: an integer of 1 or more, or a dictionary of such integers by the epoch, from 0, in which "
-                "they begin to hold, such as {0: 1, 5: 4}."
+                f"Invalid number of micro-steps, or schedule of them. Received: steps={steps!r}. Expected: a whole "
+                "number of at least 1, or a dictionary from epochs, counted from 0, to such numbers, for example "
+                "{0: 1, 5: 4}."
             )
     if not schedule:
-        raise ValueError(
-            "`steps` is an empty schedule. Received: steps={}. Expected: at least one epoch, such as {0: 4}."
-        )
+        raise ValueError("Empty schedule. Received: steps={}. Expected: at least one epoch, for example {0: 4}.")
     return schedule
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

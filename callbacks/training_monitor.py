@@ -1,55 +1,97 @@
-"""How a training gets on, as curves in TensorBoard that a restart does not break."""
+"""TrainingMonitor: writes training metrics to TensorBoard; curves continue across restarts."""
 
+import functools
 import itertools
 import os
+import secrets
 from typing import Any
 
-import keras
-
-from tfdist.callbacks.event_log import EventLog
+from tfdist.callbacks.exchange_timing_callback import ExchangeTimingCallback
 from tfdist.callbacks.failure_recovery import FailureRecovery
-from tfdist.callbacks.monitored import (
+from tfdist.callbacks.scalar_sources import (
     DESCRIPTIONS,
-    Communication,
-    PushingWorkers,
+    ClusterSize,
+    CommunicationScalars,
+    ParameterServerWorkers,
     ResidualNorm,
     SaveStalls,
     Scalars,
-    Source,
+    ScalarSource,
     StepTimes,
-    World,
 )
-from tfdist.callbacks.neighbours import callbacks_beside
-from tfdist.callbacks.restart_count import RestartCount, attempt_of_run, run_id
-from tfdist.callbacks.timing import begin_timing, end_timing
+from tfdist.callbacks.tensorboard_events import EventLog
+from tfdist.utils.argument_checks import check_whole_number
+
+
+class RestartCount:
+    """Counts the restarts of a training.
+
+    Every restart by `tfdist run` counts. A start by hand counts if it resumes from a checkpoint: otherwise it is a new
+    training.
+
+    >>> count = RestartCount()
+    >>> count.resume({"restarts": 2, "run": "an earlier run", "attempt": 1})
+    >>> count.number - current_attempt()
+    3
+    """
+
+    def __init__(self) -> None:
+        self._before = 0  # restarts before this `tfdist run`, or before this process
+
+    @property
+    def number(self) -> int:
+        """The number of restarts so far."""
+        return self._before + current_attempt()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the argument of `resume`, as JSON."""
+        return {"restarts": self.number, "run": run_id(), "attempt": current_attempt()}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continues from the state in a checkpoint."""
+        is_same_run = state["run"] == run_id()
+        self._before = state["restarts"] - state["attempt"] if is_same_run else state["restarts"] + 1
+
+
+def current_attempt() -> int:
+    """Returns the attempt of `tfdist run` to which this process belongs, from 0; 0 under other launchers."""
+    return int(os.environ.get("TFDIST_ATTEMPT", "0"))
+
+
+@functools.cache
+def run_id() -> str:
+    """Returns an id that all attempts of one `tfdist run` share; under other launchers, an id of this process."""
+    return os.environ.get("TFDIST_RUN_ID") or secrets.token_hex(8)
+
 
 _PREFIX = "tfdist/"
 _DESCRIPTIONS = {_PREFIX + name: text for name, text in DESCRIPTIONS.items()}
-_made = itertools.count()
+_numbers = itertools.count()
 
 
-class TrainingMonitor(keras.callbacks.Callback):
-    """Writes what tfdist measures of a training for TensorBoard, over the training steps.
+class TrainingMonitor(ExchangeTimingCallback):
+    """Writes tfdist's measurements of a training to TensorBoard, over the training steps.
 
-    Beside `keras.callbacks.TensorBoard`, which writes losses and metrics, and with the same `log_dir`: this callback
-    writes to the runs `tfdist` and, under parameter servers, `tfdist/worker-0` and so on. Only the chief writes, and
-    only what there is something to tell of:
+    It complements `keras.callbacks.TensorBoard`, which writes losses and metrics, and takes the same `log_dir`. It
+    writes to the runs `tfdist` and, under parameter servers, `tfdist/worker-0` and so on. Only the chief writes. A
+    scalar that does not apply is left out:
 
-    - `tfdist/wire_bytes` and `tfdist/dense_bytes`: what the chief's first replica sent of gradients for an update, and
-      would have sent uncompressed; `tfdist/compression_ratio`: the second divided by the first;
-    - `tfdist/residual_norm`: global L2 norm of what error feedback keeps back on that replica;
-    - `tfdist/step_ms`: of a training step, with its data, without callbacks and validation;
-    - with `timing`, `tfdist/encode_ms`, `tfdist/exchange_ms` and `tfdist/decode_ms`: of an update, as
-      `CommunicationReport` takes them;
-    - `tfdist/checkpoint_stall_ms`: how long a save of `FailureRecovery` held the training up;
-    - `tfdist/restarts`: how often the training was started again;
-    - `tfdist/world_size`: the workers; `tfdist/replicas`: those that share a batch;
-    - of each worker of parameter servers, `tfdist/samples_per_second`, `tfdist/staleness`, `tfdist/bytes_pushed` and
-      `tfdist/bytes_pulled`, the last three by its steps.
+    - `tfdist/wire_bytes` and `tfdist/dense_bytes`: bytes of gradients that the chief's first replica sent per update,
+      and would have sent uncompressed; `tfdist/compression_ratio`: the second divided by the first;
+    - `tfdist/residual_norm`: global L2 norm of the residuals of error feedback on that replica;
+    - `tfdist/step_ms`: duration of a training step with its data, without callbacks and validation;
+    - with `timing`, `tfdist/encode_ms`, `tfdist/exchange_ms` and `tfdist/decode_ms`: durations per update, as
+      `CommunicationReport` measures them;
+    - `tfdist/checkpoint_stall_ms`: how long a save of `FailureRecovery` stalled the training;
+    - `tfdist/restarts`: number of restarts of the training;
+    - `tfdist/world_size`: number of workers; `tfdist/replicas`: number of replicas that share a batch;
+    - for each worker of a parameter server strategy, `tfdist/samples_per_second`, and `tfdist/staleness`,
+      `tfdist/bytes_pushed` and `tfdist/bytes_pulled` per step of that worker.
 
-    A point tells of the steps since the one before. The first step of a process, which is traced, does not count for
-    `step_ms`. With `FailureRecovery` in the list the curves go on where the checkpoint was made: what was written of
-    steps that are made again is taken out of the files. Without it the steps of several calls of `fit` are counted on.
+    A point covers the steps since the previous point. The first step of a process traces the model and does not count
+    in `step_ms`. With `FailureRecovery` in the list of callbacks the curves continue where the checkpoint was saved:
+    points of steps that are computed again are removed from the files. Without it the steps of several calls of `fit`
+    are counted together.
 
     >>> import keras, numpy as np, os, tempfile
     >>> from tfdist.callbacks import TrainingMonitor
@@ -61,50 +103,50 @@ class TrainingMonitor(keras.callbacks.Callback):
     >>> with tempfile.TemporaryDirectory() as log_dir:
     ...     monitor = TrainingMonitor(log_dir, every_steps=5)
     ...     history = model.fit(inputs, targets, batch_size=4, verbose=0, callbacks=[monitor])
-    ...     os.listdir(log_dir)  # to be opened by: tensorboard --logdir ...
+    ...     os.listdir(log_dir)  # view it with: tensorboard --logdir ...
     ['tfdist']
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every_steps: int = 10, timing: bool = False) -> None:
-        """Describes where and how often to write.
+        """Creates the callback.
 
         Args:
-          log_dir: of this training alone; made where it is missing.
-          every_steps: a point is written after every so many training steps (micro-steps, with gradient accumulation),
-            and at the end of training.
-          timing: whether the times of the exchange are taken, which puts clocks into the training step; see
-            `CommunicationReport`.
+            log_dir: Directory of this training, created if missing.
+            every_steps: Writes a point after this many training steps (micro-steps, with gradient accumulation), and at
+                the end of training.
+            timing: Whether to measure the durations of the gradient exchange, which adds clock readings to the training
+                step; see `CommunicationReport`.
 
         Raises:
-          ValueError: `every_steps` is no number of steps.
+            ValueError: If `every_steps` is not a whole number of at least 1.
         """
         super().__init__()
-        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-            raise ValueError(
-                f"`every_steps` is no interval. Received: every_steps={every_steps!r}. Expected: a whole number of at "
-                "least 1, such as 10."
-            )
-        self._directory, self._every, self.takes_times = os.path.join(os.fspath(log_dir), "tfdist"), every_steps, timing
-        # The same in all attempts of a run that make their monitors in the same order.
-        self._training = f"{run_id()}-{next(_made)}"
+        check_whole_number("every_steps", every_steps, at_least=1, example=10)
+        self._directory, self._every, self.timing = os.path.join(os.fspath(log_dir), "tfdist"), every_steps, timing
+        # All attempts of a run that create their monitors in the same order get the same name.
+        self._training = f"{run_id()}-{next(_numbers)}"
         self._restarts = RestartCount()
         self._step = 0
         self._logs: dict[str, EventLog] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
-        self._close()  # of a `fit` that an exception has ended
-        if self.takes_times:
-            begin_timing(self)
+        self._close()  # files of a `fit` that raised
+        self.begin_timing()
         self._writes = bool(strategy.extended.should_save_summary)
-        # Whatever an earlier attempt has written and no checkpoint holds is made again.
-        self._forget_after = 0 if attempt_of_run() and not self._step else None
+        # Steps of an earlier attempt that are in no checkpoint are computed again.
+        self._forget_after = 0 if current_attempt() and not self._step else None
         self._times = StepTimes()
         if self._writes:
-            recoveries = [other for other in callbacks_beside(self) if isinstance(other, FailureRecovery)]
+            recoveries = [other for other in self.neighbours if isinstance(other, FailureRecovery)]
             stalls = SaveStalls(recoveries[0] if recoveries else None)
-            self._sources: list[Source] = [Communication(strategy), ResidualNorm(strategy), stalls, World(strategy)]
-            self._workers = PushingWorkers(strategy)
+            self._sources: list[ScalarSource] = [
+                CommunicationScalars(strategy),
+                ResidualNorm(strategy),
+                stalls,
+                ClusterSize(strategy),
+            ]
+            self._workers = ParameterServerWorkers(strategy)
         self._written = self._step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -122,15 +164,14 @@ class TrainingMonitor(keras.callbacks.Callback):
         if self._step > self._written:
             self._write()
         self._close()
-        if self.takes_times:
-            end_timing(self)
+        self.end_timing()
 
     def get_state(self) -> dict[str, Any]:
-        """How far the curves have come, for `FailureRecovery`."""
+        """Returns the position of the curves, for `FailureRecovery`."""
         return {"step": self._step, "training": self._training, **self._restarts.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on with curves that another process may have begun."""
+        """Continues curves that another process may have begun."""
         self._step = self._written = self._forget_after = state["step"]
         self._training = state["training"]
         self._restarts.resume(state)

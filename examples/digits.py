@@ -1,9 +1,9 @@
-"""Trains a small convolutional network on images of digits, with as many workers as there are.
+"""Trains a small convolutional network on images of digits, with any number of workers.
 
     tfdist run --workers 2 examples/digits.py      two workers on this host
     python examples/digits.py                      one worker, all of its devices
 
-The last line compares it with the same training in one process, without a strategy.
+The last line compares the result with the same training in one process without a strategy.
 """
 
 import keras
@@ -15,18 +15,17 @@ from digits_dataset import load
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "digits needs no download, mnist does.")
-_DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Where prepared data is kept. Default: TensorFlow Datasets' own place."
-)
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "How often the training images are seen.", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step, of all workers together.", lower_bound=1)
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Directory of prepared data. Default: that of TensorFlow Datasets.")
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Passes over the training images.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step, over all workers.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "For the initial weights and the order of the images.")
 
 
 def build_model(image_shape: tuple[int, ...]) -> keras.Model:
     """Builds and compiles the network.
 
-    It is smooth, without ReLU or maximum pooling, at whose kinks a last-bit difference grows with every step.
+    All its functions are smooth: at the kinks of ReLU or maximum pooling, a difference in the last bit would grow with
+    every step.
     """
     model = keras.Sequential(
         [
@@ -49,8 +48,8 @@ def build_model(image_shape: tuple[int, ...]) -> keras.Model:
 
 
 def batches(images: tf.data.Dataset, *, shuffle: bool = False) -> tf.data.Dataset:
-    """Batches of all workers together."""
-    # Each worker takes its part of every batch. By default workers share out a dataset's files, if it is made of some.
+    """Batches for all workers together."""
+    # Each worker takes its part of every batch. (By default TensorFlow splits a dataset's files over the workers.)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     images = images.cache()
@@ -60,9 +59,9 @@ def batches(images: tf.data.Dataset, *, shuffle: bool = False) -> tf.data.Datase
 
 
 def train(strategy: tf.distribute.Strategy, *, verbose: int = 0) -> tuple[float, list[np.ndarray]]:
-    """Trains under `strategy`; returns the accuracy on held-out images, and the weights."""
+    """Trains under `strategy`; returns the accuracy on held-out images and the weights."""
     images, held_out = load(_DATASET.value, _DATA_DIR.value)
-    keras.utils.set_random_seed(_SEED.value)  # after loading: preparing a dataset draws random names
+    keras.utils.set_random_seed(_SEED.value)  # after loading, which may draw random names
     with strategy.scope():
         model = build_model(tuple(images.element_spec[0].shape))
     model.fit(batches(images, shuffle=True), epochs=_EPOCHS.value, shuffle=False, verbose=verbose)
@@ -76,7 +75,7 @@ def main(_: list[str]) -> None:
     strategy = MultiWorkerMirroredStrategy()
     accuracy, weights = train(strategy, verbose=2)
 
-    # Every worker does it, so that none leaves while another one is still at work; the chief tells.
+    # Every worker trains again, so that none exits while another still works. The chief prints.
     one_accuracy, one_weights = train(tf.distribute.get_strategy())
     if strategy.rank == 0:
         difference = max(np.max(np.abs(a - b)) for a, b in zip(weights, one_weights, strict=True))

@@ -1,11 +1,10 @@
-"""Learns what words of Python's standard library go together, in tables that are split over two parameter servers.
+"""Trains word embeddings in tables that are split over two parameter servers, on the text of Python's library.
 
     tfdist run --workers 2 --parameter-servers 2 examples/embeddings.py
 
-A word is predicted from the eight around it (CBOW): the mean of their rows of one table shall be nearest to its own row
-of another one. A step pulls and pushes the rows that its words use, not the tables. Each worker reads the text by
-itself. The last lines tell how well words of files that were held out are told from others, the nearest words of some,
-and how many bytes a step moved.
+A word is predicted from the eight words around it (CBOW): the mean of their rows in one table is trained to be near the
+word's row in another table. A step pulls and pushes only the rows that its words use. Each worker reads the text
+itself. The last lines print the accuracy on held-out files, the nearest words of a few words, and the bytes per step.
 """
 
 import re
@@ -21,26 +20,29 @@ from absl import app, flags, logging
 
 from tfdist.strategies import ParameterServerStrategy
 
-_STEPS = flags.DEFINE_integer("steps", 900, "Pushes, of all workers together.", lower_bound=1)
-_EPOCHS = flags.DEFINE_integer("epochs", 3, "Into how many epochs they are divided.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 900, "Pushes of all workers together.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer("epochs", 3, "Number of epochs; each has steps/epochs pushes.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "Words in a push.", lower_bound=1)
-_DIMENSIONS = flags.DEFINE_integer("dimensions", 64, "Of a word's row.", lower_bound=1)
-_COMPRESSION = flags.DEFINE_string("compression", None, 'How pushed rows are encoded, as "int8". Default: not at all.')
+_DIMENSIONS = flags.DEFINE_integer("dimensions", 64, "Dimension of a word's row.", lower_bound=1)
+_COMPRESSION = flags.DEFINE_string(
+    "compression", None, 'How pushed rows are encoded, such as "int8". Default: uncompressed.'
+)
 
 _SIDE = 4  # words to the left, and to the right
-_OTHERS = 15  # words from which one is to be told
+_OTHERS = 15  # wrong words among which the right one is to be found
 _BLOCK = 512
 _HELD_OUT_EVERY = 10
-_TESTS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}  # not with every Python
+_TESTS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}  # not part of every Python
 _SHOWN = ("append", "int", "socket", "month")
-_AMONG = 3000  # most frequent words
+_AMONG = 3000  # most frequent words, among which the nearest are sought
 
 
 def read_words() -> tuple[list[str], np.ndarray, np.ndarray]:
     """Reads the sources of the standard library.
 
     Returns:
-      All words, the most frequent first; the numbers of those of the training files, in order, and of the others.
+        All words, the most frequent first; the numbers of the words of the training files, in order; and those of the
+        held-out files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in sorted(root.rglob("*.py")) if not _TESTS & set(file.relative_to(root).parts)]
@@ -55,7 +57,7 @@ def read_words() -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 def batches(file: str) -> tf.data.Dataset:
-    """Words and those around them, from a file of int32 numbers, for ever and in an order of its own each time."""
+    """Words and the words around them, from a file of int32 numbers, repeated indefinitely in random orders."""
     blocks = tf.data.FixedLengthRecordDataset(file, 4 * _BLOCK).shuffle(10_000)
     return (
         blocks.map(lambda block: tf.signal.frame(tf.io.decode_raw(block, tf.int32), 2 * _SIDE + 1, 1))
@@ -69,7 +71,7 @@ def batches(file: str) -> tf.data.Dataset:
 
 
 def _example(windows: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-    """The words around, and 16 to choose from: the right one first, then 15 of other places of the batch."""
+    """The words around, and 16 words to choose from: the right one first, then 15 from elsewhere in the batch."""
     right = windows[:, _SIDE]
     around = tf.concat([windows[:, :_SIDE], windows[:, _SIDE + 1 :]], 1)
     chosen = tf.stack([tf.roll(right, places * 7, 0) for places in range(_OTHERS + 1)], 1)
@@ -77,7 +79,7 @@ def _example(windows: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
 
 
 def build_model(words: int) -> keras.Model:
-    """Two tables, and how near the mean of rows of the one is to rows of the other."""
+    """Builds two tables, and the similarity of a mean of rows of one to rows of the other."""
     around = keras.Input([2 * _SIDE], dtype="int32", name="around")
     chosen = keras.Input([_OTHERS + 1], dtype="int32", name="chosen")
     meaning = keras.layers.Embedding(words, _DIMENSIONS.value, name="words")(around)
@@ -85,7 +87,7 @@ def build_model(words: int) -> keras.Model:
     scores = keras.layers.Dot(axes=(1, 2))([keras.layers.GlobalAveragePooling1D()(meaning), centres(chosen)])
     model = keras.Model([around, chosen], scores)
     model.compile(
-        optimizer=keras.optimizers.Adagrad(0.2, initial_accumulator_value=1e-6),  # changes pushed rows alone
+        optimizer=keras.optimizers.Adagrad(0.2, initial_accumulator_value=1e-6),  # changes pushed rows only
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -93,14 +95,14 @@ def build_model(words: int) -> keras.Model:
 
 
 def nearest(words: list[str], table: np.ndarray, word: str, count: int = 6) -> list[str]:
-    """The words whose rows point most nearly where that of `word` does, among frequent words."""
+    """Returns the frequent words whose rows are most similar in direction to that of `word`."""
     rows = table[:_AMONG] / np.linalg.norm(table[:_AMONG], axis=1, keepdims=True)
     order = np.argsort(-rows @ rows[words.index(word)])
     return [words[place] for place in order if words[place] != word][:count]
 
 
 def main(_: list[str]) -> None:
-    """Trains on the cluster, and prints what has been learnt and what it took."""
+    """Trains on the cluster and prints the results."""
     logging.set_verbosity(logging.WARNING)
     strategy = ParameterServerStrategy(
         variable_partitioner=tf.distribute.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2),
@@ -127,10 +129,10 @@ def main(_: list[str]) -> None:
 
 
 def summary(strategy: ParameterServerStrategy, words: int) -> str:
-    """What the tables hold, and what a step moved of it."""
-    counts, held = strategy.worker_counts, strategy.server_bytes
-    steps, tables = sum(count.steps for count in counts), 2 * 4 * words * _DIMENSIONS.value
-    pulled, pushed = (sum(getattr(count, f"bytes_{way}") for count in counts) / steps for way in ("pulled", "pushed"))
+    """Describes the tables and the bytes that a step has sent."""
+    stats, held = strategy.worker_stats, strategy.server_bytes
+    steps, tables = sum(worker.steps for worker in stats), 2 * 4 * words * _DIMENSIONS.value
+    pulled, pushed = (sum(getattr(worker, f"bytes_{way}") for worker in stats) / steps for way in ("pulled", "pushed"))
     servers = " + ".join(f"{size / 1e6:.1f}" for size in held)
     return (
         f"embeddings: two tables of {words:,} words, {tables / 1e6:.1f} MB, {servers} on {len(held)} "

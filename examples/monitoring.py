@@ -1,10 +1,11 @@
-"""Trains the network of `digits.py` and writes what TensorBoard shows of it.
+"""Trains the network of `digits.py` and writes curves for TensorBoard, which continue over restarts.
 
     tfdist run --workers 2 --max-restarts 3 examples/monitoring.py --directory run
     tensorboard --logdir run/logs
 
-`TrainingMonitor` writes bytes, step times, the norm of the residuals, restarts and workers; Keras' own callback, on the
-chief, losses and metrics. `--kill_at_steps 100,200` has the last worker kill itself, to see the curves go on.
+`TrainingMonitor` writes bytes, step times, the norm of the residuals, restarts and the number of workers. Keras'
+TensorBoard callback, on the chief, writes losses and metrics. With `--kill_at_steps 100,200` the last worker kills
+itself at these steps, to show that the curves continue.
 """
 
 import os
@@ -19,23 +20,25 @@ from digits_dataset import load
 from tfdist.callbacks import FailureRecovery, TrainingMonitor
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
-_DIRECTORY = flags.DEFINE_string("directory", "run", "Gets the directories logs and checkpoints.")
-_EVERY_STEPS = flags.DEFINE_integer("every_steps", 5, "How often a point is written.", lower_bound=1)
-_SAVE_EVERY_STEPS = flags.DEFINE_integer("save_every_steps", 20, "How often to save.", lower_bound=1)
-_KILL_AT_STEPS = flags.DEFINE_list("kill_at_steps", [], "In which step each attempt ends; by default in none.")
+_DIRECTORY = flags.DEFINE_string("directory", "run", "For the directories logs and checkpoints.")
+_EVERY_STEPS = flags.DEFINE_integer("every_steps", 5, "Steps between two points of a curve.", lower_bound=1)
+_SAVE_EVERY_STEPS = flags.DEFINE_integer("save_every_steps", 20, "Steps between two checkpoints.", lower_bound=1)
+_KILL_AT_STEPS = flags.DEFINE_list(
+    "kill_at_steps", [], "At which step the last worker kills itself, by attempt. Default: never."
+)
 
 
 class KillItself(keras.callbacks.Callback):
-    """Ends this process without a word after a step of the training."""
+    """Kills this process after a step of the training."""
 
-    remembers_nothing = True
+    is_stateless = True
 
     def __init__(self, step: int) -> None:
         super().__init__()
         self._step = step
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Looks how far the training is."""
+        """Compares the step."""
         if int(self.model.optimizer.iterations.numpy()) == self._step:
             os.kill(os.getpid(), signal.SIGKILL)
 

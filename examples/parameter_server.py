@@ -1,10 +1,10 @@
-"""Trains the network of `digits.py` with parameter servers: servers hold the variables, workers compute.
+"""Trains the network of `digits.py` with parameter servers, which hold the variables while workers compute.
 
     tfdist run --workers 2 --parameter-servers 1 examples/parameter_server.py
     tfdist run --workers 2 --parameter-servers 1 examples/parameter_server.py --mode synchronous
 
-The chief runs this script. By default each worker pushes its gradients whenever it has some; with `--mode synchronous`
-both compute parts of one batch, and the update is that of one process on the whole batch.
+The chief runs this script. By default each worker pushes its gradients as soon as it has computed them. With
+`--mode synchronous` both workers compute parts of one batch, and the update equals that of one process on the batch.
 """
 
 import keras
@@ -15,17 +15,23 @@ from digits_dataset import load
 from tfdist.callbacks import WorkerReport
 from tfdist.strategies import Asynchronous, ParameterServerStrategy, Synchronous
 
-_MODE = flags.DEFINE_enum("mode", "asynchronous", ["asynchronous", "synchronous"], "How updates come together.")
-_MAX_STALENESS = flags.DEFINE_integer(
-    "max_staleness", None, "Of asynchronous pushes. Default: no bound.", lower_bound=0
+_MODE = flags.DEFINE_enum(
+    "mode", "asynchronous", ["asynchronous", "synchronous"], "How the workers' updates are combined."
 )
-_BACKUP_WORKERS = flags.DEFINE_integer("backup_workers", 0, "Workers a synchronous round need not wait for.")
-_COMPRESSION = flags.DEFINE_string("compression", None, 'How gradients are encoded, as "int8". Default: not at all.')
-_PULL = flags.DEFINE_enum("pull", None, ["bfloat16", "float16"], "As what variables travel. Default: as they are.")
+_MAX_STALENESS = flags.DEFINE_integer(
+    "max_staleness", None, "Largest staleness of asynchronous pushes. Default: no bound.", lower_bound=0
+)
+_BACKUP_WORKERS = flags.DEFINE_integer("backup_workers", 0, "How many workers a synchronous round does not wait for.")
+_COMPRESSION = flags.DEFINE_string(
+    "compression", None, 'How gradients are encoded, such as "int8". Default: uncompressed.'
+)
+_PULL_DTYPE = flags.DEFINE_enum(
+    "pull_dtype", None, ["bfloat16", "float16"], "Dtype in which workers receive variables. Default: unchanged."
+)
 
 
 class Progress(keras.callbacks.Callback):
-    """Prints a short line an epoch."""
+    """Prints a line for each epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Prints the loss."""
@@ -33,13 +39,13 @@ class Progress(keras.callbacks.Callback):
 
 
 def main(_: list[str]) -> None:
-    """Trains on the cluster; prints what each worker has done, and the accuracy."""
+    """Trains on the cluster; prints the workers' statistics and the accuracy."""
     logging.set_verbosity(logging.WARNING)
     asynchronous = _MODE.value == "asynchronous"
     strategy = ParameterServerStrategy(
         mode=Asynchronous(_MAX_STALENESS.value) if asynchronous else Synchronous(_BACKUP_WORKERS.value),
         compression=_COMPRESSION.value,
-        pull=_PULL.value,
+        pull_dtype=_PULL_DTYPE.value,
     )
     images, held_out = load(flags.FLAGS.dataset, flags.FLAGS.data_dir)
     keras.utils.set_random_seed(flags.FLAGS.seed)

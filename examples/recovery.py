@@ -1,10 +1,10 @@
-"""Kills a worker half-way through a training, and shows that nothing is lost by it.
+"""Kills a worker in the middle of a training, and shows that the result does not change.
 
     python examples/recovery.py
 
-It trains the network of `digits.py` twice by `tfdist run --workers 2`: undisturbed, and with a worker that kills
-itself. The launcher starts both workers again, and `FailureRecovery` goes on from the newest checkpoint, in the middle
-of an epoch. The last line compares the weights of the two trainings.
+Trains the network of `digits.py` twice by `tfdist run --workers 2`: first undisturbed, then with a worker that kills
+itself. The launcher restarts both workers, and `FailureRecovery` resumes from the newest checkpoint in the middle of an
+epoch. The last line compares the weights of the two trainings.
 """
 
 import os
@@ -23,14 +23,16 @@ from digits_dataset import load
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
 
-_DIRECTORY = flags.DEFINE_string("directory", None, "Of a worker: for checkpoints and the weights.")
-_KILL_AT_STEP = flags.DEFINE_integer("kill_at_step", 0, "Of a worker: when worker 1 kills itself; 0 for never.")
-_EVERY_STEPS = flags.DEFINE_integer("every_steps", 10, "How often to save.", lower_bound=1)
+_DIRECTORY = flags.DEFINE_string("directory", None, "For workers: directory of checkpoints and weights.")
+_KILL_AT_STEP = flags.DEFINE_integer(
+    "kill_at_step", 0, "For workers: at which step worker 1 kills itself; 0 for never."
+)
+_EVERY_STEPS = flags.DEFINE_integer("every_steps", 10, "Steps between two checkpoints.", lower_bound=1)
 _WORKERS = 2
 
 
 class KillItself(keras.callbacks.Callback):
-    """Ends this process as a machine does that loses its power: without a word."""
+    """Kills this process without warning, as a power failure would."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class KillItself(keras.callbacks.Callback):
 
 
 def work() -> None:
-    """Trains as one of the workers; the chief writes the weights."""
+    """Trains as a worker; the chief writes the weights."""
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
     directory = Path(_DIRECTORY.value or "checkpoints")
@@ -66,7 +68,7 @@ def work() -> None:
 
 
 def train(directory: Path, *, kill_at_step: int) -> list[np.ndarray]:
-    """Trains with two workers of this script; returns the weights."""
+    """Runs this script as two workers under `tfdist run`; returns the weights."""
     flags_of_workers = [f"--directory={directory}", f"--kill_at_step={kill_at_step}"]
     flags_of_workers += [f"--{name}={flags.FLAGS[name].value}" for name in ("epochs", "every_steps")]
     if flags.FLAGS.data_dir:
@@ -78,12 +80,12 @@ def train(directory: Path, *, kill_at_step: int) -> list[np.ndarray]:
 
 
 def main(_: list[str]) -> None:
-    """Works as a worker, or starts the workers of both trainings and compares them."""
+    """Trains as a worker, or starts the workers of both trainings and compares the results."""
     logging.set_verbosity(logging.WARNING)
     if cluster.detect() is not None:
         work()
         return
-    images, _ = load("digits", flags.FLAGS.data_dir)  # prepared before two workers would do so at once
+    images, _ = load("digits", flags.FLAGS.data_dir)  # prepared here, before two workers need it
     steps = -(-len(images) // flags.FLAGS.batch_size) * flags.FLAGS.epochs
     with tempfile.TemporaryDirectory() as folder:
         print("Undisturbed:", flush=True)

@@ -1,4 +1,4 @@
-"""What all tests share: a quiet TensorFlow, in this process and in those it starts."""
+"""Fixtures of all tests. TensorFlow logs errors only, in this process and in those that it starts."""
 
 import gc
 import os
@@ -12,10 +12,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Has the garbage collector leave aside what earlier modules have left: TensorFlow, its functions, finished tests.
+    """Excludes the objects of earlier modules (TensorFlow, its functions, finished tests) from garbage collection.
 
-    It would go through all of that each time it collects, which a test of ours asks for after every training: a second
-    at the end of the suite.
+    Otherwise each collection visits all of them, which takes a second at the end of the suite, and tests collect after
+    every training.
     """
     gc.collect()
     gc.freeze()
@@ -23,15 +23,15 @@ def small_heap() -> None:
 
 @pytest.fixture(autouse=True)
 def no_late_signal() -> Iterator[None]:
-    """Has a signal that came too late to end the `fit` of a test not end that of the next one."""
+    """Prevents a signal that arrived too late to end the `fit` of one test from ending that of the next."""
     yield
     if preemption := sys.modules.get("tfdist.recovery.preemption"):
-        preemption.Preemption._owed_since = None
+        preemption.PreemptionHandler._pending_since = None
 
 
 @pytest.fixture(scope="session")
 def cpus() -> list[str]:
-    """Four logical CPU devices. Every test that uses TensorFlow in this process asks for them, before it starts."""
+    """Four logical CPU devices. Every test that uses TensorFlow in this process requests this fixture."""
     import tensorflow as tf
     import without_autotuning
 

@@ -1,7 +1,7 @@
-"""Runs the examples of the docstrings of the modules it is given, and prints the outcome as JSON.
+"""Runs the examples in the docstrings of the given modules and prints the outcomes as JSON.
 
-A program of its own, because some examples need two replicas: logical devices have to be made before TensorFlow is
-first used, which another test of the same process may have done.
+A separate program, because some examples need two replicas: logical devices must be configured before TensorFlow is
+first used, and another test of the same process may have used it.
 
     python tests/run_doctests.py tfdist.versions ...
 """
@@ -18,7 +18,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 REPLICAS = 2
 
 
-def make_replicas() -> None:
+def create_replicas() -> None:
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -28,7 +28,7 @@ def make_replicas() -> None:
 def run(name: str) -> dict[str, object]:
     report = io.StringIO()
     try:
-        # doctest prints its report; what an example prints to stderr is not part of it.
+        # doctest prints its report to stdout. Examples' output to stderr is not part of it.
         with contextlib.redirect_stdout(report):
             result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
         return {"attempted": result.attempted, "failed": result.failed, "report": report.getvalue()}
@@ -37,5 +37,5 @@ def run(name: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    make_replicas()
+    create_replicas()
     print(json.dumps({name: run(name) for name in sys.argv[1:]}))

@@ -1,11 +1,13 @@
-"""Keeps the rules of the house: which room may import which, where private symbols live, what an import may do.
+"""Checks the rules of the code: who may import whom, where private symbols live, what an import may do.
 
-The rules are the tables below; `docs/architecture.md` says why. Every rule is also shown a source that breaks it.
+The tables below are the rules; `docs/architecture.md` gives the reasons. Every rule has a test with a source that
+breaks it.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,26 +16,44 @@ ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("tfdist", "strategies", "callbacks", "examples", "benchmarks")
 MAX_LINES = 300
 
-# A room is a sub-package or module of tfdist, or a top-level directory; `internals` is every one named *_internals.
+# A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
+# The sub-packages and modules of launch are rooms of their own.
 PUBLIC = frozenset(
     "callbacks checkpoint cluster collectives compression launch parameter_server strategies versions".split()
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals parameter_server private_symbols training versions".split()
+        "cluster collectives compression internals parameter_server training utils versions".split()
     ),
-    "training": frozenset({"collectives", "internals"}),
+    "training": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
-    "compression": frozenset(),
-    "parameter_server": frozenset({"cluster", "compression", "internals"}),
-    "callbacks": frozenset({"checkpoint", "cluster", "collectives", "internals", "recovery", "training"}),
-    "recovery": frozenset({"checkpoint", "collectives", "compression", "internals", "training"}),
-    "checkpoint": frozenset(),
-    "cluster": frozenset(),
-    "launch": frozenset({"checkpoint", "cluster", "doctor"}),
-    "doctor": frozenset({"cluster", "versions"}),
-    "internals": frozenset({"private_symbols", "versions"}),
+    "compression": frozenset({"utils"}),
+    "parameter_server": frozenset({"cluster", "compression", "internals", "utils"}),
+    "callbacks": frozenset(
+        {"checkpoint", "cluster", "collectives", "data_position", "internals", "recovery", "training", "utils"}
+    ),
+    "recovery": frozenset({"checkpoint", "collectives", "data_position", "internals", "training", "utils"}),
+    "data_position": frozenset({"internals", "utils"}),
+    "checkpoint": frozenset({"utils"}),
+    "cluster": frozenset({"utils"}),
+    "transport": frozenset({"utils"}),
+    "launch": frozenset({"launch/cli", "launch/notebook"}),  # launch/__init__.py and __main__.py
+    "launch/cli": frozenset(
+        "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
+        "launch/usage_error utils".split()
+    ),
+    "launch/notebook": frozenset("cluster launch/cli launch/processes launch/restart launch/usage_error utils".split()),
+    "launch/rendezvous": frozenset(
+        "cluster launch/processes launch/restart launch/process_roles launch/usage_error transport".split()
+    ),
+    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/usage_error utils".split()),
+    "launch/restart": frozenset("cluster launch/process_roles launch/usage_error utils".split()),
+    "launch/process_roles": frozenset({"cluster"}),
+    "launch/usage_error": frozenset(),
+    "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
+    "utils": frozenset(),
+    "internals": frozenset({"private_symbols"}),
     "private_symbols": frozenset(),
     "versions": frozenset(),
     "examples": PUBLIC,
@@ -41,7 +61,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
-WITHOUT_FRAMEWORKS = frozenset("tfdist checkpoint cluster doctor launch private_symbols versions".split())
+WITHOUT_FRAMEWORKS = frozenset(
+    "tfdist checkpoint cluster doctor launch private_symbols transport utils versions".split()
+)
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]
 
@@ -63,6 +85,8 @@ def room_of(path: str) -> str:
         return "internals"
     if top != "tfdist":
         return top
+    if rest[0] == "launch" and rest[1:] not in ([], ["__init__"], ["__main__"]):
+        return f"launch/{rest[1]}"
     return "tfdist" if rest == ["__init__"] else rest[0]
 
 
@@ -138,27 +162,40 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and part not in PUBLIC_DUNDERS for part in name.split(".")[1:])
 
 
-def violations(path: str, source: str) -> set[str]:
-    """Every broken rule of one file, as "line: rule: what"."""
-    room, tree, found = room_of(path), ast.parse(source), set()
+def target_room(name: str) -> str:
+    """The room of a dotted name, and "" for a name outside of tfdist or a submodule of `launch` that is no package."""
+    library, _, rest = name.partition(".")
+    if library != "tfdist" or not rest or rest.startswith("__"):
+        return ""
+    first, _, second = rest.partition(".")
+    if first == "launch" and f"launch/{second.partition('.')[0]}" not in MAY_IMPORT:
+        return "launch"  # tfdist.launch, or a name that its __init__ exports
+    return room_of(f"tfdist/{rest.replace('.', '/')}.py")
+
+
+def all_names(tree: ast.AST, path: str) -> tuple[dict[str, str], list[tuple[int, str]]]:
+    """The names that a module's imports bind, and every dotted name that it imports or uses, with its line."""
     bound = {"importlib": "importlib"}
     names: list[tuple[int, str]] = []
     for line, name, alias in imports(tree, path):
         bound[alias or name.partition(".")[0]] = name if alias else name.partition(".")[0]
         names.append((line, name))
-    names += [*uses(tree, bound), *private_strings(tree)]
+    return bound, [*names, *uses(tree, bound), *private_strings(tree)]
 
+
+def violations(path: str, source: str) -> set[str]:
+    """Every broken rule of one file, as "line: rule: what"."""
+    room, tree, found = room_of(path), ast.parse(source), set()
+    bound, names = all_names(tree, path)
     if room not in MAY_IMPORT:
-        return {f"0: arrow: {room} is not a room of the house; give it its arrows in {Path(__file__).name}"}
+        return {f"0: arrow: {room} has no entry in MAY_IMPORT of {Path(__file__).name}"}
     for line, name in names:
-        library, _, rest = name.partition(".")
-        if library == "tfdist" and rest and not rest.startswith("__"):
-            target = room_of(f"tfdist/{rest.replace('.', '/')}.py")
-            if target != room and target not in MAY_IMPORT[room]:
-                found.add(f"{line}: arrow: {room} -> {target}")
+        library = name.partition(".")[0]
+        if (target := target_room(name)) and target != room and target not in MAY_IMPORT[room]:
+            found.add(f"{line}: arrow: {room} -> {target}")
         if library in ("strategies", "callbacks"):
             found.add(f"{line}: bare: import tfdist.{library}, not {library}")
-        if library in FRAMEWORKS and room in WITHOUT_FRAMEWORKS:
+        if library in FRAMEWORKS and room.partition("/")[0] in WITHOUT_FRAMEWORKS:
             found.add(f"{line}: framework: {room} uses {library}")
         if library in FRAMEWORKS and room != "internals" and is_private(name):
             found.add(f"{line}: private: {name}")
@@ -178,8 +215,57 @@ def violations(path: str, source: str) -> set[str]:
     return found
 
 
+def repeated_names(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The basenames that several modules of the package share. A reader who searches for a file must find one."""
+    found = defaultdict(list)
+    for path in paths:
+        name = Path(path).name
+        if path.startswith(SIDE_EFFECT_FREE) and name not in ("__init__.py", "__main__.py"):
+            found[name].append(path)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def unused_arrows(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The entries of MAY_IMPORT that no file needs. The table states what is, not what might be."""
+    used = defaultdict(set)
+    for path, source in sources.items():
+        used[room_of(path)] |= {target_room(name) for _, name in all_names(ast.parse(source), path)[1]}
+    internal = {room: targets for room, targets in MAY_IMPORT.items() if targets is not PUBLIC}
+    return {room: unused for room, targets in internal.items() if (unused := targets - used[room])}
+
+
+def shown_arrows() -> dict[str, str]:
+    """The last cell of each row of the page's tables of rooms, by the row's first cell.
+
+    The page shows launch as one room, and then its sub-packages, whose names it shortens.
+    """
+    rooms = {room: set(targets) for room, targets in MAY_IMPORT.items() if "." not in room}
+    parts = {room: targets for room, targets in rooms.items() if room.startswith("launch")}
+    rooms["launch"] = {target for targets in parts.values() for target in targets if not target.startswith("launch")}
+    titles = {room: f"`tfdist/{room}/`" for room in rooms} | {
+        "strategies": "`strategies/` = `tfdist.strategies`",
+        "callbacks": "`callbacks/` = `tfdist.callbacks`",
+        "internals": "`tfdist/keras_internals/`, `tfdist/tensorflow_internals/`",
+    }
+    titles |= {room: f"`{room.removeprefix('launch/')}/`" for room in parts if room != "launch"}
+    left_out = {
+        "tfdist",
+        "private_symbols",
+        "versions",
+        "examples",
+        "benchmarks",
+        "launch/process_roles",
+        "launch/usage_error",
+    }
+    return {
+        titles[room]: ", ".join(sorted(name.removeprefix("launch/") for name in targets - {"private_symbols"})) or "–"
+        for room, targets in rooms.items()
+        if room not in left_out
+    }
+
+
 def house_files() -> list[str]:
-    # rglob follows no links before Python 3.13: strategies/ and callbacks/ are read once, where they stand.
+    # rglob follows no links before Python 3.13, so strategies/ and callbacks/ are read only once.
     return sorted(
         str(file.relative_to(ROOT))
         for top in TOPS
@@ -191,11 +277,40 @@ def house_files() -> list[str]:
 @pytest.mark.parametrize("path", house_files())
 def test_file_keeps_the_rules(path: str) -> None:
     found = violations(path, (ROOT / path).read_text(encoding="utf-8"))
-    assert not found, f"{path} breaks rules of the house:\n" + "\n".join(sorted(found))
+    assert not found, f"{path} breaks rules of the architecture:\n" + "\n".join(sorted(found))
 
 
-def test_every_room_is_looked_at() -> None:
-    assert {path.partition("/")[0] for path in house_files()} >= {"tfdist", "strategies", "callbacks", "examples"}
+def test_every_room_is_checked() -> None:
+    assert {path.partition("/")[0] for path in house_files()} == set(TOPS)
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    assert repeated_names(house_files()) == {}
+
+
+def test_every_arrow_is_needed() -> None:
+    assert unused_arrows({path: (ROOT / path).read_text(encoding="utf-8") for path in house_files()}) == {}
+
+
+def test_the_page_shows_the_arrows() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## The life of a gradient")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")
+    ]
+    assert {first: last for first, *_, last in rows} == shown_arrows()
+
+
+def test_a_repeated_name_and_an_unused_arrow_are_found() -> None:
+    paths = [
+        "tfdist/a/__init__.py",
+        "strategies/__init__.py",
+        "tfdist/a/link.py",
+        "callbacks/link.py",
+        "examples/link.py",
+    ]
+    assert repeated_names(paths) == {"link.py": ["tfdist/a/link.py", "callbacks/link.py"]}
+    unused = unused_arrows({"tfdist/transport/a.py": "", "tfdist/checkpoint/a.py": "from tfdist.utils import x"})
+    assert unused["transport"] == {"utils"} and "checkpoint" not in unused
 
 
 @pytest.mark.parametrize("name", ["strategies", "callbacks"])
@@ -207,16 +322,24 @@ def test_links_are_relative_and_resolve(name: str) -> None:
 
 BREAKS = [
     # (file, source, the rule it breaks)
-    ("tfdist/launch/main.py", "import tfdist.strategies", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "from tfdist import strategies", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "from tfdist.strategies import mirrored", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "from ..strategies import mirrored", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "from .. import strategies", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "import tfdist\ntfdist.strategies.MirroredStrategy()", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "import tfdist as t\ndef f(): t.strategies", "arrow: launch -> strategies"),
-    ("tfdist/launch/main.py", "import importlib\nimportlib.import_module('tfdist.strategies')", "arrow: launch ->"),
-    ("tfdist/launch/main.py", "def f():\n    import keras", "framework: launch uses keras"),
-    ("tfdist/launch/main.py", "from tensorflow import data", "framework: launch uses tensorflow"),
+    ("tfdist/launch/cli/main.py", "import tfdist.strategies", "arrow: launch/cli -> strategies"),
+    ("tfdist/launch/cli/main.py", "from tfdist import strategies", "arrow: launch/cli -> strategies"),
+    ("tfdist/launch/cli/main.py", "from tfdist.strategies import mirrored", "arrow: launch/cli -> strategies"),
+    ("tfdist/launch/cli/main.py", "from ...strategies import mirrored", "arrow: launch/cli -> strategies"),
+    ("tfdist/launch/cli/main.py", "from ... import strategies", "arrow: launch/cli -> strategies"),
+    (
+        "tfdist/launch/cli/main.py",
+        "import tfdist\ntfdist.strategies.MirroredStrategy()",
+        "arrow: launch/cli -> strategies",
+    ),
+    ("tfdist/launch/cli/main.py", "import tfdist as t\ndef f(): t.strategies", "arrow: launch/cli -> strategies"),
+    (
+        "tfdist/launch/cli/main.py",
+        "import importlib\nimportlib.import_module('tfdist.strategies')",
+        "arrow: launch/cli ->",
+    ),
+    ("tfdist/launch/cli/main.py", "def f():\n    import keras", "framework: launch/cli uses keras"),
+    ("tfdist/launch/cli/main.py", "from tensorflow import data", "framework: launch/cli uses tensorflow"),
     ("tfdist/cluster/slurm.py", "import tensorflow as tf", "framework: cluster uses tensorflow"),
     ("tfdist/cluster/slurm.py", "import numpy", "library: cluster imports numpy"),
     ("tfdist/__init__.py", "from tfdist.strategies import X", "arrow: tfdist -> strategies"),
@@ -224,16 +347,48 @@ BREAKS = [
     ("tfdist/versions.py", "import keras", "framework: versions uses keras"),
     ("tfdist/compression/cast.py", "from tfdist.collectives import group", "arrow: compression -> collectives"),
     ("tfdist/compression/cast.py", "from tfdist import keras_internals", "arrow: compression -> internals"),
-    ("tfdist/collectives/group.py", "from tfdist.training import step", "arrow: collectives -> training"),
-    ("tfdist/training/step.py", "from tfdist.callbacks import x", "arrow: training -> callbacks"),
-    ("tfdist/checkpoint/store.py", "from tfdist.strategies import x", "arrow: checkpoint -> strategies"),
-    ("tfdist/checkpoint/store.py", "from tfdist.recovery import x", "arrow: checkpoint -> recovery"),
-    ("tfdist/checkpoint/store.py", "def f():\n    import tensorflow", "framework: checkpoint uses tensorflow"),
-    ("tfdist/launch/main.py", "from tfdist.recovery import x", "arrow: launch -> recovery"),
-    ("tfdist/doctor/machine.py", "from tfdist.launch import x", "arrow: doctor -> launch"),
-    ("tfdist/doctor/machine.py", "def f():\n    import tensorflow", "framework: doctor uses tensorflow"),
-    ("tfdist/recovery/position.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
-    ("tfdist/recovery/position.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
+    ("tfdist/collectives/collective_group.py", "from tfdist.training import step", "arrow: collectives -> training"),
+    ("tfdist/training/sample_shares.py", "from tfdist.callbacks import x", "arrow: training -> callbacks"),
+    ("tfdist/checkpoint/shard.py", "from tfdist.strategies import x", "arrow: checkpoint -> strategies"),
+    ("tfdist/checkpoint/shard.py", "from tfdist.recovery import x", "arrow: checkpoint -> recovery"),
+    (
+        "tfdist/checkpoint/shard.py",
+        "def f():\n    import tensorflow",
+        "framework: checkpoint uses tensorflow",
+    ),
+    ("tfdist/launch/cli/main.py", "from tfdist.recovery import x", "arrow: launch/cli -> recovery"),
+    (
+        "tfdist/launch/restart/error_file.py",
+        "from tfdist.launch.processes import x",
+        "launch/restart -> launch/processes",
+    ),
+    (
+        "tfdist/launch/restart/error_file.py",
+        "from ..rendezvous import x",
+        "arrow: launch/restart -> launch/rendezvous",
+    ),
+    ("tfdist/launch/restart/error_file.py", "from tfdist import launch", "arrow: launch/restart -> launch"),
+    ("tfdist/launch/processes/attempt.py", "from tfdist.launch.rendezvous import x", "processes -> launch/rendezvous"),
+    ("tfdist/launch/processes/attempt.py", "from tfdist.transport import x", "launch/processes -> transport"),
+    ("tfdist/launch/rendezvous/membership.py", "from ..cli.node_options import x", "launch/rendezvous -> launch/cli"),
+    ("tfdist/launch/rendezvous/membership.py", "def f():\n    import keras", "framework: launch/rendezvous uses keras"),
+    (
+        "tfdist/launch/notebook/result_files.py",
+        "from tfdist.launch.rendezvous import x",
+        "notebook -> launch/rendezvous",
+    ),
+    ("tfdist/launch/process_roles.py", "import tfdist.launch.cli.main", "arrow: launch/process_roles -> launch/cli"),
+    ("tfdist/launch/__init__.py", "from tfdist.launch.restart import x", "arrow: launch -> launch/restart"),
+    ("examples/a.py", "from tfdist.launch.processes import x", "arrow: examples -> launch/processes"),
+    ("tfdist/transport/dial_with_retry.py", "from tfdist.launch import x", "arrow: transport -> launch"),
+    ("tfdist/transport/dial_with_retry.py", "from tfdist.doctor import x", "arrow: transport -> doctor"),
+    ("tfdist/utils/formatting.py", "from tfdist.cluster import x", "arrow: utils -> cluster"),
+    ("tfdist/data_position/position.py", "from tfdist.recovery import x", "arrow: data_position -> recovery"),
+    ("tfdist/parameter_server/chief.py", "from tfdist.training import x", "arrow: parameter_server -> training"),
+    ("tfdist/doctor/check_runner.py", "from tfdist.launch import x", "arrow: doctor -> launch"),
+    ("tfdist/doctor/check_runner.py", "def f():\n    import tensorflow", "framework: doctor uses tensorflow"),
+    ("tfdist/recovery/resume.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
+    ("tfdist/recovery/resume.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
     ("strategies/a.py", "from tfdist.recovery import x", "arrow: strategies -> recovery"),
     ("tfdist/keras_internals.py", "from tfdist.training import x", "arrow: internals -> training"),
     ("callbacks/a.py", "from tfdist.strategies import MirroredStrategy", "arrow: callbacks -> strategies"),
@@ -242,7 +397,7 @@ BREAKS = [
     ("strategies/a.py", "from tfdist.launch import b", "arrow: strategies -> launch"),
     ("examples/a.py", "from tfdist.training import step", "arrow: examples -> training"),
     ("benchmarks/a.py", "from tfdist import tensorflow_internals", "arrow: benchmarks -> internals"),
-    ("tfdist/unheard_of.py", "", "arrow: unheard_of is not a room"),
+    ("tfdist/unknown_room.py", "", "arrow: unknown_room has no entry"),
     ("examples/a.py", "import strategies", "bare: import tfdist.strategies"),
     ("callbacks/a.py", "from callbacks.b import c", "bare: import tfdist.callbacks"),
     ("strategies/a.py", "from tensorflow.python.distribute import values", "private: tensorflow.python"),
@@ -279,12 +434,12 @@ KEEPS = [
     ("tfdist/keras_internals.py", "from keras.src import backend\nfrom tensorflow.python import x"),
     ("tfdist/internals/x_internals.py", "from keras.src import backend"),
     (
-        "tfdist/launch/main.py",
+        "tfdist/launch/cli/main.py",
         "import os\nfrom tfdist.cluster import ports\ndef f():\n    return os.environ, lambda: 1",
     ),
     ("strategies/a.py", "import tensorflow as tf\ndef f(a: list[tf.Variable]) -> tf.Variable: return tf.constant(1)"),
-    ("tfdist/launch/main.py", "import logging\nlog = logging.getLogger(__name__)"),
-    ("tfdist/launch/main.py", "import os\nif __name__ == '__main__':\n    os.environ['X'] = '1'"),
+    ("tfdist/launch/cli/main.py", "import logging\nlog = logging.getLogger(__name__)"),
+    ("tfdist/launch/cli/main.py", "import os\nif __name__ == '__main__':\n    os.environ['X'] = '1'"),
     ("examples/a.py", "import os\nimport tfdist\nos.environ['X'] = '1'\ntfdist.strategies.MirroredStrategy()"),
 ]
 

@@ -1,10 +1,9 @@
-"""Every example in a docstring of tfdist runs and says the truth."""
+"""Every example in a docstring of tfdist runs and prints what it shows."""
 
 import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 300
 WITH_EXAMPLES = ("tfdist", "tfdist.versions")
+SAMPLES = {
+    "wrong": '"""\n>>> 1 + 1\n3\n"""\n',
+    "broken": "import no_such_module\n",
+    "right": '"""\n>>> import tensorflow as tf\n>>> len(tf.config.list_logical_devices("CPU"))\n2\n"""',
+}
 
 
 def modules() -> list[str]:
-    """Every module of tfdist, also behind the links. Found as files: importing them here would start TensorFlow."""
+    """Every module of tfdist, also behind the links. Found as files, because importing them would start TensorFlow."""
     names = []
     for directory, _, files in os.walk(ROOT / "tfdist", followlinks=True):
         package = ".".join(Path(directory).relative_to(ROOT).parts)
@@ -27,34 +31,30 @@ def modules() -> list[str]:
     return sorted(names)
 
 
-@cache
-def outcomes(*names: str, root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """Runs all modules in one process, once."""
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The outcome of every module and of `SAMPLES`, from one process."""
+    samples = tmp_path_factory.mktemp("samples")
+    for name, source in SAMPLES.items():
+        (samples / f"{name}.py").write_text(source)
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environment["PYTHONPATH"] = str(root)
-    program = [sys.executable, str(ROOT / "tests" / "run_doctests.py"), *names]
-    done = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(samples)])
+    program = [sys.executable, str(ROOT / "tests" / "run_doctests.py"), *modules(), *SAMPLES]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", modules())
-def test_examples_of(name: str) -> None:
-    outcome = outcomes(*modules())[name]
-    assert not outcome["failed"], outcome["report"]
+def test_examples_of(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    assert not outcomes[name]["failed"], outcomes[name]["report"]
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_are_found(name: str) -> None:
-    assert outcomes(*modules())[name]["attempted"]
+def test_examples_are_found(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    assert outcomes[name]["attempted"]
 
 
-def test_a_wrong_example_and_a_broken_module_fail(tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text('"""\n>>> 1 + 1\n3\n"""\n')
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
-    (tmp_path / "right.py").write_text(
-        '"""\n>>> import tensorflow as tf\n>>> len(tf.config.list_logical_devices("CPU"))\n2\n"""'
-    )
-    found = outcomes("wrong", "broken", "right", root=tmp_path)
-    assert {name: outcome["failed"] for name, outcome in found.items()} == {"wrong": 1, "broken": 1, "right": 0}
-    assert "Expected:\n    3" in found["wrong"]["report"] and "no_such_module" in found["broken"]["report"]
+def test_a_wrong_example_and_a_broken_module_fail(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert {name: outcomes[name]["failed"] for name in SAMPLES} == {"wrong": 1, "broken": 1, "right": 0}
+    assert "Expected:\n    3" in outcomes["wrong"]["report"] and "no_such_module" in outcomes["broken"]["report"]

@@ -1,4 +1,4 @@
-"""Opens the wheel and the sdist: everything is in them, nothing else is, and the wheel works."""
+"""The wheel and the sdist contain every source file and nothing else, and the installed wheel works."""
 
 import email.message
 import email.parser
@@ -21,7 +21,7 @@ LINKS = ("strategies", "callbacks")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    # -P and no PYTHONPATH: the checkout must not stand in for what was installed.
+    # -P and no PYTHONPATH: Python must import the installed package, not the checkout.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
@@ -31,19 +31,21 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def build(kind: str, source: Path, output: Path) -> Path:
-    """Builds with the setuptools of this environment: no network."""
+    """Builds with the setuptools of this environment, because there may be no network."""
     run(sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", output, source, cwd=output.parent)
     (built,) = output.iterdir()
     return built
 
 
-def install(python: str | Path, release: Path, *options: str | Path, cwd: Path) -> None:
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *options, release, cwd=cwd)
+def install(release: Path, *options: str | Path, cwd: Path, python: str | Path = sys.executable) -> None:
+    """Installs into the environment of `python`, which needs no pip."""
+    command = [sys.executable, "-m", "pip", "--python", python, "install"]
+    run(*command, "--quiet", "--no-deps", "--no-index", *options, release, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clean clone of the present state holds, links as links."""
+    """The files of a clean clone of the present state; symbolic links stay links."""
     clean = tmp_path_factory.mktemp("checkout")
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, run(*git, cwd=ROOT).split("\0")):
@@ -71,7 +73,7 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def expected_files(checkout: Path) -> set[str]:
-    """Every source file of the package under the name it is imported by."""
+    """Every source file of the package, under the name by which it is imported."""
     sources = {str(file.relative_to(checkout)) for file in (checkout / "tfdist").rglob("*.py")}
     for link in LINKS:
         sources |= {f"tfdist/{file.relative_to(checkout)}" for file in (checkout / link).rglob("*.py")}
@@ -83,7 +85,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
+def test_wheel_contains_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
     names = {name for name in contents(wheel) if ".dist-info/" not in name}
     assert names == expected_files(checkout)
     for link in LINKS:
@@ -98,7 +100,7 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -
     assert {"LICENSE", "README.md", "setup.cfg", "pyproject.toml", "tfdist"} <= {file.name for file in source.iterdir()}
     rebuilt, original = contents(build("wheel", source, tmp_path / "wheel")), contents(wheel)
     assert rebuilt.keys() == original.keys()
-    # RECORD lists the others' checksums in the order in which the directories were read.
+    # RECORD lists the checksums of the other files in the order in which the directories were read.
     assert [name for name in original if rebuilt[name] != original[name] and not name.endswith("/RECORD")] == []
 
 
@@ -121,52 +123,53 @@ def test_requirements(metadata: email.message.Message) -> None:
         assert {specifier.operator for specifier in stated[name].specifier} == {">=", "<"}
 
 
-def test_pyproject_holds_the_build_system_alone() -> None:
+def test_pyproject_contains_only_the_build_system() -> None:
     import tomllib
 
     assert set(tomllib.loads((ROOT / "pyproject.toml").read_text())) == {"build-system"}
 
 
-_PROGRAM = """
-import keras, numpy as np, tfdist
-from tfdist.callbacks import GradientAccumulation
-from tfdist.strategies import MultiWorkerMirroredStrategy
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A new environment with the dependencies of this one, so that no network is needed."""
+    created = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", created, cwd=tmp_path)
+    (site,) = created.glob("lib/python3*/site-packages")
+    # A .pth file adds a directory to the path. The .pth files in that directory have no effect.
+    site.joinpath("dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return created
 
-strategy = MultiWorkerMirroredStrategy(compression="int8")
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-model.fit(np.ones([8, 4]), np.ones([8, 1]), batch_size=4, verbose=0, callbacks=[GradientAccumulation(2)])
-print("trained", strategy.num_replicas_in_sync, model.optimizer.iterations.numpy(), tfdist.__file__)
-"""
+
+def install_release(release: Path, environment: Path) -> None:
+    """Installs a wheel or sdist, and checks the command and the origin of the package."""
+    python, cwd = environment / "bin" / "python", environment.parent
+    install(release, "--no-build-isolation", "--ignore-installed", cwd=cwd, python=python)
+    assert run(environment / "bin" / "tfdist", "--version", cwd=cwd) == f"tfdist {tfdist.__version__}\n"
+    origin = run(python, "-P", "-c", "import tfdist; print(tfdist.__file__)", cwd=cwd).strip()
+    assert Path(origin).is_relative_to(environment)
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.long)])
-def test_a_release_works_in_an_environment_of_its_own(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Nothing is there but what it depends on, which is lent by this environment: there may be no network."""
-    environment = tmp_path / "environment"
-    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
-    python = environment / "bin" / "python"
-    (site,) = environment.glob("lib/python3*/site-packages")
-    # A .pth file puts a directory on the path; the .pth files in that, an editable install's, do nothing.
-    site.joinpath("lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    release = request.getfixturevalue(kind)
-    install(python, release, "--no-build-isolation", "--ignore-installed", cwd=tmp_path)
-    assert run(environment / "bin" / "tfdist", "--version", cwd=tmp_path) == f"tfdist {tfdist.__version__}\n"
-    if kind == "sdist":  # of which the same wheel is built, see above
-        return
-    script = tmp_path / "train.py"
-    script.write_text(_PROGRAM)
-    said = run(environment / "bin" / "tfdist", "run", "--workers", "2", script, cwd=tmp_path)
-    assert sorted(line for line in said.splitlines() if "trained" in line) == [
-        f"[{rank}] trained 2 1 {site / 'tfdist' / '__init__.py'}" for rank in range(2)
-    ]
+def test_the_wheel_runs_the_converted_horovod_program(wheel: Path, environment: Path, tmp_path: Path) -> None:
+    """The wheel alone, without the checkout, trains `examples/migrating/horovod_after.py` on two workers."""
+    pytest.importorskip("tensorflow_datasets", reason="needs the extra `examples`")
+    install_release(wheel, environment)
+    script = ROOT / "examples" / "migrating" / "horovod_after.py"
+    arguments = "--epochs=3", f"--data_dir={tmp_path / 'data'}", f"--directory={tmp_path}"
+    output = run(environment / "bin" / "tfdist", "run", "--workers", "2", script, *arguments, cwd=tmp_path)
+    result = re.search(r"^\[0\] 2 workers: held-out loss ([\d.]+), accuracy ([\d.]+) %$", output, re.MULTILINE)
+    assert result and float(result[2]) > 70, output
+    assert "[1] 2 workers" not in output
+    assert (tmp_path / "model.keras").is_file()
+    assert len(list((tmp_path / "checkpoints").glob("ckpt-*"))) == 3
 
 
-def test_the_workflow_runs_what_everybody_runs_on_all_supported_versions() -> None:
+@pytest.mark.long  # test_sdist_builds_the_same_wheel covers most of it
+def test_the_sdist_installs(sdist: Path, environment: Path) -> None:
+    install_release(sdist, environment)
+
+
+def test_the_workflow_runs_make_test_on_all_supported_versions() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "- run: .ci/run\n" in workflow
     classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text())
@@ -175,11 +178,11 @@ def test_the_workflow_runs_what_everybody_runs_on_all_supported_versions() -> No
 
 def test_installed_wheel_imports_without_tensorflow(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    install(sys.executable, wheel, "--target", target, cwd=tmp_path)
+    install(wheel, "--target", target, cwd=tmp_path)
     program = f"""
 import sys
 sys.path.insert(0, {str(target)!r})
-import tfdist, tfdist.launch.main, tfdist.cluster, tfdist.versions
+import tfdist, tfdist.launch.cli.main, tfdist.cluster, tfdist.versions
 assert tfdist.__file__.startswith({str(target)!r}), tfdist.__file__
 assert tfdist.versions.tested_ranges()
 loaded = [name for name in ("tensorflow", "keras") if name in sys.modules]
@@ -190,5 +193,5 @@ print(tfdist.__version__, loaded)
 """
     assert run(sys.executable, "-P", "-c", program, cwd=tmp_path).split() == [tfdist.__version__, "[]"]
     command = (target / "bin" / "tfdist").read_text()
-    assert "from tfdist.launch.main import main" in command
+    assert "from tfdist.launch.cli.main import main" in command
     assert not any((target / link).exists() for link in LINKS)

@@ -1,9 +1,9 @@
-"""tf.distribute made right and fast under Keras 3.
+"""Distribution strategies for Keras 3: `tf.distribute` with correct and fast training.
 
-Change `tf.distribute.X` to `tfdist.strategies.X` and keep the rest of the program: `model.fit` then works on many
-replicas and many workers, with the numbers of one process on the concatenated batch.
+Change `tf.distribute.X` to `tfdist.strategies.X` and keep the rest of the program. `model.fit` then works on many
+replicas and many workers, and computes what one process computes on the concatenated batch.
 
-Sub-modules are loaded on first use, so that `import tfdist` does not import TensorFlow:
+Sub-modules are imported on first use, so `import tfdist` does not import TensorFlow:
 
 >>> import tfdist
 >>> tfdist.__version__

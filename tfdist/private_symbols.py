@@ -1,4 +1,4 @@
-"""Private symbols of TensorFlow and Keras: looked up in one way, recorded, and named when they are missing."""
+"""Looks up and records private symbols of TensorFlow and Keras; the error names a missing one."""
 
 import importlib
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class MissingPrivateSymbolError(ImportError):
-    """A private symbol that tfdist builds on is not in the installed TensorFlow or Keras."""
+    """The installed TensorFlow or Keras does not have a private symbol that tfdist uses."""
 
 
 @dataclass(frozen=True)
 class PrivateSymbol:
-    """One private symbol: its `path` (`module:attribute.attribute`) and `why` there is no public way."""
+    """One private symbol: its `path` (`module:attribute.attribute`) and `why` tfdist needs it."""
 
     path: str
     why: str
@@ -21,14 +21,14 @@ _used: dict[str, PrivateSymbol] = {}
 
 
 def private(path: str, why: str) -> Any:
-    """Returns the object at `path` and records that it is used.
+    """Returns the object at `path` and records its use.
 
     Args:
-      path: `module:attribute.attribute`.
-      why: what it is needed for; it ends up in the error and in `docs/architecture.md`.
+        path: `module:attribute.attribute`.
+        why: What it is needed for; part of the error and of `docs/architecture.md`.
 
     Raises:
-      MissingPrivateSymbolError: the module or the attribute does not exist; the message names it.
+        MissingPrivateSymbolError: If the module or the attribute does not exist; the message names it.
 
     >>> private("json:JSONDecoder.decode", why="an example").__name__
     'decode'
@@ -50,5 +50,5 @@ def private(path: str, why: str) -> Any:
 
 
 def used_symbols() -> list[PrivateSymbol]:
-    """The private symbols that were looked up in this process, by path."""
+    """Returns the private symbols that this process has looked up, by path."""
     return [_used[path] for path in sorted(_used)]

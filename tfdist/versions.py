@@ -1,7 +1,7 @@
 """The TensorFlow and Keras versions that tfdist is tested with.
 
-The bounds are stated once, in `requirements.txt` beside this file: pip reads them when tfdist is installed, and
-`check_versions` reads them again when a strategy is made, because pip can be overruled.
+`requirements.txt` in this directory states the bounds. pip reads them when tfdist is installed, and `check_versions`
+reads them again when a strategy is created, because pip can be overridden.
 """
 
 import importlib.metadata
@@ -15,16 +15,16 @@ from packaging.version import Version
 
 _REQUIREMENTS_FILE = Path(__file__).with_name("requirements.txt")
 _CHECKED = ("tensorflow", "keras")
-# The names under which the same modules are also distributed.
+# Names of distributions that contain the same modules.
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"), "keras": ("keras", "keras-nightly")}
 
 
 class UntestedVersionWarning(UserWarning):
-    """TensorFlow or Keras is installed in a version that tfdist has not been tested with."""
+    """The installed version of TensorFlow or Keras has not been tested with tfdist."""
 
 
 def tested_ranges() -> dict[str, SpecifierSet]:
-    """Returns the tested range of every dependency, by its name.
+    """Returns the tested range of every dependency, by name.
 
     >>> from tfdist.versions import tested_ranges
     >>> "2.21.0" in tested_ranges()["tensorflow"]
@@ -38,7 +38,7 @@ def tested_ranges() -> dict[str, SpecifierSet]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the installed versions of TensorFlow and Keras; imports neither. A missing one is left out."""
+    """Returns the installed versions of TensorFlow and Keras; imports neither. A missing library is left out."""
     versions = {}
     for name in _CHECKED:
         for distribution in _DISTRIBUTIONS[name]:
@@ -51,20 +51,20 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(installed: Mapping[str, str] | None = None, *, stacklevel: int = 2) -> None:
-    """Warns once for each of TensorFlow and Keras that lies outside its tested range.
+    """Warns for each of TensorFlow and Keras whose version is outside the tested range.
 
-    A pre-release counts by its release number: 2.21.0rc1 and 2.21.0.dev20260101 lie inside `>=2.21,<2.22`.
+    A pre-release counts as its release: 2.21.0rc1 and 2.21.0.dev20260101 are inside `>=2.21,<2.22`.
 
     Args:
-        installed: version by distribution name; what is installed here when not given.
-        stacklevel: as in `warnings.warn`, counted from the caller of this function: 1 names this function.
+        installed: Versions by distribution name; by default, those installed here.
+        stacklevel: As in `warnings.warn`, counted from this function: 1 names this function.
 
     >>> import warnings
     >>> from tfdist.versions import check_versions
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     check_versions({"tensorflow": "2.19.0", "keras": "3.15.1"})
-    >>> print(str(caught[0].message).partition(" It relies")[0])
+    >>> print(str(caught[0].message).partition(" tfdist uses")[0])
     tfdist is not tested with this version of tensorflow. Received: tensorflow 2.19.0. Expected: tensorflow>=2.21,<2.22.
     """
     tested = tested_ranges()
@@ -74,9 +74,9 @@ def check_versions(installed: Mapping[str, str] | None = None, *, stacklevel: in
             expected = f"{name}{','.join(sorted(map(str, tested[name]), reverse=True))}"
             warnings.warn(
                 f"tfdist is not tested with this version of {name}. Received: {name} {version}. "
-                f"Expected: {expected}. It relies on internals of {name} that may have changed: training "
-                "may stop with an error that names a missing symbol. The remedy is "
-                f'`pip install "{expected}"`, or a version of tfdist made for {name} {version}.',
+                f"Expected: {expected}. tfdist uses internals of {name} that may have changed: training "
+                "may stop with an error that names a missing symbol. Run "
+                f'`pip install "{expected}"`, or install a version of tfdist for {name} {version}.',
                 UntestedVersionWarning,
                 stacklevel=stacklevel,
             )

@@ -1,4 +1,4 @@
-"""The bars that the measurements are held against."""
+"""The bars: requirements that the measurements are compared with."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from network_run.variants import BY_NAME, METHODS, UNSHAPED, Variant
 
-# Two digits are shown, and two digits decide.
+# Decided by the two digits that are shown.
 _DIGITS = 2
 _SPEEDUP_OF_POWERSGD = {"1 Gbit/s": 4.0, "100 Mbit/s": 25.0}
 _BEST_AGAINST_FLOOR = {"1 Gbit/s": 1.15, "100 Mbit/s": 1.3}
@@ -15,14 +15,14 @@ _STATED_BYTES_OFF = 0.02
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure that has to be reached.
+    """A figure that must be reached.
 
     Attributes:
-      what: what it is, equal for all places where it is measured.
-      where: the workload and the link, and what was compared if that is not said yet.
-      required: at least that, or at most.
-      measured: what it is.
-      at_least: which of the two.
+        what: Name, the same wherever the figure is measured.
+        where: Workload and link, and the compared variant if `what` does not say it.
+        required: The limit.
+        measured: The measured value.
+        at_least: Whether `required` is a lower limit; otherwise it is an upper limit.
     """
 
     what: str
@@ -33,13 +33,13 @@ class Bar:
 
     @property
     def is_reached(self) -> bool:
-        """Whether it is, at the digits that are shown."""
+        """Whether the bar is reached, at the digits that are shown."""
         measured = round(self.measured, _DIGITS)
         return measured >= self.required if self.at_least else measured <= self.required
 
     @property
     def missed_by(self) -> float:
-        """By what part of what is required it is missed; negative where there is room.
+        """The fraction of `required` by which it is missed; negative if it is reached with a margin.
 
         >>> round(Bar("", "", 4.0, 3.0, at_least=True).missed_by, 2), round(Bar("", "", 1.0, 0.9).missed_by, 2)
         (0.33, -0.1)
@@ -49,7 +49,7 @@ class Bar:
 
 
 def all_bars(results: dict[str, Any]) -> list[Bar]:
-    """All bars that can be judged from what was measured."""
+    """Returns all bars that the results allow to decide."""
     found: list[Bar] = []
     for workload, of_workload in results["workloads"].items():
         for link, of_link in of_workload["links"].items():

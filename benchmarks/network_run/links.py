@@ -1,4 +1,4 @@
-"""Workers' network namespaces, joined by a bridge, over links whose rate can be set."""
+"""Network namespaces for workers, joined by a bridge through links of adjustable rate."""
 
 import os
 import subprocess
@@ -6,29 +6,29 @@ from types import TracebackType
 
 INTERFACE = "eth0"
 
-# What a link may send at once after a pause. It has to bridge the lateness of timers, or the rate is never reached: in
-# a virtual machine whose cores sleep that is milliseconds. It must not be more: tokens that gather while the workers
-# compute let short exchanges pass at the speed of memory.
+# What a link may send at once after a pause. It must cover the delay of timers (milliseconds in a virtual machine whose
+# cores sleep), or the rate is never reached. It must not be larger: tokens that accumulate during computation let short
+# exchanges pass at memory speed.
 _BURST_SECONDS = 2e-3
 _MIN_BURST_BYTES = 6_200
 _QUEUE_SECONDS = 0.05
 _MIN_QUEUE_BYTES = 256 * 1024
-# Segments as large as a burst would find all tokens or none, and what comes while they wait is lost.
+# Segments as large as a burst would find all tokens or none; packets that arrive while they wait would be lost.
 _SEGMENTS_PER_BURST = 4
 _MIN_SEGMENT_BYTES, _MAX_SEGMENT_BYTES = 3_100, 65_536
 
 
 class Network:
-    """A bridge with one namespace for each worker; a context manager that removes all of it.
+    """A bridge and a namespace for each worker; a context manager that removes them.
 
-    The names hold this process' id, and the interfaces live in the namespaces alone, so that runs do not meet.
+    The names contain the process id, and all interfaces are inside the namespaces, so that runs do not interfere.
     """
 
     def __init__(self, workers: int) -> None:
-        """Names the namespaces; they are made on entering.
+        """Chooses the names; entering the context creates the namespaces.
 
         Args:
-          workers: how many there are.
+            workers: Number of workers.
         """
         prefix = f"tfdist-{os.getpid()}"
         self._hub = f"{prefix}-hub"
@@ -36,10 +36,10 @@ class Network:
         self.addresses = tuple(f"10.77.0.{rank + 1}" for rank in range(workers))
 
     def __enter__(self) -> "Network":
-        """Makes namespaces, bridge and links.
+        """Creates namespaces, bridge and links.
 
         Raises:
-          RuntimeError: this host does not permit it, or lacks the programs.
+            RuntimeError: The host does not permit this, or lacks the programs.
         """
         try:
             self._make()
@@ -54,19 +54,19 @@ class Network:
         self._remove()
 
     def command(self, rank: int) -> list[str]:
-        """What to put before a command that is to run where worker `rank` runs."""
+        """Returns the prefix of a command that runs in the namespace of worker `rank`."""
         return ["ip", "netns", "exec", self.namespaces[rank]]
 
     def shape(self, bits_per_second: int | None) -> None:
-        """Gives all links, in both directions, that rate, or none.
+        """Limits the rate of all links in both directions.
 
         Args:
-          bits_per_second: with all headers of the link; `None` takes the limit away.
+            bits_per_second: Including all headers; `None` removes the limit.
         """
         for rank, namespace in enumerate(self.namespaces):
             self._ip(namespace, "link", "set", INTERFACE, "gso_max_size", str(segment_bytes(bits_per_second)))
             for where, device in ((namespace, INTERFACE), (self._hub, f"port{rank}")):
-                # Refused where nothing was shaped before.
+                # Fails if the link was not shaped before.
                 subprocess.run(["tc", "-n", where, "qdisc", "del", "dev", device, "root"], capture_output=True)
                 if bits_per_second:
                     _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *token_bucket(bits_per_second))
@@ -81,7 +81,7 @@ class Network:
             peer = ("type", "veth", "peer", "name", INTERFACE, "netns", namespace)
             self._ip(self._hub, "link", "add", port, *peer)
             self._ip(self._hub, "link", "set", port, "master", "bridge", "up")
-            # Neighbour discovery of IPv6 would be counted with the steps.
+            # Packets of IPv6 neighbour discovery would be counted with the steps.
             _run(*self.command(rank), "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
             self._ip(namespace, "addr", "add", f"{self.addresses[rank]}/24", "dev", INTERFACE)
             self._ip(namespace, "link", "set", INTERFACE, "up")
@@ -91,13 +91,13 @@ class Network:
         _run("ip", "-n", namespace, *arguments)
 
     def _remove(self) -> None:
-        # Devices go with their namespace; those that were never made are refused, which is no news.
+        # Devices are removed with their namespace. Fails for namespaces that were not created.
         for namespace in (*self.namespaces, self._hub):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
 
 def burst_bytes(bits_per_second: int) -> int:
-    """How much a link of that rate may send at once.
+    """Returns how many bytes a link of this rate may send at once.
 
     >>> [burst_bytes(10**exponent) for exponent in (9, 8, 7)]
     [250000, 25000, 6200]
@@ -106,7 +106,7 @@ def burst_bytes(bits_per_second: int) -> int:
 
 
 def segment_bytes(bits_per_second: int | None) -> int:
-    """How large the segments may be that a worker hands to its link of that rate."""
+    """Returns the largest segment that a worker may pass to a link of this rate."""
     if bits_per_second is None:
         return _MAX_SEGMENT_BYTES
     fitting = burst_bytes(bits_per_second) // _SEGMENTS_PER_BURST
@@ -114,7 +114,7 @@ def segment_bytes(bits_per_second: int | None) -> int:
 
 
 def token_bucket(bits_per_second: int) -> list[str]:
-    """The arguments of `tc qdisc add` for a link of that rate.
+    """Returns the arguments of `tc qdisc add` for a link of this rate.
 
     >>> " ".join(token_bucket(1_000_000_000))
     'tbf rate 1000000000bit burst 250000b limit 6500000b'
@@ -134,8 +134,8 @@ def _run(*command: str) -> None:
         ) from error
     if done.returncode:
         raise RuntimeError(
-            "The links between the workers cannot be made. "
+            "The links between the workers cannot be created. "
             f"Received: `{' '.join(command)}` says: {done.stderr.strip() or done.returncode}. "
-            "Expected: a Linux host on which root may make network namespaces (CAP_SYS_ADMIN and CAP_NET_ADMIN) with "
-            "the kernel's veth, bridge and tbf. Run it as root, outside of an unprivileged container."
+            "Expected: a Linux host on which root may create network namespaces (CAP_SYS_ADMIN and CAP_NET_ADMIN) with "
+            "the kernel's veth, bridge and tbf. Run it as root, not in an unprivileged container."
         )

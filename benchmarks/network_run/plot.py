@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from network_run.variants import LINKS, METHODS
 
-# Where the unshaped link stands: it has no bandwidth of its own.
+# Position of the unshaped link on the axis.
 _UNSHAPED_AT = 10_000_000_000
 _TITLES = {"cnn": "CNN", "mlp": "MLP", "text": "Transformer, text"}
 _ALWAYS = "powersgd:4"
@@ -40,8 +40,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draws one panel for each workload.
 
     Args:
-      results: as `benchmarks/network.py` writes them.
-      path: of the PNG.
+        results: As `benchmarks/network.py` writes them.
+        path: Of the PNG file.
     """
     workloads = results["workloads"]
     styles = dict(_STYLES)
@@ -63,7 +63,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def _best_method(results: dict[str, Any]) -> str | None:
-    """The fastest method but PowerSGD, by the geometric mean over all places."""
+    """The fastest method except PowerSGD, by the geometric mean over all workloads and links."""
     logs: dict[str, list[float]] = {}
     for of_workload in results["workloads"].values():
         for of_link in of_workload["links"].values():

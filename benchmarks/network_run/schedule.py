@@ -1,4 +1,4 @@
-"""The order of the measurements: every variant in turn, again and again, so that all see the same machine."""
+"""Schedules the measurements: the variants take turns in rounds, so that all run under the same conditions."""
 
 import math
 import statistics
@@ -6,35 +6,35 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from network_run.coordinator import Workers
 from network_run.links import Network
 from network_run.variants import LINKS, Variant
+from network_run.worker_processes import WorkerProcesses
 
 WARM_UP_STEPS = 6
 _MIN_STEPS, _MAX_STEPS = 2, 10
-# Slower steps than that are timed one at a time, and in fewer rounds.
+# Slower steps are timed one at a time, in fewer rounds.
 _SLOW_SECONDS, _SLOW_ROUNDS = 5.0, 2
-# A turn of faster steps than that begins with one that is not timed: the workers hear the order at different moments.
+# A turn of faster steps starts with an untimed step, as the workers receive the call at different times.
 _LEAD_SECONDS = 2.0
-# On a link that is busy for longer, the heartbeats of TensorFlow's coordination service come too late (10 s), and it
-# ends the workers: stock TensorFlow as much as tfdist.
+# If a link is busy for longer, heartbeats of TensorFlow's coordination service are late (limit: 10 s), and it ends the
+# workers, with stock TensorFlow as with tfdist.
 _LONGEST_EXCHANGE_SECONDS = 8.0
 _TRANSFER_SECONDS = 1.0
 _TRANSFER_BYTES_UNSHAPED = 1 << 28
-# Ethernet, IPv4 and TCP with time stamps; a packet that the link has not cut up counts as one.
+# Ethernet, IPv4 and TCP with time stamps. A packet counts once, even if the link splits it.
 HEADER_BYTES = 66
 
 
 @dataclass
 class Samples:
-    """What was seen of a variant on one link.
+    """The measurements of a variant on one link.
 
     Attributes:
-      seconds: of each timed step of each worker.
-      steps: how many steps the counts below belong to, timed or not.
-      bytes: that a worker's interface sent, mean of the workers.
-      packets: likewise.
-      stated: sums of what the library said, mean of the workers.
+        seconds: Of each timed step of each worker.
+        steps: Number of steps in the counts below, including untimed ones.
+        bytes: Sent by a worker's interface, mean over the workers.
+        packets: Likewise.
+        stated: Traffic that the library reports, mean over the workers.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Samples:
     stated: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """What goes into the report: medians, quartiles, and counts for each step and worker."""
+        """Returns medians, quartiles, and counts per step and worker."""
         quartiles = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return {
             "median_seconds": statistics.median(self.seconds),
@@ -58,18 +58,18 @@ class Samples:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long to measure.
+    """Duration of the measurements.
 
     Attributes:
-      rounds: how often each variant has its turn on a link.
-      turn_seconds: how long a turn of fast steps is to take.
+        rounds: Turns of each variant on a link.
+        turn_seconds: Target duration of a turn with fast steps.
     """
 
     rounds: int = 3
     turn_seconds: float = 1.2
 
     def steps(self, step_seconds: float) -> int:
-        """How many timed steps a turn has.
+        """Returns the number of timed steps in a turn.
 
         >>> [Schedule().steps(seconds) for seconds in (0.01, 0.5, 1.5, 40.0)]
         [10, 2, 2, 1]
@@ -79,21 +79,21 @@ class Schedule:
         return min(_MAX_STEPS, max(_MIN_STEPS, int(self.turn_seconds / step_seconds)))
 
 
-def warm_up(groups: Mapping[str, Workers], variants: Iterable[Variant], say: Callable[[str], None]) -> None:
-    """Takes the first steps of all variants, on whatever the links are, and checks that the workers then agree.
+def warm_up(groups: Mapping[str, WorkerProcesses], variants: Iterable[Variant], log: Callable[[str], None]) -> None:
+    """Runs the first steps of all variants and checks that the workers then have the same weights.
 
     Raises:
-      RuntimeError: workers that exchange gradients have different weights, or PowerSGD has not started.
+        RuntimeError: Workers that exchange gradients have different weights, or PowerSGD does not compress yet.
     """
     for variant in variants:
         workers = groups[variant.framework]
-        answers = workers.ask("run", variant=variant.name, steps=WARM_UP_STEPS)
-        values = [answer["value"] for answer in workers.ask("fingerprint", variant=variant.name)]
-        say(f"  warm-up {variant.name}: {sum(answers[0]['seconds']):.1f} s")
+        answers = workers.call("run", variant=variant.name, steps=WARM_UP_STEPS)
+        values = [answer["value"] for answer in workers.call("fingerprint", variant=variant.name)]
+        log(f"  warm-up {variant.name}: {sum(answers[0]['seconds']):.1f} s")
         if variant.sends and max(values) - min(values) > 1e-6 * max(values):
             raise RuntimeError(
                 f"The workers of {variant.name!r} have different weights after {WARM_UP_STEPS} steps. "
-                f"Received: sums of absolute values {values}. Expected: equal ones. The reduction is wrong."
+                f"Received: sums of absolute values {values}. Expected: equal sums. The reduction is wrong."
             )
         if (answers[0]["stated"] or {}).get("is_active") is False:
             raise RuntimeError(
@@ -103,26 +103,26 @@ def warm_up(groups: Mapping[str, Workers], variants: Iterable[Variant], say: Cal
 
 
 def measure(
-    groups: Mapping[str, Workers],
+    groups: Mapping[str, WorkerProcesses],
     network: Network,
     variants: list[Variant],
     links: Iterable[str],
     schedule: Schedule,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures the variants on each link.
 
     Args:
-      groups: the workers of each framework, warmed up.
-      network: whose links are shaped.
-      variants: in the order of the turns.
-      links: keys of `LINKS`.
-      schedule: how long.
-      say: shows a line of progress.
+        groups: Workers by framework, after the warm-up.
+        network: Its links are shaped.
+        variants: In the order of the turns.
+        links: Keys of `LINKS`.
+        schedule: Duration.
+        log: Prints a line of progress.
 
     Returns:
-      By link: `achieved_bits_per_second` of a plain transfer, and `variants`: the summaries by name, without those
-      whose exchange would keep this link busy for too long.
+        By link: `achieved_bits_per_second` of a plain transfer, and `variants`, the summaries by name. Variants whose
+        exchange would keep the link busy for too long are left out.
     """
     results: dict[str, Any] = {}
     wire_bytes: dict[str, float] = {}
@@ -130,10 +130,10 @@ def measure(
         rate = LINKS[link]
         network.shape(rate)
         achieved = _slowest_transfer(next(iter(groups.values())), len(network.addresses), rate)
-        say(f"  {link}: {achieved / 1e6:.1f} Mbit/s reached")
+        log(f"  {link}: {achieved / 1e6:.1f} Mbit/s reached")
         longest_bytes = _LONGEST_EXCHANGE_SECONDS * rate / 8 if rate else math.inf
         feasible = [variant for variant in variants if wire_bytes.get(variant.name, 0.0) <= longest_bytes]
-        samples = _measure_link(groups, feasible, schedule, say)
+        samples = _measure_link(groups, feasible, schedule, log)
         wire_bytes |= {name: of_variant.bytes / of_variant.steps for name, of_variant in samples.items()}
         results[link] = {
             "achieved_bits_per_second": achieved,
@@ -143,18 +143,18 @@ def measure(
     return results
 
 
-def _slowest_transfer(workers: Workers, number: int, rate: int | None) -> float:
+def _slowest_transfer(workers: WorkerProcesses, number: int, rate: int | None) -> float:
     size = int(rate / 8 * _TRANSFER_SECONDS) if rate else _TRANSFER_BYTES_UNSHAPED
     speeds = []
     for sender in range(number):
         receiver = (sender + 1) % number
-        answers = workers.ask("transfer", sender=sender, receiver=receiver, size=size)
+        answers = workers.call("transfer", sender=sender, receiver=receiver, size=size)
         speeds.append(answers[receiver]["bits_per_second"])
     return min(speeds)
 
 
 def _measure_link(
-    groups: Mapping[str, Workers], variants: list[Variant], schedule: Schedule, say: Callable[[str], None]
+    groups: Mapping[str, WorkerProcesses], variants: list[Variant], schedule: Schedule, log: Callable[[str], None]
 ) -> dict[str, Samples]:
     samples = {variant.name: Samples() for variant in variants}
     step_seconds: dict[str, float] = {}
@@ -166,7 +166,7 @@ def _measure_link(
         if step_seconds[variant.name] > _SLOW_SECONDS:
             samples[variant.name], slow_turns[variant.name] = first, 1
     for number in range(schedule.rounds):
-        # Each round begins with another variant, so that none is always the one after a slow one.
+        # Each round starts with another variant, so that no variant always follows a slow one.
         first_place = number * len(variants) // max(1, schedule.rounds)
         for variant in variants[first_place:] + variants[:first_place]:
             name = variant.name
@@ -178,15 +178,15 @@ def _measure_link(
             steps = schedule.steps(step_seconds[name])
             _take_turn(groups[variant.framework], variant, samples[name], steps=steps, lead=lead)
     for name, of_variant in samples.items():
-        say(f"    {name}: {statistics.median(of_variant.seconds) * 1e3:.1f} ms")
+        log(f"    {name}: {statistics.median(of_variant.seconds) * 1e3:.1f} ms")
     return samples
 
 
-def _take_turn(workers: Workers, variant: Variant, samples: Samples, *, steps: int, lead: int) -> None:
-    """Adds `steps` timed steps to `samples`, after `lead` others."""
-    before = workers.ask("count")
-    answers = workers.ask("run", variant=variant.name, steps=lead + steps)
-    after = workers.ask("count")
+def _take_turn(workers: WorkerProcesses, variant: Variant, samples: Samples, *, steps: int, lead: int) -> None:
+    """Runs `lead` untimed steps, then adds `steps` timed steps to `samples`."""
+    before = workers.call("count")
+    answers = workers.call("run", variant=variant.name, steps=lead + steps)
+    after = workers.call("count")
     number = len(answers)
     samples.steps += lead + steps
     for kind in ("bytes", "packets"):

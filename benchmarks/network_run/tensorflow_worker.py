@@ -1,4 +1,4 @@
-"""A worker that trains with TensorFlow: without exchange, with stock `tf.distribute`, and with tfdist."""
+"""A worker that trains with TensorFlow: without gradient exchange, with stock `tf.distribute`, and with tfdist."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from network_run import variants
-from network_run.worker import BATCHES, TENSORFLOW_PORT, Place, Worker, serve
+from network_run.worker import BATCHES, TENSORFLOW_PORT, Worker, WorkerSpec, serve
 
 _LEARNING_RATE = 1e-3
 
 
 class _Step:
-    """A model that trains by the training step that all variants share; what differs is the reduction alone."""
+    """A model with the training step that all variants share; only the reduction differs."""
 
     def __init__(self, strategy: Any, workload: Any, batches: Any) -> None:
         import keras
@@ -52,14 +52,14 @@ class _Step:
             batch = self._batches[self._taken % len(self._batches)]
             self._taken += 1
             start = time.perf_counter()
-            # As one reads it to show it.
+            # Reads the loss, as a training loop does to print it.
             float(self._step(*batch))
             seconds.append(time.perf_counter() - start)
         return seconds
 
 
 class _Fit:
-    """A model that trains by `model.fit`; a step lasts from the end of the one before to its own."""
+    """A model that trains by `model.fit`; a step is timed from the end of the previous step to its end."""
 
     def __init__(self, strategy: Any, workload: Any, global_batches: Any) -> None:
         import keras
@@ -94,15 +94,15 @@ class _Fit:
 
 
 class TensorFlowWorker(Worker):
-    """Holds all variants of TensorFlow, in one process, over one server."""
+    """Holds all TensorFlow variants in one process, with one server."""
 
-    def __init__(self, place: Place) -> None:
-        """Sets TensorFlow up for one core. Nothing of it may have started before."""
-        super().__init__(place)
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Configures TensorFlow for one core. TensorFlow must not be initialized before."""
+        super().__init__(spec)
         os.environ["TF_CONFIG"] = json.dumps(
             {
-                "cluster": {"worker": [f"{address}:{TENSORFLOW_PORT}" for address in place.addresses]},
-                "task": {"type": "worker", "index": place.rank},
+                "cluster": {"worker": [f"{address}:{TENSORFLOW_PORT}" for address in spec.addresses]},
+                "task": {"type": "worker", "index": spec.rank},
             }
         )
         import tensorflow as tf
@@ -110,20 +110,20 @@ class TensorFlowWorker(Worker):
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
-        self._workload = WORKLOADS[place.workload]
+        self._workload = WORKLOADS[spec.workload]
         self._trained: dict[str, _Step | _Fit] = {}
 
     def make(self, names: list[str]) -> dict[str, Any]:
-        """Makes the strategies and the models, and leaves this worker's batches for PyTorch's."""
+        """Creates the strategies and models, and stores this worker's batches for PyTorch."""
         import tensorflow as tf
 
-        workers, rank = self.place.workers, self.place.rank
-        # First of all, and needed or not: it starts the server that tfdist's strategies use too.
+        workers, rank = self.spec.workers, self.spec.rank
+        # Always created, and first: it starts the server that tfdist's strategies use, too.
         stock = tf.distribute.MultiWorkerMirroredStrategy()
         batch, count = self._workload.batch, BATCHES
         batches = [batch(index * workers + rank) for index in range(count)]
         inputs, labels = (np.stack(part) for part in zip(*batches, strict=True))
-        np.savez(self.place.batches_file, inputs=inputs, labels=labels)
+        np.savez(self.spec.batches_file, inputs=inputs, labels=labels)
         for variant in (variants.BY_NAME[name] for name in names):
             if variant.reduction == variants.FIT:
                 rows = [[batch(index * workers + r) for r in range(workers)] for index in range(count)]
@@ -137,7 +137,7 @@ class TensorFlowWorker(Worker):
         }
 
     def run(self, variant: str, steps: int) -> dict[str, Any]:
-        """Takes steps; `stated` holds the difference of `strategy.communication`, where there is one."""
+        """Runs steps; `stated` is the difference of `strategy.communication`, if the strategy has it."""
         trained = self._trained[variant]
         if not hasattr(trained.strategy, "communication"):
             return {"seconds": trained.take(steps), "stated": None}

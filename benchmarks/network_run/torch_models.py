@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class CausalAttention(nn.Module):
-    """Self-attention to the tokens before; the four projections have biases, as Keras' have."""
+    """Causal self-attention; the four projections have biases, as in Keras."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two dense layers, each after a normalisation and beside a shortcut."""
+    """Attention and two dense layers, each with pre-normalization and a shortcut."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A worker that trains with PyTorch: without exchange, and with DistributedDataParallel on gloo."""
+"""A worker that trains with PyTorch: without gradient exchange, and with DistributedDataParallel on gloo."""
 
 import time
 from typing import Any
@@ -12,19 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from network_run import variants
 from network_run.torch_models import MODELS
-from network_run.worker import TORCH_PORT, Place, Worker, serve
+from network_run.worker import TORCH_PORT, Worker, WorkerSpec, serve
 
 _LEARNING_RATE = 1e-3
-# The least that PyTorch permits with error feedback; the warm-up takes more steps.
+# The smallest value that PyTorch permits with error feedback; the warm-up has more steps.
 _START_POWERSGD_STEP = 2
 
 
 class _Trained:
-    """A model, its optimizer, and how many steps it has taken."""
+    """A model, its optimizer, and the number of its steps."""
 
     def __init__(self, workload: str, variant: variants.Variant) -> None:
         torch.manual_seed(0)
-        # Images lie in memory as TensorFlow's do, and the optimizer is one kernel: both are faster on this processor.
+        # The memory layout of images as in TensorFlow, and a fused optimizer: both are faster on CPUs.
         self.module = MODELS[workload]().to(memory_format=torch.channels_last)
         self.model: nn.Module = self.module
         self.powersgd: Any = None
@@ -51,7 +51,7 @@ class _Trained:
             model.register_comm_hook(self.powersgd, _powersgd_hook)
         elif kind:
             raise ValueError(
-                f"PyTorch has no such hook. Received: compression={variant.compression!r}. "
+                f"Unknown PyTorch hook. Received: compression={variant.compression!r}. "
                 "Expected: 'fp16', 'bf16', 'powersgd:<rank>' or None. Correct the table of variants."
             )
         return model
@@ -66,53 +66,53 @@ class _Trained:
 
 
 def _bf16_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # DDP refuses the hook by its name where there is no NCCL; gloo reduces bfloat16 all the same.
+    # Without NCCL, DDP rejects the hook by its name, though gloo can reduce bfloat16.
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def _powersgd_hook(
     state: powerSGD_hook.PowerSGDState, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    # The hook starts its second and third collective when the one before has ended. With more buckets than one, gloo's
-    # threads start them in another order on each worker, and the process is aborted ("Received data size doesn't match
-    # expected size"). So a bucket is done before the next begins.
+    # The hook starts its second and third collective when the previous one has ended. With several buckets, gloo's
+    # threads start them in different orders on the workers, and the process aborts ("Received data size doesn't match
+    # expected size"). So each bucket ends before the next one starts.
     future = powerSGD_hook.powerSGD_hook(state, bucket)
     future.wait()
     return future
 
 
 class TorchWorker(Worker):
-    """Holds all variants of PyTorch, in one process, over one group."""
+    """Holds all PyTorch variants in one process, with one process group."""
 
-    def __init__(self, place: Place) -> None:
-        """Meets the other workers; `GLOO_SOCKET_IFNAME` names the interface."""
-        super().__init__(place)
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Connects to the other workers; `GLOO_SOCKET_IFNAME` names the interface."""
+        super().__init__(spec)
         torch.set_num_threads(1)
         torch.distributed.init_process_group(
             "gloo",
-            init_method=f"tcp://{place.addresses[0]}:{TORCH_PORT}",
-            rank=place.rank,
-            world_size=place.workers,
+            init_method=f"tcp://{spec.addresses[0]}:{TORCH_PORT}",
+            rank=spec.rank,
+            world_size=spec.workers,
         )
-        with np.load(place.batches_file) as stored:
+        with np.load(spec.batches_file) as stored:
             inputs, labels = torch.from_numpy(stored["inputs"]), torch.from_numpy(stored["labels"]).long()
         if inputs.ndim == 5:
-            # A view of the channels where PyTorch's models want them; what it views is contiguous.
+            # A view with the channels where PyTorch expects them; its memory is contiguous.
             inputs = inputs.permute(0, 1, 4, 2, 3)
         self._batches = list(zip(inputs, labels, strict=True))
         self._trained: dict[str, _Trained] = {}
 
     def make(self, names: list[str]) -> dict[str, Any]:
-        """Makes the models."""
-        self._trained = {name: _Trained(self.place.workload, variants.BY_NAME[name]) for name in names}
-        model = MODELS[self.place.workload]()
+        """Creates the models."""
+        self._trained = {name: _Trained(self.spec.workload, variants.BY_NAME[name]) for name in names}
+        model = MODELS[self.spec.workload]()
         return {
             "sizes": sorted(parameter.numel() for parameter in model.parameters()),
             "versions": {"torch": torch.__version__},
         }
 
     def run(self, variant: str, steps: int) -> dict[str, Any]:
-        """Takes steps; `stated` says by how much PowerSGD has compressed so far."""
+        """Runs steps; `stated` says whether PowerSGD compresses yet."""
         trained, seconds = self._trained[variant], []
         for _ in range(steps):
             batch = self._batches[trained.taken % len(self._batches)]

@@ -1,4 +1,4 @@
-"""What is measured: the table of variants and the table of links."""
+"""Tables of the measured variants and links."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ DDP = "ddp"
 
 _TORCH_POWERSGD = ("torch powersgd:4", "torch powersgd:4, one bucket")
 
-# Names that `compression=` takes, and the hooks of PyTorch that come nearest: those that send the fewest bits a value
-# where there is no cast of that width, and PowerSGD, the only one below 16 bits, where less than that is sent.
+# Values of `compression=`, and the nearest hooks of PyTorch: where it has no cast of that width, those that send the
+# fewest bits per value; for methods below 16 bits also PowerSGD, PyTorch's only one.
 METHODS: dict[str, tuple[str, ...]] = {
     "bf16": ("torch bf16",),
     "fp16": ("torch fp16",),
@@ -31,15 +31,15 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train.
+    """A way to train.
 
     Attributes:
-      name: as in the tables.
-      framework: `"tensorflow"` or `"torch"`.
-      reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`.
-      compression: what tfdist's `compression=` or the hook of PyTorch is told, `None` for dense.
-      bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
-      peers: the variants of PyTorch whose fastest it is compared with.
+        name: In the tables.
+        framework: `"tensorflow"` or `"torch"`.
+        reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`.
+        compression: Value of tfdist's `compression=`, or PyTorch's hook; `None` for dense.
+        bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
+        peers: PyTorch variants, of which the fastest is compared with this one.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Variant:
 
     @property
     def is_method(self) -> bool:
-        """Whether it is one of tfdist's methods of compression, in the training step that all variants share."""
+        """Whether it is a compression method of tfdist, in the training step that all variants share."""
         return self.reduction == TFDIST and self.compression is not None
 
 
-# PyTorch's `quantization_pertensor_hook` is not here: on gloo it fails with "invalid index of a 0-dim tensor", as it
+# PyTorch's `quantization_pertensor_hook` is left out: on gloo it fails with "invalid index of a 0-dim tensor", as it
 # expects a list of lists from `all_gather(...).get_future()`, and gloo's future holds a list.
 ALL = (
     Variant("floor", TENSORFLOW, FLOOR),
@@ -78,11 +78,11 @@ ALL = (
 )
 BY_NAME = {variant.name: variant for variant in ALL}
 
-# For more workers than cores: they take turns on a core, so that only the order of the variants says something.
+# For more workers than cores: as workers share cores, only the ranking of the variants is meaningful.
 FEW = ("floor", "stock", "dense", "int8", "powersgd:4", "torch dense", _TORCH_POWERSGD[1])
 
 UNSHAPED = "unshaped"
-# Bits a second of each link, by the name in the tables; `None` where nothing shapes it.
+# Bits per second of each link, by its name in the tables; `None`: not shaped.
 LINKS: dict[str, int | None] = {
     UNSHAPED: None,
     "1 Gbit/s": 1_000_000_000,

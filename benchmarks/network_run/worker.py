@@ -1,4 +1,4 @@
-"""What a worker of either framework does: it reads orders from its input and answers each with one line of JSON."""
+"""A benchmark worker of either framework: reads method calls from its input and answers each with a line of JSON."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from network_run.links import INTERFACE
 
-# Namespaces of their own: no port is taken.
+# Each worker has its own network namespace, so all ports are free.
 TENSORFLOW_PORT = 7077
 TORCH_PORT = 7078
 _TRANSFER_PORT = 7079
@@ -22,14 +22,14 @@ BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker stands.
+class WorkerSpec:
+    """Describes a worker.
 
     Attributes:
-      rank: its number.
-      addresses: of all workers.
-      workload: the key of the model in `workloads.WORKLOADS`.
-      folder: where worker `rank` of TensorFlow leaves its batches for that of PyTorch.
+        rank: Its number.
+        addresses: Of all workers.
+        workload: Key of the model in `workloads.WORKLOADS`.
+        folder: Where the TensorFlow worker stores its batches for the PyTorch worker of the same rank.
     """
 
     rank: int
@@ -39,32 +39,32 @@ class Place:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return len(self.addresses)
 
     @property
     def batches_file(self) -> Path:
-        """The worker's batches: arrays `inputs` and `labels`, stacked."""
+        """The worker's batches: stacked arrays `inputs` and `labels`."""
         return Path(self.folder) / f"{self.workload}-{self.rank}.npz"
 
 
 class Worker(ABC):
-    """Answers orders; the subclasses train."""
+    """Runs the requested methods; subclasses train."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
 
     @abstractmethod
     def make(self, names: list[str]) -> dict[str, Any]:
-        """Makes all variants. Returns the sizes of the model's variables and the versions of the libraries."""
+        """Creates all variants. Returns the sizes of the model's variables and the versions of the libraries."""
 
     @abstractmethod
     def run(self, variant: str, steps: int) -> dict[str, Any]:
-        """Takes steps one after another. Returns `seconds` of each, and `stated`: what the library says it sent."""
+        """Runs steps. Returns the `seconds` of each, and `stated`: the traffic that the library reports."""
 
     @abstractmethod
     def fingerprint(self, variant: str) -> dict[str, float]:
-        """Returns `value`: one number of all weights, equal on all workers that train one model."""
+        """Returns `value`: a number computed from all weights, which is equal on workers with the same model."""
 
     def count(self) -> dict[str, int]:
         """Returns `bytes` and `packets` that this worker's interface has sent so far."""
@@ -73,9 +73,9 @@ class Worker(ABC):
 
     def transfer(self, sender: int, receiver: int, size: int) -> dict[str, float]:
         """Sends `size` bytes from one worker to another; the receiver returns `bits_per_second`."""
-        if self.place.rank == sender:
-            _send(self.place.addresses[receiver], size)
-        if self.place.rank != receiver:
+        if self.spec.rank == sender:
+            _send(self.spec.addresses[receiver], size)
+        if self.spec.rank != receiver:
             return {}
         with socket.create_server(("", _TRANSFER_PORT)) as server:
             connection, _ = server.accept()
@@ -104,21 +104,21 @@ def _connected(address: str) -> socket.socket:
             time.sleep(0.01)
 
 
-def serve(make: Callable[[Place], Worker]) -> None:
-    """Answers orders until the input ends. What the libraries print goes to the log.
+def serve(make: Callable[[WorkerSpec], Worker]) -> None:
+    """Answers calls until the input ends. The output of the libraries goes to the log.
 
     Args:
-      make: makes the worker, once this process has its core.
+        make: Creates the worker; called when this process is bound to its core.
     """
-    place = Place(**json.loads(sys.argv[1]))
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank % len(os.sched_getaffinity(0))]})
+    spec = WorkerSpec(**json.loads(sys.argv[1]))
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[spec.rank % len(os.sched_getaffinity(0))]})
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        worker = make(place)
+        worker = make(spec)
         for line in sys.stdin:
-            order = json.loads(line)
-            answer = getattr(worker, order.pop("do"))(**order)
+            request = json.loads(line)
+            answer = getattr(worker, request.pop("method"))(**request)
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-        # Nothing is to be saved; the libraries' threads would wait for peers that leave at another time.
+        # Exits at once: the libraries' threads would wait for peers that exit at another time.
         os._exit(0)

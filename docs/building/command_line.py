@@ -1,4 +1,4 @@
-"""Puts what the command line says of itself onto its page: `<!-- tfdist run --help -->` becomes the output of that.
+"""Inserts the output of commands into a page: `<!-- tfdist run --help -->` becomes that command's output.
 
 MkDocs calls `on_page_markdown`.
 """
@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from tfdist.launch.main import main
+from tfdist.launch.cli.main import main
 
 _COMMAND = re.compile(r"^<!-- (tfdist [^>]*--help) -->$", re.MULTILINE)
 _COLUMNS = "100"
@@ -21,10 +21,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def output_of(command: str) -> str:
-    """What a command prints.
+    """Returns the output of a command.
 
     Raises:
-      ValueError: there is no such command.
+        ValueError: the command fails.
     """
     before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
     os.environ.update(COLUMNS=_COLUMNS, NO_COLOR="1")
@@ -36,5 +36,5 @@ def output_of(command: str) -> str:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     if code:
-        raise ValueError(f"`{command}` is no command. Received: {shown.getvalue()}. Correct the page.")
+        raise ValueError(f"`{command}` fails. Received: {shown.getvalue()}. Correct the page.")
     return shown.getvalue().strip()

@@ -1,4 +1,4 @@
-"""Makes docstrings Markdown: examples (`>>> ...`) become code blocks, names of pages become links.
+"""Converts docstrings to Markdown: examples (`>>> ...`) become code blocks, names of pages become links.
 
 Griffe, which reads the sources for mkdocstrings, loads the extension below.
 """
@@ -24,13 +24,13 @@ def as_markdown(text: str) -> str:
         indent = match["indent"]
         return f"{indent}```pycon\n{match[0]}\n{indent}```"
 
-    parts = _FENCED.split(text)  # every second one is a block already
+    parts = _FENCED.split(text)  # every second part is already a block
     parts[::2] = (_PAGE.sub(r"[\1](../\1.md)", _EXAMPLE.sub(block, part)) for part in parts[::2])
     return "".join(parts)
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Changes each docstring once it has been read."""
+    """Converts each docstring after it has been read."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Griffe calls this for every module, class, function and attribute."""

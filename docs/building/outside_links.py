@@ -1,7 +1,7 @@
-"""Lets pages link to files of the repository that are no pages: the site gets a copy of them.
+"""Lets pages link to files of the repository that are not pages, by copying them into the site.
 
-On a forge `[job.yaml](../examples/kubernetes/job.yaml)` leads to that file. The site has no such neighbours, so each
-file that a page links to is copied under `repository/`, and the link leads there. MkDocs calls these functions.
+On a forge `[job.yaml](../examples/kubernetes/job.yaml)` leads to that file. The site contains only pages, so each file
+that a page links to is copied under `repository/`, and the link is changed to the copy. MkDocs calls these functions.
 """
 
 import os
@@ -16,7 +16,7 @@ _LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<path>[^)\s#\"]+)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds every file outside of the pages' directory that a page links to."""
+    """Adds every file outside of the directory of pages to which a page links."""
     root = Path(config.docs_dir).parent
     for page in list(files.documentation_pages()):
         text = Path(page.abs_src_path).read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Makes links to those files lead to their copies."""
+    """Changes links to these files into links to their copies."""
     root = Path(config.docs_dir).parent
 
     def inside(match: re.Match[str]) -> str:
@@ -41,13 +41,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _name(path: str) -> str:
-    """Where the copy lies. The ending `.txt` makes a browser show what it would offer to save."""
+    """The path of the copy. With the suffix `.txt` a browser shows a file that it would otherwise offer to save."""
     shown = (".png", ".svg", ".json", ".html", ".txt", ".ipynb")
     return f"{FOLDER}/{path}" if path.endswith(shown) else f"{FOLDER}/{path}.txt"
 
 
 def _outside(link: str, file: Any, root: Path) -> str:
-    """The path from the root of what a link leads to, if that is a file outside of the pages; else nothing."""
+    """The target of a link relative to the root if it is a file outside of the pages, and "" otherwise."""
     if "://" in link or link.startswith(("/", "mailto:")) or file.abs_src_path is None:
         return ""
     target = Path(os.path.normpath(Path(file.abs_src_path).parent / link))

@@ -1,4 +1,4 @@
-"""FailureRecovery under TensorFlow's own strategies: an interrupted training ends as if nothing had happened."""
+"""FailureRecovery under TensorFlow's own strategies: an interrupted training ends with the same bits."""
 
 import os
 import subprocess
@@ -30,19 +30,19 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_an_exception_it_goes_on_within_the_epoch(tmp_path, undisturbed, case):
+def test_fit_resumes_within_the_epoch_after_an_exception(tmp_path, undisturbed, case):
     count = 3 if "steps_per_execution" in CASES[case][2] else 5  # the last step of the first epoch, or the one before
     with pytest.raises(Interrupted):
         train(tmp_path, case, Interrupt("on_train_batch_end", count), every_steps=2)
     first = []
     seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: first.append(batch))
     assert differences(undisturbed(case), train(tmp_path, case, seen, every_steps=2)) == []
-    assert first[0] > 2, "it has begun anew"
+    assert first[0] > 2, "it started from the beginning"
 
 
 @pytest.mark.long
 @pytest.mark.multi_process
-def test_after_a_kill_it_goes_on_within_the_epoch(tmp_path, undisturbed):
+def test_fit_resumes_within_the_epoch_after_a_kill(tmp_path, undisturbed):
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "TFDIST_"))}
     environ |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--max-restarts", "1"]

@@ -16,7 +16,7 @@ def _events(directory):
 
 @pytest.fixture
 def curves() -> Callable[..., dict[str, list[tuple[int, float]]]]:
-    """`curves(directory)`: the points, step and value, of each tag, in the order in which they stand in the files."""
+    """`curves(directory)`: the points (step, value) of each tag, in the order of the files."""
 
     def read(directory):
         import tensorflow as tf

@@ -1,7 +1,8 @@
-"""CommunicationReport: its numbers, who sees them, the table, the times, what it refuses."""
+"""CommunicationReport: numbers, logs, table, durations, errors."""
 
 import csv
 import importlib.util
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from dense_model import INPUTS, TARGETS, compiled
+from fake_strategy import FakeStrategy
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
-from tfdist.collectives.stopwatch import Stopwatch
+from tfdist.collectives import CommunicationStats
+from tfdist.collectives.exchange_timer import ExchangeTimer
 from tfdist.compression import Policy, TopK
 from tfdist.strategies import MirroredStrategy
 
@@ -38,10 +41,10 @@ def watch(seen, look, event="on_train_batch_end"):
     return keras.callbacks.LambdaCallback(**{event: lambda _, logs: seen.append(look(logs))})
 
 
-# By hand, for 2 and 3 replicas. Dense: 2 (N - 1) / N times 12288 and 192 bytes.
-# int8: 12 blocks of 260 bytes and the bias. 2 replicas send all of them to each other. Of 3 each one sends 2 of its 3
-# parts (4 blocks, 64 bytes of bias, and 4 bytes that say to whom), and then the sum of its own part twice.
-# powersgd:2: 64 x 2 and 48 x 2 values of 4 bytes in two sums, the bias in the first one.
+# Computed by hand, for 2 and 3 replicas. Dense: 2 (N - 1) / N times 12288 and 192 bytes.
+# int8: 12 blocks of 260 bytes and the bias. 2 replicas send all of them to each other. Each of 3 replicas sends 2 of
+# its 3 parts (4 blocks, 64 bytes of bias, and 4 bytes with the receiver), then the sum of its part twice.
+# powersgd:2: 64 x 2 and 48 x 2 values of 4 bytes in two sums; the bias is in the first sum.
 DENSE = {2: 12288 + 192, 3: 16384 + 256}
 WIRE = {
     (2, "int8"): 12 * 260 + 192,
@@ -51,8 +54,12 @@ WIRE = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "compression"), WIRE, ids=str)
-def test_the_numbers_are_those_by_hand(cpus, replicas, compression):
+@pytest.mark.parametrize(
+    ("replicas", "compression"),
+    [case if case[0] == 3 else pytest.param(*case, marks=pytest.mark.long) for case in WIRE],
+    ids=str,
+)
+def test_numbers_equal_those_computed_by_hand(cpus, replicas, compression):
     model = compiled(MirroredStrategy(cpus[:replicas], compression=compression))
     logs = fit(model, silent(), epochs=2)
     dense, wire = DENSE[replicas], WIRE[replicas, compression]
@@ -71,21 +78,76 @@ def test_numbers_are_of_an_update_not_of_a_step(cpus):
     assert strategy.communication.updates == 8
 
 
-def test_without_an_update_the_last_numbers_stand(cpus):
+def test_without_an_update_the_last_numbers_are_repeated(cpus):
     seen = []
     model = compiled(MirroredStrategy(cpus[:2], compression={"kernel": "bf16"}))
     see = watch(seen, lambda logs: [logs[name] for name in BYTES])
-    fit(model, GradientAccumulation(2), silent(update_freq="batch"), see)
+    fit(model, GradientAccumulation(2), silent(every_steps=1), see)
     nothing, numbers = [0.0, 0.0, 1.0], [12480.0, 6144.0 + 192.0, 12480 / 6336]
     assert seen == [nothing, numbers, numbers, numbers]
 
 
-def test_batches_tell_of_themselves_and_the_epoch_of_all(cpus):
+def test_steps_report_their_own_numbers_and_epochs_the_average(cpus, capsys):
     seen = []
     model = compiled(MirroredStrategy(cpus[:2], compression=Policy("bf16", dense_steps=2)))
-    logs = fit(model, silent(update_freq="batch"), watch(seen, lambda logs: logs["wire_bytes"]))
+    logs = fit(model, silent(every_steps=1), watch(seen, lambda logs: logs["wire_bytes"]), verbose=1)
     assert seen == [12480.0, 12480.0, 6336.0, 6336.0]
     assert logs["wire_bytes"] == [(12480 + 6336) / 2]
+    lines = [line for line in capsys.readouterr().out.replace("\r", "\n").splitlines() if "loss" in line]
+    shown = [float(re.search(r" - wire_bytes: ([0-9.]+)", line)[1]) for line in lines]  # the moving progress bar
+    assert len(shown) > 1 and (shown[0], shown[-1]) == (12480.0, 9408.0)
+
+
+class Reduction:
+    """Counts one update of `bytes_of_update` per step."""
+
+    def __init__(self):
+        self.stats = CommunicationStats()
+
+    def step(self, bytes_of_update):
+        self.stats += CommunicationStats(wire_bytes=bytes_of_update, dense_bytes=bytes_of_update, updates=1)
+
+    def communication_by_method(self):
+        return {"bf16": self.stats}
+
+    def durations_by_method(self):
+        return {}
+
+
+def by_hand(report):
+    """The report, and a function that makes an execution of steps and returns its logs."""
+    reduction = Reduction()
+    strategy = FakeStrategy(gradient_reduction=reduction, num_replicas_in_sync=2)
+    report.set_model(SimpleNamespace(distribute_strategy=strategy))
+
+    def execute(first, *bytes_of_updates):
+        report.on_train_batch_begin(first)
+        for number in bytes_of_updates:
+            reduction.step(number)
+        strategy.communication = reduction.stats
+        logs = {}
+        report.on_train_batch_end(first + len(bytes_of_updates) - 1, logs)
+        return logs.get("wire_bytes")
+
+    return execute
+
+
+def test_reports_come_every_so_many_steps_also_after_a_restart():
+    report = silent(every_steps=3)
+    execute = by_hand(report)
+    report.on_train_begin()
+    assert [execute(step, size) for step, size in enumerate([1, 2, 3, 10])] == [None, None, 2.0, None]
+    assert execute(4, 20, 30, 40, 50) == 30.0  # steps 5 to 8, in one execution
+    report.on_epoch_end(0, {})
+    assert execute(0, 2) == 2.0, "steps are counted over epochs"
+    assert execute(1, 4) is None
+    restarted = silent(every_steps=3)
+    execute = by_hand(restarted)
+    restarted.on_train_begin()
+    restarted.set_state(report.get_state())
+    assert [execute(2, 6), execute(3, 8), execute(4, 1)] == [None, 6.0, None]
+    restarted.on_train_begin()
+    assert [execute(step, 5) for step in range(3)] == [None, None, 5.0], "each `fit` starts at 0"
 
 
 def test_all_four_writers_of_logs_show_the_numbers(cpus, tmp_path, capsys, monkeypatch):
@@ -122,12 +184,6 @@ def scalars(folder):
     return found
 
 
-def test_the_moving_progress_bar_shows_the_numbers(cpus, capsys):
-    fit(compiled(MirroredStrategy(cpus[:2])), silent(update_freq="batch"), verbose=1)
-    lines = [line for line in capsys.readouterr().out.replace("\r", "\n").splitlines() if "loss" in line]
-    assert len(lines) > 1 and all(" - wire_bytes: 12480.0000" in line for line in lines)
-
-
 def test_a_writer_that_comes_first_is_warned_of(cpus, tmp_path):
     model = compiled(MirroredStrategy(cpus[:2]))
     first, last = (keras.callbacks.CSVLogger(tmp_path / name) for name in ("first.csv", "last.csv"))
@@ -162,25 +218,18 @@ def test_the_table_has_a_row_for_each_method(cpus, capsys):
     ]
 
 
-def test_a_table_is_of_its_own_training_and_model(cpus):
+def test_table_is_of_its_own_training_and_printed_by_the_chief_alone(cpus, capsys, monkeypatch):
     strategy = MirroredStrategy(cpus[:2])
     fit(compiled(strategy))
     other = compiled(strategy)
     report = silent()
     fit(other, report)
     of_first = report.table()
-    fit(other)
+    monkeypatch.setattr(type(strategy), "rank", 1)
+    fit(other, CommunicationReport())
     assert report.table() == of_first
     assert "(4 updates, 2 replicas)" in of_first
     assert of_first.splitlines()[3].split() == ["uncompressed", "2", "3,120", "12.480", "12.480", "1.00"]
-
-
-def test_only_the_chief_prints_and_only_if_it_shall(cpus, capsys, monkeypatch):
-    strategy = MirroredStrategy(cpus[:2])
-    model = compiled(strategy)
-    fit(model, silent())
-    monkeypatch.setattr(strategy, "rank", 1, raising=False)
-    fit(model, CommunicationReport())
     assert capsys.readouterr().out == ""
 
 
@@ -190,7 +239,7 @@ def test_only_the_chief_prints_and_only_if_it_shall(cpus, capsys, monkeypatch):
 def test_one_replica_sends_nothing_and_says_so(cpus, capsys, make):
     logs = fit(compiled(make()), CommunicationReport(timing=True))
     assert [logs[name] for name in (*BYTES, *SECONDS)] == [[0.0], [0.0], [1.0], [0.0], [0.0], [0.0]]
-    assert capsys.readouterr().out == "There is one replica: no gradients travel.\n"
+    assert capsys.readouterr().out == "There is one replica: no gradients are exchanged.\n"
 
 
 def test_eager_steps_count_too(cpus):
@@ -218,8 +267,10 @@ def embedding(strategy):
 )
 def test_times_are_taken_and_nothing_else_changes(cpus, make, rules, micro_steps, monkeypatch):
     kinds, weights, tables = {}, [], []
-    spend = Stopwatch.spend
-    monkeypatch.setattr(Stopwatch, "spend", lambda *a: kinds.setdefault(id(a[1]), []).append(a[2]) or spend(*a))
+    spend = ExchangeTimer.add_elapsed
+    monkeypatch.setattr(
+        ExchangeTimer, "add_elapsed", lambda *a: kinds.setdefault(id(a[1]), []).append(a[2]) or spend(*a)
+    )
     for timing in (False, True):
         # A warm-up is a condition around collectives, accumulation another one.
         model = make(MirroredStrategy(cpus[:2], compression=Policy(rules, dense_steps=1, dense_below=64)))
@@ -249,36 +300,36 @@ def test_without_timing_no_clock_is_in_the_graph(cpus, monkeypatch):
     model = compiled(strategy)
     fit(model, silent())
     assert not clocks
-    reduction = strategy.extended.replica_operations.reductions[0]
+    reduction = strategy.gradient_reduction
     fit(
-        model, silent(timing=True), watch(stopwatches, lambda _: reduction.stopwatch, "on_epoch_end")
-    )  # a model that has been traced is traced anew
+        model, silent(timing=True), watch(stopwatches, lambda _: reduction._timer, "on_epoch_end")
+    )  # traces a traced model again
     assert len(clocks) == 4, "the first replica's only bucket: its start, a collective's start and end, its end"
     assert not any(clock["stateful"] for clock in clocks), "stateful operations wait for each other"
-    assert strategy.durations_by_method == {}
+    assert strategy.gradient_reduction.durations_by_method() == {}
     taken = stopwatches[0].by_label()
     logs = fit(model, silent())
     assert stopwatches[0].by_label() == taken and len(clocks) == 4
     assert not set(SECONDS) & set(logs)
 
 
-def test_only_reports_of_batches_keep_keras_from_calling_back_asynchronously():
-    assert CommunicationReport().async_safe and not CommunicationReport(update_freq="batch").async_safe
+def test_keras_may_call_back_asynchronously_unless_steps_are_reported():
+    assert CommunicationReport().async_safe and not CommunicationReport(every_steps=1).async_safe
 
 
-@pytest.mark.parametrize("update_freq", ["step", 10, None])
-def test_the_frequency_is_checked(update_freq):
-    with pytest.raises(ValueError, match=r"`update_freq` is not .*Received: update_freq=.*Expected: 'epoch' or"):
-        CommunicationReport(update_freq=update_freq)
+@pytest.mark.parametrize("every_steps", ["epoch", 0, -1, 2.5, 2.0, True, float("nan"), float("inf")], ids=str)
+def test_interval_is_checked(every_steps):
+    with pytest.raises(ValueError, match=r"Invalid `every_steps`. Received: every_steps=.*Expected: a whole number"):
+        CommunicationReport(every_steps=every_steps)
 
 
-def test_a_stock_strategy_is_refused_with_the_remedy(cpus):
+def test_stock_strategy_is_rejected_with_the_remedy(cpus):
     model = compiled(stock_mirrored(cpus[:2]))
-    with pytest.raises(ValueError, match=r"not counted. .*tf.distribute's MirroredStrategy.*tfdist.strategies"):
+    with pytest.raises(ValueError, match=r"does not count .*tf.distribute's MirroredStrategy.*tfdist.strategies"):
         fit(model, CommunicationReport())
 
 
-def test_parameter_servers_have_a_report_of_their_own():
+def test_parameter_servers_need_a_worker_report():
     class Servers(tf.distribute.ParameterServerStrategy):
         num_replicas_in_sync = 1
 
@@ -287,5 +338,5 @@ def test_parameter_servers_have_a_report_of_their_own():
 
     report = CommunicationReport()
     report.set_model(SimpleNamespace(distribute_strategy=Servers()))
-    with pytest.raises(ValueError, match=r"pushes for itself.*Expected: `tfdist.callbacks.WorkerReport`"):
+    with pytest.raises(ValueError, match=r"worker pushes its gradients.*Expected: `tfdist.callbacks.WorkerReport`"):
         report.on_train_begin()

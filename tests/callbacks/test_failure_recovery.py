@@ -1,4 +1,4 @@
-"""FailureRecovery in one process: whatever ends a training, the next `fit` ends as if nothing had happened."""
+"""FailureRecovery in one process: after any interruption, the next `fit` ends as if nothing had happened."""
 
 import signal
 
@@ -28,25 +28,14 @@ TRAININGS = {
     "accumulation": {"accumulation": 3},
     "two replicas": {"strategy": mirrored()},
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
-    "two replicas, PowerSGD, accumulation": {"strategy": mirrored(compression="powersgd:2"), "accumulation": 2},
 }
 # Each has another beside it that does more; tests/any_strategy has the stock strategies.
 LONG = ("unknown cardinality", "PyDataset", "two replicas", "two replicas, stock")
-INTERRUPTIONS = {
-    "first step": ("on_train_batch_end", 1),
-    "in the first epoch": ("on_train_batch_end", 5),
-    "last step of an epoch": ("on_train_batch_end", STEPS),
-    "first step of an epoch": ("on_train_batch_end", STEPS + 1),
-    "validation": ("on_test_batch_end", 3),
-    "end of an epoch": ("on_epoch_end", 2),
-    "last step": ("on_train_batch_end", STEPS * EPOCHS),
-    "end of the training": ("on_train_end", 1),
-}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The results of the trainings that nothing disturbs."""
+    """The results of the trainings without interruption."""
     results = {}
 
     def result(name):
@@ -59,7 +48,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in TRAININGS])
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
-    # In the first epoch, on its last step, and in the validation of the second.
+    # In the first epoch, in its last step, and in the validation of the second.
     result = disturbed(
         tmp_path,
         ("on_train_batch_end", 5),
@@ -71,6 +60,24 @@ def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, n
     assert differences(undisturbed(name), result) == []
 
 
+def test_a_compressed_training_with_a_report_of_communication(tmp_path):
+    """The logs, the table of CommunicationReport, residuals and accumulators are those of an uninterrupted training."""
+
+    def report(folder, *callbacks):
+        reporting = CommunicationReport(print_table=False)
+        strategy = mirrored(compression="powersgd:2")
+        result = train(folder, callbacks=[reporting, *callbacks], strategy=strategy, accumulation=2, every_steps=2)
+        return result, reporting.table()
+
+    expected, table = report(tmp_path / "undisturbed")
+    for interruption in (("on_train_batch_end", 5), ("on_test_batch_end", 3)):
+        with pytest.raises(Interrupted):
+            report(tmp_path / "disturbed", Interrupt(*interruption))
+    result, same_table = report(tmp_path / "disturbed")
+    assert differences(expected, result) == []
+    assert any("bytes" in name for name in result) and same_table == table
+
+
 def test_two_steps_an_execution(tmp_path):
     expected = train(tmp_path / "undisturbed", steps_per_execution=2, every_epochs=100)
     # Of 7 steps, after 6 with the last save after 4, and within the next epoch.
@@ -79,7 +86,7 @@ def test_two_steps_an_execution(tmp_path):
     assert differences(expected, result) == []
 
 
-def test_a_generator_goes_on_where_it_may_be_drawn_again(tmp_path):
+def test_a_generator_resumes_if_it_may_be_drawn_again(tmp_path):
     expected = train(tmp_path / "undisturbed", kind="generator", every_epochs=100)
     folder = tmp_path / "disturbed"
     with pytest.raises(Interrupted):
@@ -93,19 +100,33 @@ def test_a_generator_goes_on_where_it_may_be_drawn_again(tmp_path):
     assert differences(expected, result) == []
 
 
-@pytest.mark.parametrize("when", INTERRUPTIONS)
-def test_every_moment(tmp_path, undisturbed, when):
-    result = disturbed(tmp_path, INTERRUPTIONS[when], every_steps=3)
+def test_every_moment(tmp_path, undisturbed):
+    """One interruption after another. Each run resumes from the last multiple of three steps."""
+    result = disturbed(
+        tmp_path,
+        ("on_train_batch_end", 1),  # the first step
+        ("on_train_batch_end", 5),  # in the first epoch
+        ("on_train_batch_end", STEPS - 3),  # its last step, from step 3
+        ("on_train_batch_end", STEPS + 1 - 6),  # the first step of the second epoch, from step 6
+        ("on_test_batch_end", 3),  # the second validation, from step 6
+        ("on_epoch_end", 1),  # the end of the second epoch, from step 12
+        ("on_train_batch_end", STEPS * EPOCHS - 12),  # the last step, from step 12
+        ("on_train_end", 1),  # the end of the training, from step 18
+        every_steps=3,
+    )
     assert differences(undisturbed("one process"), result) == []
 
 
 @pytest.mark.parametrize(
-    ("when", "intervals"),
-    [("last step of an epoch", {"every_steps": 1}), ("validation", {"every_steps": 1}), ("end of an epoch", {})],
-    ids=["last step, every step", "validation, every step", "end of an epoch, every epoch"],
+    ("interruptions", "intervals"),
+    [
+        ([("on_train_batch_end", STEPS), ("on_test_batch_end", 3)], {"every_steps": 1}),
+        ([("on_epoch_end", 2)], {}),
+    ],
+    ids=["every step", "every epoch"],
 )
-def test_other_intervals(tmp_path, undisturbed, when, intervals):
-    result = disturbed(tmp_path, INTERRUPTIONS[when], **intervals)
+def test_other_intervals(tmp_path, undisturbed, interruptions, intervals):
+    result = disturbed(tmp_path, *interruptions, **intervals)
     assert differences(undisturbed("one process"), result) == []
 
 
@@ -120,21 +141,23 @@ def test_a_signal_saves_and_ends_with_its_code(tmp_path, undisturbed, moment):
 
 
 def test_a_signal_after_the_last_step_changes_nothing(tmp_path, undisturbed):
-    told = Interrupt("on_test_batch_end", 2 * EPOCHS, signal.SIGTERM)
-    result = train(tmp_path, callbacks=[told], every_epochs=100)
-    assert told.count == 0 and differences(undisturbed("one process"), result) == []
+    signalled = Interrupt("on_test_batch_end", 2 * EPOCHS, signal.SIGTERM)
+    result = train(tmp_path, callbacks=[signalled], every_epochs=100)
+    assert signalled.count == 0 and differences(undisturbed("one process"), result) == []
     assert differences(result, train(tmp_path, every_epochs=100)) == []
 
 
 @pytest.mark.parametrize("handle", [True, False])
-def test_signals_are_left_alone_where_that_is_asked_for(tmp_path, monkeypatch, handle):
-    listening = []
-    monkeypatch.setattr("tfdist.recovery.preemption.Preemption.listen", lambda self: listening.append(self) or True)
+def test_signals_are_not_handled_if_disabled(tmp_path, monkeypatch, handle):
+    installed = []
+    monkeypatch.setattr(
+        "tfdist.recovery.preemption.PreemptionHandler.install", lambda self: installed.append(self) or True
+    )
     train(tmp_path, handle_signals=handle, epochs=1)
-    assert len(listening) == handle
+    assert len(installed) == handle
 
 
-def test_another_model_is_an_error_before_anything_is_touched(tmp_path):
+def test_another_model_is_an_error_before_anything_changes(tmp_path):
     def fit(units):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
@@ -148,18 +171,3 @@ def test_another_model_is_an_error_before_anything_is_touched(tmp_path):
     with pytest.raises(ValueError, match="(?s)Received.*Expected"):
         again()
     assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
-
-
-def test_the_report_of_communication_goes_on(tmp_path):
-    def report(folder, *callbacks):
-        reporting = CommunicationReport(print_table=False)
-        training = TRAININGS["two replicas, PowerSGD, accumulation"]
-        result = train(folder, callbacks=[reporting, *callbacks], every_steps=2, **training)
-        return result, reporting.table()
-
-    expected, table = report(tmp_path / "undisturbed")
-    with pytest.raises(Interrupted):
-        report(tmp_path / "disturbed", Interrupt("on_train_batch_end", 5))
-    result, same_table = report(tmp_path / "disturbed")
-    assert differences(expected, result) == []
-    assert any("bytes" in name for name in result) and same_table == table

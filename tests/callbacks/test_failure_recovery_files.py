@@ -1,4 +1,4 @@
-"""What other callbacks have written is in their files when FailureRecovery ends a process that is preempted."""
+"""Output of other callbacks is in their files when FailureRecovery ends a preempted process."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 from interruptions import Interrupt
 from small_training import STEPS, fit
 
-from tfdist.recovery.leaving import leave
+from tfdist.recovery.preemption import exit_process
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -20,11 +20,11 @@ def test_events_of_a_preempted_training(tmp_path, curves):
     assert [step for step, _ in curves(tmp_path / "logs" / "train")["batch_loss"]] == [1, 2, 3]
 
 
-class Left(BaseException):
-    """In place of the end of the process."""
+class Exited(BaseException):
+    """Raised instead of ending the process."""
 
 
-class Leave(keras.callbacks.Callback):
+class Exit(keras.callbacks.Callback):
     """Ends the process in the last step of an epoch."""
 
     def __init__(self, *others):
@@ -33,11 +33,11 @@ class Leave(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == STEPS - 1:
-            leave(75, self.others, is_alone=False)
+            exit_process(75, self.others, is_alone=False)
 
 
-def test_a_worker_that_ends_beside_others(tmp_path, curves, monkeypatch):
-    """What lies in buffers is lost with the process: `os._exit` calls nothing."""
+def test_a_worker_that_exits_beside_others(tmp_path, curves, monkeypatch):
+    """`os._exit` flushes no buffers."""
     log = keras.callbacks.CSVLogger(tmp_path / "log")
     log.on_train_begin()
     log.on_epoch_end(0, {"loss": 1})
@@ -46,16 +46,16 @@ def test_a_worker_that_ends_beside_others(tmp_path, curves, monkeypatch):
     def end(code):
         assert [step for step, _ in curves(tmp_path / "logs" / "train")["batch_loss"]] == list(range(1, STEPS + 1))
         assert (tmp_path / "log").read_text().endswith("\n0,1,NA\nbuffered")
-        raise Left(code)
+        raise Exited(code)
 
     monkeypatch.setattr(os, "_exit", end)
     board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1, write_graph=False)
-    with pytest.raises(Left, match="75"):
-        fit(tmp_path / "checkpoints", board, Leave(board, log))
+    with pytest.raises(Exited, match="75"):
+        fit(tmp_path / "checkpoints", board, Exit(board, log))
     log.csv_file.close()
 
 
-def test_a_disk_that_is_full_changes_no_exit_code(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_does_not_change_the_exit_code(tmp_path, monkeypatch, caplog):
     log = keras.callbacks.CSVLogger(tmp_path / "log")
     log.on_train_begin()
     file = log.csv_file
@@ -68,6 +68,6 @@ def test_a_disk_that_is_full_changes_no_exit_code(tmp_path, monkeypatch, caplog)
 
     log.csv_file = Full()
     with pytest.raises(SystemExit, match="75"):
-        leave(75, [log], is_alone=True)
+        exit_process(75, [log], is_alone=True)
     assert "may be incomplete: [Errno 28] No space left on device" in caplog.text
     file.close()

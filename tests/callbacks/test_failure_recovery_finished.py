@@ -1,4 +1,4 @@
-"""FailureRecovery in a directory whose training is finished: it says so, and trains on if more epochs are asked for."""
+"""FailureRecovery in a directory whose training is finished: it warns, and continues if more epochs are requested."""
 
 import signal
 import warnings
@@ -12,9 +12,9 @@ pytestmark = pytest.mark.usefixtures("cpus")
 
 
 class StopAt(keras.callbacks.Callback):
-    """Ends the training in its n-th step."""
+    """Stops the training in its n-th step."""
 
-    remembers_nothing = True
+    is_stateless = True
 
     def __init__(self, step):
         super().__init__()
@@ -31,21 +31,21 @@ def said(record):
 
 @pytest.fixture
 def seen():
-    """The warnings, of which each place in a program shows each once, as is usual."""
+    """The warnings that Python shows by default, which shows each once per place."""
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("default")
         yield record
 
 
 @pytest.mark.parametrize("verbose", [0, 2])
-def test_every_fit_that_trains_nothing_says_so(tmp_path, seen, verbose):
+def test_every_fit_that_trains_nothing_warns(tmp_path, seen, verbose):
     first = fit(tmp_path, epochs=1, verbose=verbose)[0].history["loss"]
     assert said(seen) == []
     for fold in (1, 2):
         assert fit(tmp_path, epochs=1, verbose=verbose)[0].history["loss"] == first
         assert len(said(seen)) == fold
-    assert f"Nothing is trained, as the training in {str(tmp_path)!r} is complete." in said(seen)[0]
-    assert "epochs=1, and a training of 1 epochs, to its end" in said(seen)[0]
+    assert f"Training is already complete in {str(tmp_path)!r}" in said(seen)[0]
+    assert "epochs=1, and a checkpoint of a completed training of 1 epochs;" in said(seen)[0]
     assert "Expected: more epochs" in said(seen)[0] and "or another directory" in said(seen)[0]
 
 
@@ -58,18 +58,18 @@ def test_more_epochs_are_trained(tmp_path, seen):
 
 
 @pytest.mark.parametrize("step", [STEPS, STEPS - 2])
-def test_a_stopped_training_is_complete_until_more_epochs_are_asked_for(tmp_path, seen, step):
+def test_a_stopped_training_is_complete_until_more_epochs_are_requested(tmp_path, seen, step):
     assert fit(tmp_path, StopAt(step), epochs=3)[0].epoch == [0]
     for epochs in (2, 3):
         assert fit(tmp_path, epochs=epochs)[0].epoch == [0]
-        assert "a training of 1 epochs, which a callback has ended by stop_training" in said(seen)[-1]
+        assert "training of 1 epochs, ended by a callback that set stop_training" in said(seen)[-1]
     history, _ = fit(tmp_path, epochs=4)
     assert history.epoch == [0, 1, 2, 3] and len(said(seen)) == 2
     assert fit(tmp_path, epochs=4)[0].history == history.history
 
 
 class Preempted(StopAt):
-    """Is told by a signal that the process has to end."""
+    """Receives a preemption signal."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
@@ -78,7 +78,7 @@ class Preempted(StopAt):
 
 
 @pytest.mark.parametrize("epochs", [4, 2])
-def test_a_training_that_has_gone_on_is_not_complete_before_its_end(tmp_path, seen, epochs):
+def test_a_resumed_training_is_not_complete_before_its_end(tmp_path, seen, epochs):
     fit(tmp_path, StopAt(1), epochs=2)
     with pytest.raises(SystemExit):
         fit(tmp_path, Preempted(2), epochs=4)

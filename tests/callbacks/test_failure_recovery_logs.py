@@ -1,4 +1,4 @@
-"""FailureRecovery where steps log more than numbers: vectors are saved and come back bit for bit."""
+"""FailureRecovery with steps that log vectors: they are saved and restored bit by bit."""
 
 import signal
 
@@ -31,14 +31,14 @@ def assert_same(one, other):
     assert all(np.array_equal(*pair) for pair in zip(weights, other_weights, strict=True))
 
 
-@pytest.fixture(scope="module", params=[keras.Sequential, LogsVectors], ids=["metrics", "logs of one's own"])
+@pytest.fixture(scope="module", params=[keras.Sequential, LogsVectors], ids=["metrics", "custom logs"])
 def training(request, tmp_path_factory):
-    """A class of models, and what comes of their training when nothing disturbs it."""
+    """A class of models, and the result of their training without interruption."""
     return request.param, fit(tmp_path_factory.mktemp("undisturbed"), model=model(request.param))
 
 
 @pytest.mark.parametrize("steps", [3, STEPS])
-def test_an_epoch_goes_on(tmp_path, training, steps):
+def test_an_epoch_resumes(tmp_path, training, steps):
     of, expected = training
     with pytest.raises(Interrupted):
         fit(tmp_path, Interrupt("on_train_batch_end", steps + 1), model=model(of), every_steps=1)

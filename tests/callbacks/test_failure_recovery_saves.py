@@ -1,4 +1,4 @@
-"""FailureRecovery in one process: when it saves, what it leaves behind, and errors of writes."""
+"""FailureRecovery in one process: when it saves, what it removes, and errors of writes."""
 
 import re
 import threading
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("cpus")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What comes of a training that nothing disturbs."""
+    """The result of a training without interruption."""
     return train(tmp_path_factory.mktemp("undisturbed"), every_epochs=100)
 
 
 def test_a_finished_training_trains_nothing(tmp_path, undisturbed):
     train(tmp_path)
     saved = names(tmp_path)
-    assert saved == [f"ckpt-{number:010d}" for number in range(EPOCHS)], "one an epoch, the last at the end"
+    assert saved == [f"ckpt-{number:010d}" for number in range(EPOCHS)], "one per epoch, the last at the end"
     steps = Interrupt("on_train_batch_end", 1)
     assert differences(undisturbed, train(tmp_path, callbacks=[steps])) == []
     assert steps.count == 1
@@ -58,7 +58,7 @@ def test_seconds_count_from_the_last_save(tmp_path, monkeypatch):
         def on_train_batch_begin(self, batch, logs=None):
             now[0] += 1
 
-    monkeypatch.setattr("tfdist.recovery.schedule.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("tfdist.recovery.save_schedule.time", types.SimpleNamespace(monotonic=lambda: now[0]))
     train(tmp_path, callbacks=[Clock()], every_seconds=8, keep=100)
     assert len(names(tmp_path)) == STEPS * EPOCHS // 8 + 1, "and one at the end"
 
@@ -80,20 +80,30 @@ def test_a_write_of_an_interrupted_fit_is_waited_for(tmp_path, undisturbed, monk
     assert 1000 - steps.count == STEPS * EPOCHS - 3
 
 
-def test_what_an_earlier_attempt_left_unfinished_is_removed(tmp_path):
-    leftover = tmp_path / "checkpoints" / ".unfinished-0000000099-0123456789abcdef"
-    leftover.mkdir(parents=True)
-    (leftover / "shared.safetensors").write_bytes(b"torn")
+def test_unfinished_saves_of_earlier_attempts_are_removed(tmp_path):
+    unfinished = tmp_path / "checkpoints" / ".unfinished-0000000099-0123456789abcdef"
+    unfinished.mkdir(parents=True)
+    (unfinished / "shared.safetensors").write_bytes(b"incomplete")
     train(tmp_path)
-    assert not leftover.exists()
+    assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"every_steps": 0}, {"every_steps": 1.5}, {"every_epochs": True}, {"every_seconds": -1}], ids=str
+    ("name", "value"),
+    [
+        ("every_steps", 0),
+        ("every_steps", 1.5),
+        ("every_epochs", True),
+        ("every_seconds", -1),
+        ("every_seconds", float("nan")),
+        ("keep", 2.5),
+        ("keep", True),
+        ("peer_timeout_seconds", float("nan")),
+    ],
 )
-def test_intervals_that_are_none(tmp_path, arguments):
-    with pytest.raises(ValueError, match="is no interval. Received: every_"):
-        FailureRecovery(tmp_path, **arguments)
+def test_invalid_arguments_are_rejected_at_construction(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"Invalid `{name}`. Received: {name}={value}. Expected: a .*number"):
+        FailureRecovery(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -116,9 +126,9 @@ def test_an_error_of_a_write_is_raised_by_fit(tmp_path, monkeypatch, intervals, 
     assert 1000 - made.count == steps
 
 
-@pytest.mark.parametrize(("verbose", "told"), [(2, 1), (0, 0)])
-def test_the_cost_of_coming_back_is_told_once(tmp_path, capsys, verbose, told):
-    """Three of four batches are passed over, and the next one is the first of two to be trained on."""
+@pytest.mark.parametrize(("verbose", "times"), [(2, 1), (0, 0)])
+def test_the_cost_of_resuming_is_printed_once(tmp_path, capsys, verbose, times):
+    """Three of four batches are skipped."""
     inputs = np.arange(8, dtype="float32")[:, np.newaxis]
     data = tf.data.Dataset.from_tensor_slices((inputs, inputs)).batch(2)
 
@@ -130,17 +140,17 @@ def test_the_cost_of_coming_back_is_told_once(tmp_path, capsys, verbose, told):
 
     with pytest.raises(Interrupted):
         fit(Interrupt("on_train_batch_end", 4))
-    assert "coming back" not in capsys.readouterr().out, "it has not gone on from anywhere"
+    assert "returning" not in capsys.readouterr().out, "it has not resumed"
     fit()
     lines = re.findall(
-        r"^FailureRecovery: coming back to the position in the data took (.*)$", capsys.readouterr().out, re.M
+        r"^FailureRecovery: returning to the position in the data took (.*)$", capsys.readouterr().out, re.M
     )
-    assert len(lines) == told
+    assert len(lines) == times
     assert all(re.fullmatch(r"\d+\.\d s, for 3 batches", line) for line in lines), lines
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True])
-def test_another_fit_does_not_take_the_error_of_a_write(tmp_path, monkeypatch, in_a_thread):
+def test_another_fit_does_not_raise_the_error_of_a_write(tmp_path, monkeypatch, in_a_thread):
     save, may_fail = CheckpointStore.save, threading.Event()
 
     def fail_first(self, sequence, *arguments, **keywords):
@@ -152,7 +162,7 @@ def test_another_fit_does_not_take_the_error_of_a_write(tmp_path, monkeypatch, i
     class Other(keras.callbacks.Callback):
         """Trains another model while the first checkpoint is written."""
 
-        remembers_nothing = True
+        is_stateless = True
 
         def on_train_batch_end(self, batch, logs=None):
             if batch == 3:

@@ -1,4 +1,4 @@
-"""GradientAccumulation: turned on, changed and flushed; what it says of a remainder; what it refuses."""
+"""GradientAccumulation: schedules, flushes, remainders, errors."""
 
 import warnings
 from types import SimpleNamespace
@@ -18,6 +18,12 @@ TARGETS = INPUTS.sum(axis=1, keepdims=True)
 @pytest.fixture(params=["one process", "two replicas"])
 def strategy(request, cpus):
     return tf.distribute.get_strategy() if request.param == "one process" else MirroredStrategy(cpus[:2])
+
+
+def mostly(name):
+    """Tests one of the two strategies; `make test-long` tests both."""
+    other = {"one process": "two replicas", "two replicas": "one process"}[name]
+    return pytest.mark.parametrize("strategy", [name, pytest.param(other, marks=pytest.mark.long)], indirect=True)
 
 
 def compiled(strategy, make_optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9), **arguments):
@@ -43,7 +49,7 @@ def flat(weights):
     return np.concatenate([np.ravel(weight) for weight in weights])
 
 
-def test_equals_the_optimizer_that_accumulates_by_itself(strategy):
+def test_equals_an_optimizer_with_gradient_accumulation_steps(strategy):
     ours, keras_own = compiled(strategy), compiled(
         strategy, lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
     )  # fmt: skip
@@ -56,7 +62,8 @@ def test_equals_the_optimizer_that_accumulates_by_itself(strategy):
         assert one.shape == other.shape, "the order is not that of an optimizer made with accumulation"
 
 
-def test_a_schedule_changes_at_epochs_and_counts_updates_on(strategy):
+@mostly("two replicas")
+def test_schedule_changes_at_epochs_and_updates_are_counted_together(strategy):
     counts = []
     model = compiled(strategy)
     watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: counts.append(updates(model)))
@@ -64,7 +71,8 @@ def test_a_schedule_changes_at_epochs_and_counts_updates_on(strategy):
     assert counts == [6, 8, 10, 13]
 
 
-def test_before_its_first_epoch_the_models_own_number_holds(strategy):
+@mostly("one process")
+def test_before_its_first_epoch_the_models_number_holds(strategy):
     counts = []
     model = compiled(strategy, lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: counts.append(updates(model)))
@@ -72,7 +80,7 @@ def test_before_its_first_epoch_the_models_own_number_holds(strategy):
     assert counts == [3, 4]
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.long), True], ids=["plain", "loss scale"])
 def test_a_flush_is_an_update_of_the_mean_over_the_remainder(strategy, scaled):
     def optimizer():
         inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
@@ -89,6 +97,7 @@ def test_a_flush_is_an_update_of_the_mean_over_the_remainder(strategy, scaled):
     assert updates(flushed) == 3
 
 
+@mostly("one process")
 def test_a_flush_comes_before_the_last_validation_and_the_average_of_weights(strategy):
     validated = []
     model = compiled(strategy, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
@@ -108,7 +117,8 @@ def test_a_remainder_is_reported_and_counts_in_the_next_fit(strategy):
     assert updates(model) == 3
 
 
-def test_nothing_is_said_when_nothing_remains(strategy):
+@mostly("one process")
+def test_no_warning_without_a_remainder(strategy):
     model = compiled(strategy)
     data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(4)
     with warnings.catch_warnings(record=True) as caught:
@@ -117,7 +127,8 @@ def test_nothing_is_said_when_nothing_remains(strategy):
     assert not [warning for warning in caught if "micro-steps" in str(warning.message)]
 
 
-def test_what_it_leaves_is_loaded_by_an_optimizer_made_with_accumulation(strategy, tmp_path):
+@mostly("two replicas")
+def test_saved_model_is_loaded_with_accumulation(strategy, tmp_path):
     model = compiled(strategy, lambda: keras.optimizers.Adam(0.01, use_ema=True))
     fit(model, GradientAccumulation({0: 1, 1: 3}), epochs=2)
     model.save(tmp_path / "model.keras")
@@ -127,7 +138,8 @@ def test_what_it_leaves_is_loaded_by_an_optimizer_made_with_accumulation(strateg
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_turned_off_it_leaves_no_accumulators(strategy, tmp_path):
+@mostly("two replicas")
+def test_turned_off_it_removes_the_accumulators(strategy, tmp_path):
     model = compiled(strategy)
     fit(model, GradientAccumulation({0: 3, 1: 1}), epochs=2)
     untouched = compiled(strategy)
@@ -138,13 +150,16 @@ def test_turned_off_it_leaves_no_accumulators(strategy, tmp_path):
     tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None, {}, {0: 0}, {-1: 2}, {0.5: 2}, {"0": 2}])
+@pytest.mark.parametrize(
+    "steps",
+    [0, -1, 2.5, float("nan"), float("inf"), True, "4", None, {}, {0: 0}, {0: 2.5}, {-1: 2}, {0.5: 2}, {"0": 2}],
+)
 def test_steps_must_be_numbers(steps):
-    with pytest.raises(ValueError, match=r"`steps` is .*Received: steps=.*Expected: "):
+    with pytest.raises(ValueError, match=r"(micro-steps, or|Empty) schedule.*Received: steps=.*Expected: "):
         GradientAccumulation(steps)
 
 
-def test_parameter_servers_are_refused_with_the_remedy():
+def test_parameter_servers_are_rejected_with_the_remedy():
     class Servers(tf.distribute.ParameterServerStrategy):
         num_replicas_in_sync = 1
 
@@ -154,6 +169,6 @@ def test_parameter_servers_are_refused_with_the_remedy():
     accumulation = GradientAccumulation(2)
     accumulation.set_model(SimpleNamespace(distribute_strategy=Servers()))
     with pytest.raises(
-        ValueError, match=r"across the network\. .*Give `accumulation_steps` to `tfdist.strategies.Param"
+        ValueError, match=r"over the network\. .*Pass `gradient_accumulation_steps` to `tfdist.strategies.Param"
     ):
         accumulation.on_train_begin()

@@ -1,4 +1,4 @@
-"""TrainingMonitor: its numbers, when it writes, under which strategies what, and what a restart makes of the curves."""
+"""TrainingMonitor: numbers, intervals, strategies, curves across restarts."""
 
 import warnings
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from dense_model import INPUTS, TARGETS, compiled
+from fake_strategy import FakeStrategy
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import (
@@ -15,12 +16,13 @@ from tfdist.callbacks import (
     FailureRecovery,
     GradientAccumulation,
     TrainingMonitor,
-    monitored,
-    restart_count,
+    scalar_sources,
+    training_monitor,
 )
-from tfdist.callbacks.monitored import SaveStalls, StepTimes
-from tfdist.collectives.stopwatch import Stopwatch
-from tfdist.parameter_server.tally import WorkerCount
+from tfdist.callbacks.scalar_sources import SaveStalls, StepTimes
+from tfdist.callbacks.training_monitor import RestartCount
+from tfdist.collectives.exchange_timer import ExchangeTimer
+from tfdist.parameter_server.worker_stats import WorkerStats
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -49,7 +51,7 @@ def test_the_numbers_are_those_by_hand(cpus, tmp_path, curves):
     model = compiled(strategy := MirroredStrategy(cpus[:2], compression="int8"))
     fit(model, TrainingMonitor(tmp_path, every_steps=5), epochs=2)  # 24 steps
     found = curves(tmp_path / "tfdist")
-    assert set(found) == ALWAYS | SENT | {"tfdist/residual_norm", "tfdist/replicas"}
+    assert set(found) == ALWAYS | SENT | {"tfdist/residual_norm", "tfdist/replicas", "tfdist/world_size"}
     assert all(steps(points) == [5, 10, 15, 20, 24] for points in found.values())
     # A kernel of 64 x 48 in 12 blocks of 260 bytes, and a bias of 48 that is too small to be compressed.
     assert values(found["tfdist/dense_bytes"]) == {12288 + 192}
@@ -70,9 +72,9 @@ def test_the_numbers_are_those_by_hand(cpus, tmp_path, curves):
     ("make", "tags"),
     [
         (tf.distribute.get_strategy, set()),
-        (lambda: MirroredStrategy(["CPU:0"]), set()),
+        (lambda: MirroredStrategy(["CPU:0"]), {"tfdist/world_size"}),
         (lambda: stock_mirrored(["CPU:0", "CPU:1"]), {"tfdist/replicas"}),
-        (lambda: MirroredStrategy(["CPU:0", "CPU:1"]), SENT | {"tfdist/replicas"}),
+        (lambda: MirroredStrategy(["CPU:0", "CPU:1"]), SENT | {"tfdist/replicas", "tfdist/world_size"}),
     ],
     ids=["none", "one replica", "stock", "uncompressed"],
 )
@@ -99,7 +101,7 @@ def test_updates_count_for_bytes_and_executions_for_steps(cpus, tmp_path, curves
     assert found["tfdist/wire_bytes"] == [(6, 12480.0), (12, 12480.0)]
 
 
-def test_the_steps_of_a_second_fit_are_counted_on(cpus, tmp_path, curves):
+def test_steps_of_several_fits_are_counted_together(cpus, tmp_path, curves):
     model, monitor = compiled(MirroredStrategy(cpus[:2])), TrainingMonitor(tmp_path, every_steps=8)
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
     for _ in range(2):
@@ -109,11 +111,11 @@ def test_the_steps_of_a_second_fit_are_counted_on(cpus, tmp_path, curves):
     assert "epoch_loss" in curves(tmp_path / "train")
 
 
-def test_times_are_taken_once_for_all_who_want_them(cpus, tmp_path, curves, monkeypatch):
+def test_durations_are_measured_once_for_all_callbacks(cpus, tmp_path, curves, monkeypatch):
     made, clocks, numpy_function = [], [], tf.numpy_function
     monkeypatch.setattr(tf, "numpy_function", lambda *a, **k: clocks.append(k) or numpy_function(*a, **k))
-    init = Stopwatch.__init__
-    monkeypatch.setattr(Stopwatch, "__init__", lambda self, host: made.append(self) or init(self, host))
+    init = ExchangeTimer.__init__
+    monkeypatch.setattr(ExchangeTimer, "__init__", lambda self, host: made.append(self) or init(self, host))
     model = compiled(strategy := MirroredStrategy(cpus[:2], compression="int8"))
     report = CommunicationReport(timing=True, print_table=False)
     for number, callbacks in enumerate(
@@ -121,12 +123,12 @@ def test_times_are_taken_once_for_all_who_want_them(cpus, tmp_path, curves, monk
     ):
         history = fit(model, *callbacks)
         assert (len(made), len(clocks)) == (number, 4 * number), "one stopwatch, the clocks of the only bucket"
-        assert strategy.durations_by_method == {}, "it is taken away in the end"
+        assert strategy.gradient_reduction.durations_by_method() == {}, "it is taken away in the end"
         assert min(history[f"{name}_seconds"][0] for name in ("encode", "exchange", "decode")) > 0
     found = curves(tmp_path / "tfdist")
-    assert set(found) == ALWAYS | SENT | TIMES | {"tfdist/residual_norm", "tfdist/replicas"}
+    assert set(found) == ALWAYS | SENT | TIMES | {"tfdist/residual_norm", "tfdist/replicas", "tfdist/world_size"}
     of_fit = {name: [value for step, value in found[f"tfdist/{name}_ms"][2:]] for name in ("encode", "exchange")}
-    # The points of steps 10 and 12 tell of 10 and 2 updates.
+    # The points of steps 10 and 12 are averages over 10 and 2 updates.
     for name, (first, second) in of_fit.items():
         seconds = history[f"{name}_seconds"][0]
         np.testing.assert_allclose((10 * first + 2 * second) / 12 / 1e3, seconds, rtol=1e-4)
@@ -155,21 +157,21 @@ def test_an_interrupted_training_has_the_curves_of_one_that_was_not(cpus, tmp_pa
         assert recovery.saves == 5 - 2 * (name == "broken")
         return curves(tmp_path / name / "tfdist")
 
-    whole = train(name="whole")
-    assert steps(whole["tfdist/checkpoint_stall_ms"]) == [8, 14, 20], "the last save comes after the last point"
-    assert min(values(whole["tfdist/checkpoint_stall_ms"])) > 0
+    complete = train(name="complete")
+    assert steps(complete["tfdist/checkpoint_stall_ms"]) == [8, 14, 20], "the last save comes after the last point"
+    assert min(values(complete["tfdist/checkpoint_stall_ms"])) > 0
     with pytest.raises(Interruption):
         train(interrupted_at(17), name="broken")
     assert steps(curves(tmp_path / "broken" / "tfdist")["tfdist/restarts"]) == list(range(2, 17, 2))
-    monkeypatch.setattr(restart_count, "run_id", lambda: "another process")
+    monkeypatch.setattr(training_monitor, "run_id", lambda: "another process")
     broken = train(interrupted_at(100), name="broken")
-    assert set(broken) == set(whole)
-    for tag in set(whole) - {"tfdist/step_ms", "tfdist/checkpoint_stall_ms", "tfdist/restarts"}:
-        assert broken[tag] == whole[tag], tag
+    assert set(broken) == set(complete)
+    for tag in set(complete) - {"tfdist/step_ms", "tfdist/checkpoint_stall_ms", "tfdist/restarts"}:
+        assert broken[tag] == complete[tag], tag
     assert broken["tfdist/restarts"] == [(step, float(step > 12)) for step in range(2, 25, 2)]
 
 
-def test_an_attempt_without_a_checkpoint_begins_its_curves_anew(cpus, tmp_path, curves, monkeypatch):
+def test_attempt_without_a_checkpoint_replaces_the_curves(cpus, tmp_path, curves, monkeypatch):
     model = compiled(MirroredStrategy(cpus[:1]))
     broken = TrainingMonitor(tmp_path, every_steps=2)
     with pytest.raises(Interruption):
@@ -185,9 +187,9 @@ def test_an_attempt_without_a_checkpoint_begins_its_curves_anew(cpus, tmp_path, 
 
 def test_attempts_of_a_run_give_their_trainings_the_same_names(monkeypatch):
     monkeypatch.setenv("TFDIST_RUN_ID", "abc")
-    restart_count.run_id.cache_clear()
+    training_monitor.run_id.cache_clear()
     first, second = TrainingMonitor("x"), TrainingMonitor("x")
-    restart_count.run_id.cache_clear()
+    training_monitor.run_id.cache_clear()
     names = [monitor._training.rpartition("-") for monitor in (first, second)]
     assert [run for run, _, _ in names] == ["abc", "abc"]
     assert int(names[1][2]) == int(names[0][2]) + 1
@@ -202,7 +204,7 @@ class Clock:
 
 def test_step_times_leave_out_the_step_that_is_traced(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(monitored, "time", clock)
+    monkeypatch.setattr(scalar_sources, "time", clock)
     times = StepTimes()
 
     def execute(seconds, count):
@@ -230,17 +232,16 @@ def test_stalls_are_those_of_the_saves_since_the_last_point():
     assert SaveStalls(None).scalars() == {}
 
 
-def test_workers_of_parameter_servers_have_runs_of_their_own(tmp_path, curves, monkeypatch):
+def test_each_worker_of_parameter_servers_has_a_run(tmp_path, curves, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(monitored, "time", clock)
+    monkeypatch.setattr(scalar_sources, "time", clock)
 
     def count(steps, staleness):
-        return WorkerCount(steps, 8 * steps, staleness, 4, 100 * steps, 300 * steps)
+        return WorkerStats(steps, 8 * steps, staleness, 4, 100 * steps, 300 * steps)
 
-    strategy = SimpleNamespace(
-        worker_counts=(count(7, 0.0), count(0, 0.0), count(0, 0.0)),
-        workers=3,
-        num_replicas_in_sync=1,
+    strategy = FakeStrategy(
+        worker_stats=(count(7, 0.0), count(0, 0.0), count(0, 0.0)),
+        num_workers=3,
         extended=SimpleNamespace(should_save_summary=True),
     )
     monitor = TrainingMonitor(tmp_path, every_steps=2)
@@ -250,7 +251,7 @@ def test_workers_of_parameter_servers_have_runs_of_their_own(tmp_path, curves, m
         [(count(7, 0.0), count(2, 0.5), count(0, 0.0)), (count(17, 0.0), count(4, 1.0), count(0, 0.0))]
     ):
         monitor.on_train_batch_begin(batch)
-        strategy.worker_counts = counts
+        strategy.worker_stats = counts
         clock.now += 2.0
         monitor.on_train_batch_end(batch)
     monitor.on_train_end()
@@ -274,7 +275,64 @@ def test_workers_of_parameter_servers_have_runs_of_their_own(tmp_path, curves, m
     ]
 
 
-@pytest.mark.parametrize("every_steps", [0, -1, 2.0, True, None], ids=str)
+@pytest.mark.parametrize("every_steps", [0, -1, 2.0, 2.5, True, None, float("nan"), float("inf")], ids=str)
 def test_the_interval_is_checked(every_steps):
-    with pytest.raises(ValueError, match=r"`every_steps` is no interval. Received: every_steps=.*Expected: a whole"):
+    with pytest.raises(ValueError, match=r"Invalid `every_steps`. Received: every_steps=.*Expected: a whole"):
         TrainingMonitor("x", every_steps=every_steps)
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """`process(run, attempt)` makes this process look like another one."""
+
+    def become(run=None, attempt=None):
+        for name, value in (("TFDIST_RUN_ID", run), ("TFDIST_ATTEMPT", attempt)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+        training_monitor.run_id.cache_clear()
+
+    yield become
+    training_monitor.run_id.cache_clear()
+
+
+def resumed(state):
+    count = RestartCount()
+    count.resume(state)
+    return count
+
+
+def test_attempts_of_the_launcher_count_without_a_checkpoint(process):
+    process("a", 0)
+    state = RestartCount().state()
+    for attempt in (1, 2):
+        process("a", attempt)
+        assert RestartCount().number == resumed(state).number == attempt
+    state = resumed(state).state()
+    process("a", 3)
+    assert resumed(state).number == 3
+
+
+def test_run_that_resumes_another_runs_checkpoint_is_a_restart(process):
+    process("a", 2)
+    state = RestartCount().state()
+    process("b", 0)
+    assert resumed(state).number == 3
+    process("b", 1)
+    assert resumed(state).number == 4
+    assert resumed(resumed(state).state()).number == 4
+
+
+def test_without_a_launcher_processes_count_and_second_fits_do_not(process):
+    process()
+    first = RestartCount()
+    assert first.number == resumed(first.state()).number == 0
+    state = first.state()
+    process()
+    second = resumed(state)
+    assert second.number == 1
+    second.resume(state)
+    assert second.number == 1, "the same state twice"
+    state = second.state()
+    process()
+    assert resumed(state).number == 2

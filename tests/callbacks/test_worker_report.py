@@ -1,4 +1,4 @@
-"""WorkerReport: its numbers, the table, whom it names, when it hints, what it refuses; the counts that it reads."""
+"""WorkerReport: numbers, table, slow workers, hints, errors; the statistics that it reads."""
 
 import csv
 import logging
@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+from fake_strategy import FakeStrategy
 
 from tfdist.callbacks import WorkerReport, worker_report
-from tfdist.parameter_server import tally as tally_module
+from tfdist.parameter_server import worker_stats
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
-from tfdist.parameter_server.tally import Tally, WorkerCount
+from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
 class Clock:
-    """In the place of `time`, where it is read."""
+    """Replaces `time`."""
 
     def __init__(self):
         self.now = 100.0
@@ -30,24 +31,24 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(worker_report, "time", clock)
-    monkeypatch.setattr(tally_module, "time", clock)
+    monkeypatch.setattr(worker_stats, "time", clock)
     return clock
 
 
 class Training:
-    """A training whose workers do what the test says."""
+    """A training whose workers report what the test sets."""
 
     def __init__(self, clock, *, mode=None, workers=2, **arguments):
         self.clock = clock
-        self.strategy = SimpleNamespace(worker_counts=(WorkerCount(),) * workers, mode=mode or Asynchronous())
+        self.strategy = FakeStrategy(worker_stats=(WorkerStats(),) * workers, mode=mode or Asynchronous())
         self.report = WorkerReport(**arguments)
         self.report.set_model(SimpleNamespace(distribute_strategy=self.strategy))
 
     def do(self, *done):
         """Adds `done`, counts of each worker, to what they have done."""
-        zero = WorkerCount()
-        self.strategy.worker_counts = tuple(
-            before.since(zero.since(more)) for before, more in zip(self.strategy.worker_counts, done, strict=True)
+        zero = WorkerStats()
+        self.strategy.worker_stats = tuple(
+            before.since(zero.since(more)) for before, more in zip(self.strategy.worker_stats, done, strict=True)
         )
 
     def epoch(self, number, *done, seconds=2.0, validation=0.0):
@@ -65,10 +66,10 @@ class Training:
 
 def count(steps=10, samples=None, seconds=1.0, staleness=0.0, **more):
     samples = 8 * steps if samples is None else samples
-    return WorkerCount(steps, samples, staleness, 0, 100 * steps, 300 * steps, seconds=seconds, **more)
+    return WorkerStats(steps, samples, staleness, 0, 100 * steps, 300 * steps, seconds=seconds, **more)
 
 
-def test_the_logs_of_an_epoch_hold_what_was_done_in_it(clock):
+def test_logs_of_an_epoch_are_of_that_epoch(clock):
     training = Training(clock)
     training.do(count(7), count(9))  # before this training
     training.report.on_train_begin()
@@ -115,7 +116,7 @@ def test_the_table_is_of_the_training(clock, capsys):
     assert training.report.table().splitlines() == table
 
 
-def test_the_table_of_every_epoch_on_request(clock, capsys):
+def test_verbose_prints_a_table_per_epoch(clock, capsys):
     training = Training(clock, verbose=True, print_table=False)
     training.report.on_train_begin()
     for number in range(2):
@@ -132,27 +133,28 @@ def test_a_slow_worker_is_named_when_it_becomes_slow(clock, caplog):
     for number, last in enumerate([count(10, seconds=1.9), slow, slow, fast, slow]):
         training.epoch(number, fast, count(10, seconds=1.1), last)
     assert [record.message for record in caplog.records] == [
-        f"WorkerReport: worker 2 is slow: 38 samples a second at work in epoch {epoch}; the median of the others is 76."
+        f"WorkerReport: worker 2 is slow: 38 samples per second at work in epoch {epoch}; the median of the others "
+        "is 76."
         for epoch in (2, 5)
     ]
     assert {record.name for record in caplog.records} == {"tfdist"}
 
 
-def test_of_two_workers_the_other_is_the_measure(clock, caplog):
+def test_two_workers_are_compared_with_each_other(clock, caplog):
     training = Training(clock)
     training.report.on_train_begin()
     training.epoch(0, count(10, seconds=2.1), count(10))
     assert "worker 0 is slow" in caplog.text and "worker 1" not in caplog.text
 
 
-def test_a_worker_that_does_nothing_is_named(clock, caplog):
+def test_worker_without_steps_is_named(clock, caplog):
     training = Training(clock)
     training.report.on_train_begin()
     training.epoch(0, count(0, seconds=0.0), count(20))
-    assert "worker 0 did nothing in epoch 1: it is gone, or does not answer." in caplog.text
+    assert "worker 0 made no step in epoch 1: it has ended or does not answer." in caplog.text
 
 
-def test_few_steps_are_not_enough_to_judge_by(clock, caplog):
+def test_few_steps_are_not_judged(clock, caplog):
     training = Training(clock, mode=Synchronous())
     training.report.on_train_begin()
     training.epoch(0, count(3), count(3, seconds=9.0, held_up_seconds=1.9))
@@ -170,19 +172,19 @@ def test_few_steps_are_not_enough_to_judge_by(clock, caplog):
         (Asynchronous(), (0.1, 0.6), False),
     ],
 )
-def test_backup_workers_are_hinted_at_once_where_they_would_help(clock, caplog, mode, waited, hints):
+def test_backup_workers_are_suggested_once_where_they_help(clock, caplog, mode, waited, hints):
     training = Training(clock, mode=mode)
     training.report.on_train_begin()
     for number in range(2):
         training.epoch(number, *(count(10, held_up_seconds=seconds) for seconds in waited))
     hint = (
-        "WorkerReport: the others waited for worker 1 in 30 % of the time. `Synchronous(backup_workers=1)` goes on "
-        "without the slowest worker of a round."
+        "WorkerReport: the others waited for worker 1 during 30 % of the time. `Synchronous(backup_workers=1)` ends "
+        "each round without its slowest worker."
     )
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [hint] * hints
 
 
-def test_it_counts_on_after_a_restart(clock):
+def test_counts_continue_after_a_restart(clock):
     before, after = Training(clock), Training(clock)
     before.report.on_train_begin()
     before.epoch(0, count(10), count(20))
@@ -204,7 +206,7 @@ def test_it_counts_on_after_a_restart(clock):
     assert after.report.table().splitlines()[0] == "Workers (41 steps in 4.0 s):"
 
 
-def test_with_other_workers_it_counts_anew(clock):
+def test_counts_begin_at_zero_with_another_number_of_workers(clock):
     before, after = Training(clock), Training(clock, workers=3)
     before.report.on_train_begin()
     before.epoch(0, count(10), count(20))
@@ -213,11 +215,11 @@ def test_with_other_workers_it_counts_anew(clock):
     assert after.epoch(1, count(1), count(2), count(3))["worker_2_steps"] == 3
 
 
-def test_other_strategies_are_refused_with_the_remedy():
+def test_other_strategies_are_rejected_with_the_remedy():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(
-        ValueError, match=r"Received: a model made under .*Expected: `tfdist.strategies.ParameterServer"
+        ValueError, match=r"Received: a model created under .*Expected: `tfdist.strategies.ParameterServer"
     ):
         model.fit(np.ones([2, 1]), np.ones([2, 1]), verbose=0, callbacks=[WorkerReport()])
 
@@ -242,14 +244,14 @@ def test_writers_of_logs_behind_it_have_the_numbers_and_others_are_warned_of(clo
 
 
 def test_time_at_work_begins_when_the_last_push_has_ended(clock):
-    counts = Tally(2)
-    told = {"staleness": 0, "samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
+    counts = StatsCollector(2)
+    report = {"staleness": 0, "samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
     clock.now = 101.0  # both are scheduled
     clock.now = 103.0
-    counts.add({**told, "worker": 0}, scheduled_at=101.0)
+    counts.add({**report, "worker": 0}, scheduled_at=101.0)
     clock.now = 106.0
-    counts.add({**told, "worker": 0}, scheduled_at=101.5)  # it had waited for the first until 103
-    counts.add({**told, "worker": 1}, scheduled_at=101.0)
+    counts.add({**report, "worker": 0}, scheduled_at=101.5)  # scheduled behind the first, which ended at 103
+    counts.add({**report, "worker": 1}, scheduled_at=101.0)
     counts.add_held_up(1, 0.5)
     counts.add_held_up(1, 0.25)
-    assert [(one.seconds, one.held_up_seconds) for one in counts.counts] == [(5.0, 0.0), (5.0, 0.75)]
+    assert [(one.seconds, one.held_up_seconds) for one in counts.stats] == [(5.0, 0.0), (5.0, 0.75)]

@@ -1,13 +1,13 @@
-"""Trainings that nothing disturbs, each made once for all tests."""
+"""Trainings without faults, each run once for all tests."""
 
 import pytest
 from training import EPOCHS
-from worker_runs import assert_is_whole, command, counting_steps, run
+from worker_runs import assert_is_complete, command, counting_steps, run
 
 
 @pytest.fixture(scope="session")
 def undisturbed_workers(tmp_path_factory):
-    """Called with the number of workers, returns the folder of a training that nothing has disturbed."""
+    """Called with the number of workers, returns the folder of a training without faults."""
     known = {}
 
     def of(workers, *, kind="workers", epochs=EPOCHS):
@@ -15,7 +15,7 @@ def undisturbed_workers(tmp_path_factory):
             folder = tmp_path_factory.mktemp("undisturbed")
             arguments, environ = command(folder, kind, workers, epochs=epochs)
             run(arguments, environ, limit_seconds=280)
-            assert_is_whole(counting_steps(folder, workers), epochs)
+            assert_is_complete(counting_steps(folder, workers), epochs)
             known[workers, kind, epochs] = folder
         return known[workers, kind, epochs]
 

@@ -1,4 +1,4 @@
-"""What a worker does to itself, at moments that a plan has chosen."""
+"""Injects faults into this worker, at moments that a plan chooses."""
 
 import errno
 import os
@@ -11,12 +11,12 @@ from tfdist.recovery.training_state import TrainingState
 
 
 def arm(fault):
-    """Makes a fault strike when its time has come; returns the callbacks that are needed for it.
+    """Arms a fault; returns the callbacks that it needs.
 
     Args:
-      fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
-        "train_step" (in its forward pass, on one of the replicas), "fsync" (in the midst of a save), or "restore";
-        `count` says at which call of it.
+        fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
+            "train_step" (in its forward pass, on one of the replicas), "fsync" (in the middle of a save), or "restore";
+            `count` is the number of the call at which it strikes.
     """
     if fault["at"] == "fsync":
         _patch(os, "fsync", fault)
@@ -39,7 +39,7 @@ def _strike(fault):
 
 
 class _Fault(keras.callbacks.Callback):
-    """Strikes when a hook is called for the n-th time."""
+    """Raises the fault when a hook is called for the n-th time."""
 
     def __init__(self, fault):
         super().__init__()
@@ -62,7 +62,7 @@ class _Fault(keras.callbacks.Callback):
 
 
 def _patch(owner, name, fault):
-    """Strikes when `owner.name` is called for the n-th time."""
+    """Raises the fault when `owner.name` is called for the n-th time."""
     original, left = getattr(owner, name), [fault["count"]]
 
     def patched(*args, **kwargs):

@@ -1,15 +1,15 @@
-"""A callback that tells what a worker goes on with."""
+"""A callback that records the state with which a worker resumes."""
 
 import keras
 import numpy as np
 
-from tfdist.recovery.variables import TrainingVariables
+from tfdist.recovery.training_variables import TrainingVariables
 
 
 class FirstState(keras.callbacks.Callback):
-    """Writes what this process has for itself, by replica, when its first step begins."""
+    """Writes the per-replica values of this process when its first step begins."""
 
-    remembers_nothing = True
+    is_stateless = True
 
     def __init__(self, path):
         super().__init__()
@@ -17,5 +17,5 @@ class FirstState(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if not self._is_written:
-            np.savez(self._path, **TrainingVariables(self.model).own())
+            np.savez(self._path, **TrainingVariables(self.model).per_replica())
             self._is_written = True

@@ -1,4 +1,4 @@
-"""What interrupts a training in this process, by an exception or a signal."""
+"""Interrupts a training in this process, by an exception or a signal."""
 
 import os
 
@@ -8,11 +8,11 @@ from training import train
 
 
 class Interrupted(Exception):
-    """What ends a training here."""
+    """Ends a training."""
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Ends the training when a hook is called for the n-th time, or only sends this process a signal."""
+    """Raises when a hook is called for the n-th time, or sends this process a signal instead."""
 
     def __init__(self, hook, count, number=None):
         super().__init__()
@@ -38,12 +38,12 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def names(folder):
-    """What lies in the directory of the checkpoints, but for its lock."""
+    """Returns the names in the directory of the checkpoints, without its lock."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != ".lock")
 
 
 def disturbed(folder, *interruptions, **arguments):
-    """Trains as often as there are interruptions (arguments of `Interrupt`), and then to the end."""
+    """Trains once for each interruption (arguments of `Interrupt`), then to the end."""
     for interruption in interruptions:
         with pytest.raises(Interrupted):
             train(folder, callbacks=[Interrupt(*interruption)], **arguments)

@@ -1,10 +1,10 @@
-"""The chief of `test_parameter_server_faults.py`: trains in rounds or by pushes, and the plan's faults strike.
+"""The chief of `test_parameter_server_faults.py`: trains in rounds or by pushes, and injects faults.
 
     python on_parameter_servers.py FOLDER PLAN KIND
 
-PLAN is a JSON list, by attempts, of `{"at", "count", "do"}` as `faults.arm` takes it, and "whom": "chief", or "ps".
-KIND is "rounds", whose training ends the same to the bit whatever happens; "pushes", on data made by the workers; or
-"notebook", where `fit` of a model is interrupted in the midst of an accumulation, and called again.
+PLAN is a JSON list of faults by attempt, `{"at", "count", "do"}` as in `faults.arm`, and "whom": "chief" or "ps".
+KIND is "rounds", whose training ends with the same bits whatever happens; "pushes", on data created by the workers; or
+"notebook", in which `fit` is interrupted in the middle of an accumulation and called again.
 """
 
 import json
@@ -20,15 +20,15 @@ import tensorflow as tf
 import training
 
 from tfdist.callbacks import FailureRecovery, WorkerReport
-from tfdist.parameter_server.training import Training
-from tfdist.parameter_server.work import Work
+from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.scheduler import Scheduler
 from tfdist.strategies import ParameterServerStrategy, Synchronous
 
 PUSHES, EPOCHS = 10, 3
 
 
 def server_pid():
-    """The process of parameter server 0, among the children of the launcher or whoever else has started this one."""
+    """The process of parameter server 0, among the children of the process that started this one."""
     launcher = os.getppid()
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if '"task": {"type": "ps", "index": 0}' in Path(f"/proc/{pid}/environ").read_text():
@@ -37,17 +37,17 @@ def server_pid():
 
 
 def strike(fault):
-    """In the place of `faults._strike`: what is killed may be the server."""
+    """Replaces `faults._strike`: the server may be killed instead."""
     print(f"fault: {fault}", flush=True)
     os.kill(server_pid() if fault["whom"] == "ps" else os.getpid(), getattr(signal, fault["do"]))
 
 
 def in_rounds(folder, callbacks):
-    strategy = ParameterServerStrategy(mode=Synchronous(), accumulation_steps=2)
+    strategy = ParameterServerStrategy(mode=Synchronous(), gradient_accumulation_steps=2)
     result = training.train(
         folder, strategy=lambda: strategy, callbacks=[*callbacks, WorkerReport()], every_steps=3, background=False
     )
-    counts = strategy.worker_counts
+    counts = strategy.worker_stats
     return {
         **result,
         "steps of workers": np.array([count.steps for count in counts]),
@@ -85,33 +85,33 @@ def by_pushes(folder, callbacks):
 
 
 def interrupt_round(count):
-    """Breaks a round off while its parts are at work: the `count`-th from now on."""
-    wait, left = Work.wait, [count]
+    """Interrupts the `count`-th round from now on while its parts are computed."""
+    wait, left = Scheduler.wait, [count]
 
-    def interrupted(self, until, take):
+    def interrupted(self, until, collect):
         left[0] -= len(self) > 0
         if left[0] == 0:
-            Work.wait = wait
+            Scheduler.wait = wait
             raise KeyboardInterrupt
-        wait(self, until, take)
+        wait(self, until, collect)
 
-    Work.wait = interrupted
+    Scheduler.wait = interrupted
 
 
 def watch_numbers():
-    """Returns the list to which the numbers of updates are added from now on, which seeds come of."""
-    numbers, next_number = [], Training._next_number
+    """Returns a list that collects the numbers of updates, from which seeds are computed."""
+    numbers, next_number = [], ChiefTraining._next_number
 
     def seen(self):
         numbers.append(next_number(self))
         return numbers[-1]
 
-    Training._next_number = seen
+    ChiefTraining._next_number = seen
     return numbers
 
 
 class Interrupt(keras.callbacks.Callback):
-    remembers_nothing = True
+    is_stateless = True
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 3:
@@ -119,7 +119,7 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def in_notebook(folder, callbacks):
-    strategy = ParameterServerStrategy(mode=Synchronous(), accumulation_steps=2)
+    strategy = ParameterServerStrategy(mode=Synchronous(), gradient_accumulation_steps=2)
     random = np.random.default_rng(0)
     samples = random.normal(size=(32, 4)).astype("float32"), np.ones([32, 1], "float32")
     weights, numbers = [], watch_numbers()

@@ -1,8 +1,8 @@
-"""A worker of `test_workers.py` and `test_random_kills.py`: trains, keeps a journal, and is disturbed.
+"""A worker of `test_workers.py` and `test_random_kills.py`: trains, keeps a journal, and injects faults.
 
     python on_workers.py FOLDER PLAN KIND EPOCHS
 
-PLAN is a JSON list, by attempts, of `{"rank", "at", "count", "do"}`: what a worker does to itself; `faults.arm` tells.
+PLAN is a JSON list with a fault for each attempt, `{"rank", "at", "count", "do"}`, see `faults.arm`.
 KIND is "workers", or "replicas": two logical CPUs of one process.
 """
 

@@ -1,8 +1,8 @@
-"""A worker of `test_data_on_workers.py`: trains once for each kind of data, and is disturbed.
+"""A worker of `test_data_on_workers.py`: trains once for each kind of data, and injects faults.
 
     python on_workers_by_data.py FOLDER PLAN
 
-PLAN is a JSON list, by attempts, of `{"data", "rank", "at", "count", "do"}`; `faults.arm` tells.
+PLAN is a JSON list with a fault for each attempt, `{"data", "rank", "at", "count", "do"}`, see `faults.arm`.
 """
 
 import json

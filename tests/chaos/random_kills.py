@@ -1,4 +1,4 @@
-"""Kills random workers of a `tfdist run` at random moments, from outside, until enough have been killed."""
+"""Kills random workers of a `tfdist run` at random moments, from outside, until enough were killed."""
 
 import collections
 import json
@@ -13,29 +13,29 @@ from training import STEPS
 from worker_journal import SAVING
 from worker_runs import SCRIPT, command
 
-_LIMIT_SECONDS = 240  # for whatever is waited for
+_LIMIT_SECONDS = 240  # for every wait
 _POLL_SECONDS = 0.02
 _SHORT_POLL_SECONDS = 0.001  # a save is over after some milliseconds
 _START_SECONDS = 6.0
 _AT_START = 0.4
 _ANY, _STEPS = "any moment", "steps"
-# What a kill waits for, each with the same probability. What is short is hardly ever hit by chance.
+# What a kill waits for, each with the same probability. Short phases are rarely hit by chance.
 _WAITS_AT_START = _ANY, "restore"
-_WAITS_BEHIND_STEPS = _ANY, _STEPS, "validation", "end of an epoch", SAVING
+_WAITS_AFTER_STEPS = _ANY, _STEPS, "validation", "end of an epoch", SAVING
 BETWEEN_EPOCHS, HALF_DONE = "between epochs", "with an accumulation half done"
 _BETWEEN = "end of an epoch", "beginning of an epoch"
 _GAVE_UP = "the last two restarts made no progress"
 
 
 class RandomKills:
-    """Runs `on_workers.py` in a folder until its training is through, and kills.
+    """Runs `on_workers.py` in a folder until its training has finished, and kills workers.
 
-    Of two kills in a row one at least waits until training has come further, or `tfdist run` would give up. Where it
-    does so all the same, because the kill came before it heard of that step, the command is run again.
+    Of two kills in a row at least one waits until training has made progress, or `tfdist run` would give up. If it
+    gives up anyway, because the launcher did not learn of that step in time, the command is run again.
 
-    A kill comes up to `_START_SECONDS` after the start of the workers, which is about when training begins, or up to
-    `steps_seconds` after the first step beyond those of all attempts before; or less than a 20th of it after one of the
-    next steps; or when the journal of the worker that is to die tells of a phase chosen at random.
+    A kill happens up to `_START_SECONDS` after the start of the workers, which is about when training begins; or up to
+    `steps_seconds` after the first step beyond those of all earlier attempts; or less than a 20th of that after one of
+    the next steps; or when the journal of the worker reports a phase chosen at random.
 
     Attributes:
       moments: the `Moment` of each worker that was killed, with its rank.
@@ -51,13 +51,13 @@ class RandomKills:
         folder.mkdir()
 
     def run(self, kills):
-        """Trains to the end, which may come before as many workers as `kills` are killed; returns what was shown."""
+        """Trains to the end, which may happen before `kills` workers were killed; returns the output."""
         shown = ""
         while True:
             before = len(self.moments)
             code, text = self._run_command(kills)
             shown += text
-            failed = text.count("failed: killed by SIGKILL (if nobody")
+            failed = text.count("failed: killed by SIGKILL (possibly the OOM killer")
             assert failed == len(self.moments) - before, f"{failed} of {self.moments[before:]} were noticed:\n{text}"
             if code == 0:
                 return shown
@@ -80,7 +80,7 @@ class RandomKills:
             return code, output.read()
 
     def _strike(self, run):
-        """Kills one worker of the next attempt; returns whether there was one to kill."""
+        """Kills one worker of the next attempt; returns False if there was none."""
         best = self._best = max([self._best, *self._steps()])
         workers = self._wait(run, lambda: (found := _workers_of(run.pid)) and len(found) == self._workers and found)
         if not workers:
@@ -89,18 +89,18 @@ class RandomKills:
         rank = self._random.randrange(self._workers)
         pid = workers[rank]
         delay = self._random.uniform(0, _START_SECONDS if at_start else self._steps_seconds)
-        what = self._random.choice(_WAITS_AT_START if at_start else _WAITS_BEHIND_STEPS)
+        what = self._random.choice(_WAITS_AT_START if at_start else _WAITS_AFTER_STEPS)
         if what == _STEPS:
             best = [best[0], best[1] + self._random.randrange(9)]
         if not at_start:
             self._wait(run, lambda: max([best, *self._steps()]) > best)
         if what not in (_ANY, _STEPS):
             self._wait(run, lambda: what in self._now(rank, pid) or not _is_alive(pid), _SHORT_POLL_SECONDS)
-        delay *= {_ANY: 1.0, _STEPS: 0.05, "validation": 0.05}.get(what, 0.0)  # the others are over at once
+        delay *= {_ANY: 1.0, _STEPS: 0.05, "validation": 0.05}.get(what, 0.0)  # the other phases are short
         end = time.monotonic() + delay
         self._wait(run, lambda: time.monotonic() > end)
         if not _is_alive(pid):
-            return run.poll() is None  # it was through; another attempt, or the end, follows
+            return run.poll() is None  # it has exited; another attempt, or the end, follows
         os.kill(pid, signal.SIGKILL)
         self._wait(run, lambda: not _is_alive(pid))
         self.moments.append((rank, self._moment(rank, pid)))
@@ -132,13 +132,13 @@ class RandomKills:
         return moment.phase, moment.meanwhile
 
 
-def tally(moments):
-    """How many of `RandomKills.moments` hit what: by phase, and what went on in the midst of a phase."""
+def count_moments(moments):
+    """Counts `RandomKills.moments` by phase, and by what happened at the same time."""
     moments = [moment for _, moment in moments]
     counts = collections.Counter(moment.phase for moment in moments)
     counts[BETWEEN_EPOCHS] = sum(moment.step is not None and moment.phase in _BETWEEN for moment in moments)
     counts[SAVING] = sum(moment.meanwhile == SAVING for moment in moments)
-    # An update is of two steps: after an odd number of steps it is half done.
+    # An update has two micro-steps: after an odd number of steps it is half done.
     counts[HALF_DONE] = sum(
         moment.step is not None and (moment.step[0] * STEPS + moment.step[1] + 1) % 2 for moment in moments
     )

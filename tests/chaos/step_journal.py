@@ -1,4 +1,4 @@
-"""A callback that tells a worker's journal what `fit` does."""
+"""A callback that records in a worker's journal what `fit` does."""
 
 import threading
 
@@ -6,7 +6,7 @@ import keras
 
 
 class StepJournal(keras.callbacks.Callback):
-    """Writes where `fit` is, and which ids each replica of this process has seen in each step."""
+    """Records the phase of `fit`, and which ids each replica of this process has seen in each step."""
 
     def __init__(self, journal):
         super().__init__()
@@ -14,7 +14,7 @@ class StepJournal(keras.callbacks.Callback):
         self._seen, self._lock = {}, threading.Lock()
 
     def tell(self, replica, ids):
-        """Called within a step. A replica without samples is given one of zeros."""
+        """Called within a step. A replica without samples gets one of zeros."""
         with self._lock:
             self._seen.setdefault(str(int(replica)), []).extend(int(number) for number in ids if number)
 
@@ -26,7 +26,7 @@ class StepJournal(keras.callbacks.Callback):
         self._journal.phase("beginning of an epoch")
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._is_first:  # which is not 0 where `fit` goes on in the middle
+        if self._is_first:  # not always 0: `fit` may resume in the middle
             self._is_first = False
             self._journal.phase("steps")
 

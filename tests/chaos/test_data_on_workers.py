@@ -1,4 +1,4 @@
-"""Two workers that train on each kind of data, one after the other, and are killed in the midst of each."""
+"""Two workers train on each kind of data, one after the other, and are killed during each."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def disturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_goes_on_where_it_was(undisturbed, disturbed, kind):
+def test_each_kind_resumes_at_its_position(undisturbed, disturbed, kind):
     folder, said = disturbed
     assert_as_undisturbed(undisturbed / kind, folder / kind, 2, said)
     steps = [[step for step, _ in counting] for counting in counting_steps(folder / kind, 2)]
@@ -50,6 +50,6 @@ def test_each_kind_goes_on_where_it_was(undisturbed, disturbed, kind):
 def test_a_loss_that_is_not_finite_on_one_worker_ends_both(disturbed):
     folder, said = disturbed
     checkpoint, _ = CheckpointStore(folder / "NaN" / "checkpoints").newest()
-    assert checkpoint.facts["step"] == NAN_STEP - 1 and checkpoint.world == 2
+    assert checkpoint.metadata["step"] == NAN_STEP - 1 and checkpoint.num_ranks == 2
     assert said.count("TerminateOnNaN has ended the training, which is not marked as complete") == 1
     assert [counting[-1][0] for counting in counting_steps(folder / "NaN", 2)] == [[0, NAN_STEP - 1]] * 2

@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace with an interface of its own, under one run: `tfdist run --nodes 2`."""
+"""Two hosts, simulated by network namespaces, under one run: `tfdist run --nodes 2`."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def hosts():
 
 @pytest.fixture
 def start(hosts, tmp_path):
-    """Starts the supervisor of a host: `start(rank, arguments, environ)`, the options of several hosts put in."""
+    """Starts the supervisor of a host: `start(rank, arguments, environ)`, with the options for several nodes."""
     started = []
 
     def begin(rank, arguments, environ):
@@ -59,7 +59,7 @@ def shown(folder, rank):
 def until(condition):
     end = time.monotonic() + _LIMIT_SECONDS
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
@@ -79,7 +79,7 @@ def test_training_on_two_hosts_ends_as_if_nothing_had_happened(tmp_path, start, 
 
 @pytest.mark.long
 def test_cable_out(tmp_path, start, hosts):
-    """No connection ends: each side finds the other silent."""
+    """No connection is closed: each side detects that the other is silent."""
     environ = command(tmp_path, "workers", 1)[1]
     launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--heartbeat-timeout", "3"]
     (tmp_path / "hangs.py").write_text(_HANGS)
@@ -90,5 +90,5 @@ def test_cable_out(tmp_path, start, hosts):
     cut = ["ip", "-n", hosts[1].namespace, "link", "set", hosts[1].interface, "down"]
     subprocess.run(cut, check=True, timeout=30)
     assert [supervisor.wait(_LIMIT_SECONDS) for supervisor in supervisors] == [1, 69]
-    assert "was lost: no sign of life for 3 s" in shown(tmp_path, 0)
-    assert "the rendezvous was lost (no sign of life for 3 s)" in shown(tmp_path, 1)
+    assert "was lost: no heartbeat for 3 s" in shown(tmp_path, 0)
+    assert "the rendezvous was lost (no heartbeat for 3 s)" in shown(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Chiefs and parameter servers that are killed: rounds end as if nothing had happened, pushes are counted right."""
+"""Chiefs and parameter servers that are killed: rounds end as if nothing had happened, pushes are counted correctly."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def environ(**more):
 
 
 def run(folder, kind, plan=()):
-    """Runs the script under `tfdist run`; returns what it and the launcher said."""
+    """Runs the script under `tfdist run`; returns the output of both."""
     folder.mkdir(exist_ok=True)
     roles = ["--workers", "2", "--parameter-servers", "1", "--heartbeat-timeout", "5"]
     command = [sys.executable, "-m", "tfdist.launch", "run", *roles, "--max-restarts", str(len(plan))]
@@ -51,20 +51,20 @@ def test_rounds_end_as_if_nothing_had_happened(tmp_path):
     run(undisturbed, "rounds")
     plan = [
         {"whom": "chief", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
-        {"whom": "ps", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},  # behind step 8
-        {"whom": "chief", "at": "on_train_batch_end", "count": 3, "do": "SIGTERM"},  # behind step 9, which saves anyway
+        {"whom": "ps", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},  # after step 8
+        {"whom": "chief", "at": "on_train_batch_end", "count": 3, "do": "SIGTERM"},  # after step 9, which saves anyway
         {"whom": "chief", "at": "fsync", "count": 4, "do": "SIGKILL"},
     ]
     said = run(folder, "rounds", plan)
     assert "chief failed first: killed by SIGKILL" in said and "ps 0 failed first: killed by SIGKILL" in said
-    assert "chief was preempted: it saved and left" in said
+    assert "chief was preempted: it saved and exited" in said
     expected, found = result(undisturbed), result(folder)
     # What workers did depends on chance; in the newest process they did what came after the newest checkpoint.
     assert sum(expected.pop("steps of workers")) == 2 * expected["optimizer 0 iteration"]
     assert sum(found.pop("steps of workers")) < 2 * found["optimizer 0 iteration"]
     for seconds in (expected.pop("seconds of workers"), found.pop("seconds of workers")):
         assert seconds[:, 0].min() > 0, "at work"
-        assert 0 < seconds[:, 1].sum() < seconds[:, 0].sum(), "waited for"
+        assert 0 < seconds[:, 1].sum() < seconds[:, 0].sum(), "stalled"
     steps = [sum(values[f"history worker_{worker}_steps"] for worker in range(2)) for values in (expected, found)]
     assert steps[0].tolist() == steps[1].tolist(), "WorkerReport counts on after a restart"
     for values in (expected, found):
@@ -73,7 +73,7 @@ def test_rounds_end_as_if_nothing_had_happened(tmp_path):
     assert differences(expected, found) == [], said[-3000:]
 
 
-def test_pushes_are_counted_right_over_the_loss_of_a_server(tmp_path):
+def test_pushes_are_counted_correctly_after_the_loss_of_a_server(tmp_path):
     said = run(tmp_path, "pushes", [{"whom": "ps", "at": "on_train_batch_end", "count": 17, "do": "SIGKILL"}])
     assert "ps 0 failed first: killed by SIGKILL" in said
     found = result(tmp_path)
@@ -84,7 +84,7 @@ def test_pushes_are_counted_right_over_the_loss_of_a_server(tmp_path):
 
 
 @pytest.mark.long
-def test_without_a_launcher_fit_is_called_again_and_the_chief_names_a_server_that_is_lost(tmp_path):
+def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_path):
     addresses = {job: [f"127.0.0.1:{free_port()}"] for job in ("chief", "worker", "ps")}
 
     def environ_of(job):
@@ -112,7 +112,7 @@ def test_without_a_launcher_fit_is_called_again_and_the_chief_names_a_server_tha
     assert len(both) == 6
     assert all(np.array_equal(both[f"arr_{index}"], both[f"arr_{index + 1}"]) for index in (0, 2, 4))
     error = chief.stderr.strip().splitlines()[-1]
-    assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A parameter server is lost")
+    assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A parameter server was lost")
     assert f"no answer from ps 0 at {addresses['ps'][0]}" in error and "FailureRecovery" in error
 
 

@@ -1,4 +1,4 @@
-"""Workers that are killed, frozen and broken at every kind of moment end with the weights of the undisturbed run."""
+"""Workers that are killed, frozen or fail at every kind of moment end with the weights of the undisturbed run."""
 
 import re
 import shutil
@@ -9,15 +9,15 @@ import worker_runs
 from worker_runs import assert_as_undisturbed, command, results
 
 from tfdist.checkpoint import CheckpointStore
-from tfdist.recovery.replicas import by_name, merge
+from tfdist.recovery.resharding import group_by_variable, merge_ranks
 
 pytestmark = pytest.mark.multi_process
 
-# By kind and workers. Every second attempt at least comes further than those before it, or `tfdist run` gives up.
+# By kind and workers. At least every second attempt makes progress, or `tfdist run` gives up.
 PLANS = {
     ("workers", 2): [
         {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP"},
-        {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},  # of the save after step 3
+        {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},  # from the save after step 3
         {"rank": 1, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
         {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the save after step 9
         {"rank": 1, "at": "fsync", "count": 1, "do": "ENOSPC"},  # of the same save; found at the next
@@ -36,14 +36,14 @@ PLANS = {
         {"rank": 0, "at": "train_step", "count": 9, "do": "raise"},
     ],
 }
-# What is told of them.
+# Messages of the launcher.
 CAUSES = {
     "SIGKILL": "failed first: killed by SIGKILL",
     "SIGSTOP": "failed first: frozen: ",
     "ENOSPC": "No space left on device",
     "raise": "RuntimeError: on purpose",
 }
-# In the midst of an accumulation and of an epoch, and no step that saves anyway.
+# In the middle of an accumulation and of an epoch, and not a step that saves anyway.
 STOP_STEP = 11
 KINDS = [
     pytest.param(*key, marks=[] if key == ("workers", 2) else pytest.mark.long, id=f"{key[1]} {key[0]}")
@@ -52,16 +52,16 @@ KINDS = [
 
 
 def run(folder, workers, plan=(), *, kind="workers", code=0):
-    """Runs `on_workers.py` and returns what was shown."""
+    """Runs `on_workers.py` and returns the launcher's output."""
     restarts = 0 if code else len(plan)
-    options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "3"]
+    options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "3", *(["--warm-spares"] if restarts else [])]
     arguments, environ = command(folder, kind, workers, *options, plan=plan)
     return worker_runs.run(arguments, environ, plan=plan, code=code)
 
 
 @pytest.fixture(scope="module")
 def ended_by_signals(tmp_path_factory):
-    """A copy of the folder of a training that a signal to one worker has ended, and then one to another."""
+    """A copy of the folder of a training that was preempted by a signal to one worker, then to another."""
     known = {}
 
     def of(kind, workers, folder):
@@ -69,10 +69,10 @@ def ended_by_signals(tmp_path_factory):
             known[kind, workers] = ended = tmp_path_factory.mktemp("ended") / "folder"
             done = 0
             for rank, number, step in ((0, "SIGUSR1", 5), (workers - 1, "SIGTERM", STOP_STEP)):
-                count = step - done - (workers > 1)  # several end after the next step that they have in common
-                told = {"rank": rank, "at": "on_train_batch_end", "count": count, "do": number}
-                run(ended, workers, [told], kind=kind, code=75)
-                done = newest(ended).facts["step"]
+                count = step - done - (workers > 1)  # several workers stop after their next common step
+                fault = {"rank": rank, "at": "on_train_batch_end", "count": count, "do": number}
+                run(ended, workers, [fault], kind=kind, code=75)
+                done = newest(ended).metadata["step"]
                 assert done == step
         return shutil.copytree(known[kind, workers], folder / "copy")
 
@@ -80,36 +80,36 @@ def ended_by_signals(tmp_path_factory):
 
 
 def newest(folder):
-    checkpoint, passed_over = CheckpointStore(folder / "checkpoints").newest()
-    assert checkpoint is not None and not passed_over
+    checkpoint, skipped = CheckpointStore(folder / "checkpoints").newest()
+    assert checkpoint is not None and not skipped
     return checkpoint
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, undisturbed_workers, kind, workers):
     plan = PLANS[kind, workers]
-    said = run(tmp_path, workers, plan, kind=kind)
-    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), tmp_path, workers, said)
-    assert all(CAUSES[fault["do"]] in said for fault in plan), said
-    first = [int(rank) for rank in re.findall(r"^tfdist: worker (\d) failed first: ", said, re.MULTILINE)]
-    # Where one cannot write its part, all of them hear of it, and end at the same step.
+    output = run(tmp_path, workers, plan, kind=kind)
+    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), tmp_path, workers, output)
+    assert all(CAUSES[fault["do"]] in output for fault in plan), output
+    first = [int(rank) for rank in re.findall(r"^tfdist: worker (\d) failed first: ", output, re.MULTILINE)]
+    # If one cannot write its part, all learn of it, and end at the same step.
     pairs = zip(first, plan, strict=True)
-    assert all(rank == fault["rank"] for rank, fault in pairs if fault["do"] != "ENOSPC"), said
+    assert all(rank == fault["rank"] for rank, fault in pairs if fault["do"] != "ENOSPC"), output
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_a_signal_to_one_worker_saves_and_ends_all(tmp_path, ended_by_signals, undisturbed_workers, kind, workers):
     folder = ended_by_signals(kind, workers, tmp_path)
-    said = run(folder, workers, kind=kind)
-    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), folder, workers, said)
+    output = run(folder, workers, kind=kind)
+    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), folder, workers, output)
 
 
-def test_fewer_workers_take_over_what_more_have_saved(tmp_path, ended_by_signals, undisturbed_workers):
+def test_fewer_workers_resume_from_a_checkpoint_of_more(tmp_path, ended_by_signals, undisturbed_workers):
     folder = ended_by_signals("workers", 2, tmp_path)
     checkpoint = newest(folder)
-    saved = by_name(merge([checkpoint.of_rank(rank).tensors for rank in range(2)]))
+    saved = group_by_variable(merge_ranks([checkpoint.read_rank(rank).tensors for rank in range(2)]))
     run(folder, 1)
-    taken = by_name(dict(np.load(folder / "first-state-0.npz")))
+    taken = group_by_variable(dict(np.load(folder / "first-state-0.npz")))
     summed = [name for name in taken if name.startswith("accumulators/") or name.endswith("residual")]
     assert len(summed) > 2 and set(summed) <= saved.keys()
     for name in summed:
@@ -118,6 +118,6 @@ def test_fewer_workers_take_over_what_more_have_saved(tmp_path, ended_by_signals
     (result,) = results(folder, 1)
     expected = results(undisturbed_workers(2), 2)[0]
     assert result["epochs"].tolist() == expected["epochs"].tolist() and len(result["rows"]) == len(expected["rows"])
-    # The first epoch was theirs; after that one replica draws other masks of dropout.
+    # Two workers trained the first epoch; after it one replica draws other dropout masks.
     assert result["history loss"][0] == expected["history loss"][0]
     assert abs(result["history val_loss"][-1] - expected["history val_loss"][-1]) < 0.5

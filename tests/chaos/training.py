@@ -1,4 +1,4 @@
-"""The training that is disturbed: everything in it that a careless recovery would lose."""
+"""The training that is interrupted: it has every kind of state that recovery must restore."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ NAN_STEP = 4  # from 1
 
 
 class Batches(keras.utils.PyDataset):
-    """Arrays in batches, the samples in an order of its own in every epoch."""
+    """Arrays in batches, the samples in a different order in every epoch."""
 
     def __init__(self, *arrays, **arguments):
         super().__init__(**arguments)
@@ -42,7 +42,7 @@ def endlessly(*arrays):
 
 
 class Samples(keras.layers.Layer):
-    """Takes the ids, the first column, from samples, and tells `tell(replica, ids)` of those that are trained on."""
+    """Removes the ids, the first column, from samples, and reports those in training by `tell(replica, ids)`."""
 
     def __init__(self, tell):
         super().__init__(dtype="float32")
@@ -56,7 +56,7 @@ class Samples(keras.layers.Layer):
 
 
 def data(kind):
-    """Noise with labels, as arguments of `fit`: a shuffled data set if no other kind. Its ids, from 1, come first."""
+    """Noise with labels, as arguments of `fit`: a shuffled dataset if no other kind. Its ids, from 1, come first."""
     random = np.random.default_rng(0)
     inputs = random.normal(size=(SAMPLES, 6)).astype("float32")
     labels = (inputs.sum(axis=1) > 0).astype("int32")
@@ -91,7 +91,7 @@ def train(
     tell=None,
     **intervals,
 ):
-    """Trains to the end, or until a callback raises; returns all that came of it."""
+    """Trains to the end, or until a callback raises; returns all results."""
     folder, log = Path(folder), Path(folder, log)
     folder.mkdir(exist_ok=True)
     keras.utils.set_random_seed(3)

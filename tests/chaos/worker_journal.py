@@ -1,4 +1,4 @@
-"""What a worker that may be killed at any moment leaves behind: where it was, and which samples each step saw."""
+"""A log of a worker that may be killed at any moment: its phase, and which samples each step saw."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ SAVING = "while a save was written"
 
 
 class Journal:
-    """A file of this process in `folder`, with a line of JSON an event, written at once.
+    """A file of this process in `folder` with one line of JSON per event, written at once.
 
-    Its name begins with the time of the start, so that the attempts lie in their order.
+    Its name begins with the time of the start, so that the attempts are in order.
     """
 
     def __init__(self, folder):
@@ -23,11 +23,11 @@ class Journal:
         os.write(self._file, (json.dumps(event) + "\n").encode())
 
     def phase(self, name):
-        """Says what this process does from now on."""
+        """Records what this process does from now on."""
         self.write(phase=name)
 
     def watch(self, owner, name, what):
-        """Says from now on when `owner.name` begins and ends, which may be in another thread."""
+        """Records from now on when `owner.name` begins and ends, which may be in another thread."""
         original = getattr(owner, name)
 
         def watched(*args, **kwargs):
@@ -40,7 +40,7 @@ class Journal:
 
 
 def read(path):
-    """The events of a journal. A kill may have cut its last line off, which is left out."""
+    """The events of a journal. An incomplete last line of a killed process is dropped."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
@@ -50,8 +50,8 @@ class Moment:
 
     Attributes:
       phase: of the script or of `fit`.
-      step: the last step that was done, its epoch and its number in the epoch; or None.
-      meanwhile: what went on at the same time, as `Journal.watch` was told; or an empty string.
+      step: the last completed step, as epoch and number in the epoch; or None.
+      meanwhile: what `Journal.watch` recorded at the same time; or an empty string.
     """
 
     phase: str
@@ -64,7 +64,7 @@ class Moment:
 
 
 def last_moment(events):
-    """What a process was doing, by its journal."""
+    """Returns what a process was doing, by its journal."""
     phases = [event["phase"] for event in events if "phase" in event] or ["start of the interpreter"]
     changes = [event for event in events if "begins" in event or "ends" in event]
     steps = [event["step"] for event in events if "step" in event]

@@ -1,4 +1,4 @@
-"""Runs of `on_workers.py`, and what comes of them."""
+"""Runs `on_workers.py` and reads the results."""
 
 import json
 import os
@@ -15,12 +15,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(folder, kind, workers, *options, plan=(), epochs=EPOCHS):
-    """The arguments of a process that runs `on_workers.py` by `tfdist run`, and its environment."""
+    """Returns arguments and environment of a process that runs `on_workers.py` by `tfdist run`."""
     return launcher(workers, options, SCRIPT, folder, json.dumps(plan), kind, epochs)
 
 
 def launcher(workers, options, script, *arguments):
-    """The arguments of a process that runs a script by `tfdist run`, and its environment."""
+    """Returns arguments and environment of a process that runs a script by `tfdist run`."""
     foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environ |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -29,22 +29,22 @@ def launcher(workers, options, script, *arguments):
 
 
 def run(arguments, environ, *, plan=(), code=0, limit_seconds=400):
-    """Runs what `command` or `launcher` returned, and returns what the launcher said; every fault must have struck."""
+    """Runs what `command` or `launcher` returned, and returns the launcher's output; every fault must occur."""
     ended = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False)
     assert ended.returncode == code, ended.stderr[-6000:]
-    assert ended.stdout.count("fault: ") == len(plan), "every fault has struck"
+    assert ended.stdout.count("fault: ") == len(plan), "every fault has occurred"
     return ended.stderr
 
 
 def results(folder, workers):
-    """By rank, what `train` returned."""
+    """Returns the result of `train` by rank."""
     return [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(workers)]
 
 
 def counting_steps(folder, workers):
-    """By rank, the steps that have led to the final weights, in order, with the ids that its replicas saw.
+    """Returns, by rank, the steps that have led to the final weights, with the ids that the replicas saw.
 
-    Every attempt goes on behind some step of those before it, whose later steps were lost.
+    An attempt resumes after some step of the earlier ones, whose later steps are lost.
     """
     by_rank = []
     for rank in range(workers):
@@ -57,8 +57,8 @@ def counting_steps(folder, workers):
     return by_rank
 
 
-def assert_is_whole(steps, epochs=EPOCHS):
-    """Every rank has made every step, in order, and together they have seen each sample once an epoch."""
+def assert_is_complete(steps, epochs=EPOCHS):
+    """Checks that every rank has made every step, in order, and that together they saw each sample once per epoch."""
     expected = [[epoch, step] for epoch in range(epochs) for step in range(STEPS)]
     assert [[step for step, _ in counting] for counting in steps] == [expected] * len(steps)
     for epoch in range(epochs):
@@ -67,7 +67,7 @@ def assert_is_whole(steps, epochs=EPOCHS):
 
 
 def assert_as_undisturbed(undisturbed, folder, workers, said):
-    """A training has ended as another in the folder `undisturbed`: the same bits, after the same steps."""
+    """Checks that a training ended like that in the folder `undisturbed`: the same bits, after the same steps."""
     for rank, pair in enumerate(zip(results(undisturbed, workers), results(folder, workers), strict=True)):
         assert differences(*pair) == [], f"rank {rank}\n{said[-3000:]}"
     assert counting_steps(folder, workers) == counting_steps(undisturbed, workers)

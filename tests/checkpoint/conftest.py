@@ -23,7 +23,7 @@ def make_shard(sequence: int, rank: int | None) -> Shard:
 
 
 def make_save(
-    store: CheckpointStore, sequence: int, *, world: int = 1, attempt: str = "a", ranks: Sequence[int] | None = None
+    store: CheckpointStore, sequence: int, *, num_ranks: int = 1, attempt: str = "a", ranks: Sequence[int] | None = None
 ) -> Checkpoint:
     """Saves with all or some ranks at once, and returns what rank 0 got; raises the lowest rank's error."""
     saved: dict[int, Checkpoint | None] = {}
@@ -31,14 +31,22 @@ def make_save(
 
     def run(rank: int) -> None:
         shared = make_shard(sequence, None) if rank == 0 else None
-        facts = {"step": 100 * sequence, "epoch": sequence}
+        metadata = {"step": 100 * sequence, "epoch": sequence}
         own = make_shard(sequence, rank)
         try:
-            saved[rank] = store.save(sequence, attempt, rank=rank, world=world, own=own, shared=shared, facts=facts)
+            saved[rank] = store.save(
+                sequence,
+                attempt,
+                rank=rank,
+                num_ranks=num_ranks,
+                rank_shard=own,
+                shared_shard=shared,
+                metadata=metadata,
+            )
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks or range(world)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks or range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -50,9 +58,9 @@ def make_save(
     return saved.get(0)  # type: ignore[return-value]
 
 
-def assert_same(shard: Shard, expected: Shard) -> None:
+def check_same(shard: Shard, expected: Shard) -> None:
     """Bit by bit, and of the same dtypes and shapes."""
-    assert shard.notes == expected.notes
+    assert shard.metadata == expected.metadata
     assert shard.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         found = shard.tensors[name]
@@ -60,14 +68,14 @@ def assert_same(shard: Shard, expected: Shard) -> None:
         assert found.tobytes() == tensor.tobytes(), name
 
 
-def assert_whole(checkpoint: Checkpoint | None, sequence: int, world: int = 1) -> None:
+def check_complete(checkpoint: Checkpoint | None, sequence: int, num_ranks: int = 1) -> None:
     """Every value is that of `sequence`."""
     assert checkpoint is not None
-    assert (checkpoint.sequence, checkpoint.world) == (sequence, world)
-    assert checkpoint.facts == {"step": 100 * sequence, "epoch": sequence}
-    assert_same(checkpoint.shared(), make_shard(sequence, None))
-    for rank in range(world):
-        assert_same(checkpoint.of_rank(rank), make_shard(sequence, rank))
+    assert (checkpoint.sequence, checkpoint.num_ranks) == (sequence, num_ranks)
+    assert checkpoint.metadata == {"step": 100 * sequence, "epoch": sequence}
+    check_same(checkpoint.read_shared(), make_shard(sequence, None))
+    for rank in range(num_ranks):
+        check_same(checkpoint.read_rank(rank), make_shard(sequence, rank))
 
 
 @pytest.fixture
@@ -81,10 +89,10 @@ def save() -> Callable[..., Checkpoint]:
 
 
 @pytest.fixture
-def same() -> Callable[[Shard, Shard], None]:
-    return assert_same
+def assert_same() -> Callable[[Shard, Shard], None]:
+    return check_same
 
 
 @pytest.fixture
-def whole() -> Callable[..., None]:
-    return assert_whole
+def assert_complete() -> Callable[..., None]:
+    return check_complete

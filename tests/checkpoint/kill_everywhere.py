@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import assert_whole, make_save
+from conftest import check_complete, make_save
 
-from tfdist.checkpoint import CheckpointError, CheckpointStore, container
+from tfdist.checkpoint import CheckpointError, CheckpointStore
+from tfdist.checkpoint import shard as shard_module
 
 KILLED, RAISED = 99, 98
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.listdir", "os.scandir")
@@ -51,9 +52,9 @@ def killed_before(number: int, directory: Path, action: Callable[[], object]) ->
         os._exit(RAISED)
 
 
-def save_half(store: CheckpointStore, sequence: int, world: int, name: str) -> None:
+def save_half(store: CheckpointStore, sequence: int, num_ranks: int, name: str) -> None:
     """Dies when `name` is half written."""
-    save_file = container.save_file
+    save_file = shard_module.save_file
 
     def half(tensors: object, path: Path, metadata: object) -> None:
         save_file(tensors, path, metadata)
@@ -61,38 +62,38 @@ def save_half(store: CheckpointStore, sequence: int, world: int, name: str) -> N
             os.truncate(path, path.stat().st_size // 2)
             os._exit(KILLED)
 
-    container.save_file = half  # type: ignore[assignment]
-    make_save(store, sequence, world=world)
+    shard_module.save_file = half  # type: ignore[assignment]
+    make_save(store, sequence, num_ranks=num_ranks)
 
 
 class Scenario:
     """Checkpoint 1, and what a save of number 2 finds; the save is killed, then another attempt is made."""
 
-    world, keep = 1, 3
+    num_ranks, keep = 1, 3
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = CheckpointStore(directory, keep=self.keep, peer_timeout_seconds=LIMIT_SECONDS)
 
     def prepare(self) -> None:
-        make_save(self.store, 1, world=self.world, attempt="before")
+        make_save(self.store, 1, num_ranks=self.num_ranks, attempt="before")
 
     def save(self) -> None:
-        make_save(self.store, 2, world=self.world)
+        make_save(self.store, 2, num_ranks=self.num_ranks)
 
     def afterwards(self) -> int | None:
-        """The number of the newest checkpoint, which is whole; then the next attempt goes on."""
+        """The number of the newest checkpoint, which is complete; then the next attempt saves."""
         store = CheckpointStore(self.directory, keep=self.keep, peer_timeout_seconds=LIMIT_SECONDS)
-        newest, passed_over = store.newest()
+        newest, skipped = store.newest()
         found = newest.sequence if newest else None
         if found is not None:
-            assert_whole(newest, found, self.world)
-        assert passed_over == [], passed_over
-        # Also what is removed is whole or does not count, never in between.
-        assert {entry.status for entry in store.entries(every_byte=True)} <= {"whole", "unfinished"}
-        store.clean("after")
-        make_save(store, (found or 0) + 1, world=self.world, attempt="after")
-        assert_whole(store.newest()[0], (found or 0) + 1, self.world)
+            check_complete(newest, found, self.num_ranks)
+        assert skipped == [], skipped
+        # A checkpoint under removal is complete or does not count.
+        assert {entry.status for entry in store.list_checkpoints(verify_checksums=True)} <= {"complete", "unfinished"}
+        store.remove_unfinished("after")
+        make_save(store, (found or 0) + 1, num_ranks=self.num_ranks, attempt="after")
+        check_complete(store.newest()[0], (found or 0) + 1, self.num_ranks)
         assert not list(self.directory.glob(".*")), list(self.directory.iterdir())
         return found
 
@@ -111,53 +112,53 @@ class Retired(Scenario):
 
 
 class Replaced(Scenario):
-    """There is a broken one of the number."""
+    """There is a corrupt one of the number."""
 
     def prepare(self) -> None:
         super().prepare()
-        saved = make_save(self.store, 2, world=self.world, attempt="before")
+        saved = make_save(self.store, 2, num_ranks=self.num_ranks, attempt="before")
         (saved.path / "manifest.json").write_text("{}")
 
     def afterwards(self) -> int | None:
-        # While it is there, it is passed over.
-        broken = self.directory / "ckpt-0000000002"
-        newest, passed_over = CheckpointStore(self.directory).newest()
-        assert passed_over == [] or (newest and newest.sequence == 1 and len(passed_over) == 1)
-        if passed_over:
-            shutil.rmtree(broken)
+        # While it exists, it is skipped.
+        corrupt = self.directory / "ckpt-0000000002"
+        newest, skipped = CheckpointStore(self.directory).newest()
+        assert skipped == [] or (newest and newest.sequence == 1 and len(skipped) == 1)
+        if skipped:
+            shutil.rmtree(corrupt)
         return super().afterwards()
 
 
 class ChiefOfTwo(Scenario):
     """Rank 0 is killed; rank 1 has written its part."""
 
-    world = 2
+    num_ranks = 2
 
     def prepare(self) -> None:
         super().prepare()
-        make_save(self.store, 2, world=2, ranks=[1])
+        make_save(self.store, 2, num_ranks=2, ranks=[1])
 
     def save(self) -> None:
-        make_save(self.store, 2, world=2, ranks=[0])
+        make_save(self.store, 2, num_ranks=2, ranks=[0])
 
 
 class PeerOfTwo(Scenario):
-    """Rank 1 is killed; rank 0 waits in vain, unless rank 1 had written its part."""
+    """Rank 1 is killed; rank 0 times out unless rank 1 had written its part."""
 
-    world = 2
+    num_ranks = 2
 
     def save(self) -> None:
-        make_save(self.store, 2, world=2, ranks=[1])
+        make_save(self.store, 2, num_ranks=2, ranks=[1])
 
     def afterwards(self) -> int | None:
         receipt = self.directory / ".unfinished-0000000002-a" / "rank-1.receipt"
-        was_told = receipt.exists()
+        was_reported = receipt.exists()
         try:
-            make_save(CheckpointStore(self.directory, peer_timeout_seconds=0), 2, world=2, ranks=[0])
+            make_save(CheckpointStore(self.directory, peer_timeout_seconds=0), 2, num_ranks=2, ranks=[0])
         except CheckpointError as error:
-            assert not was_told and "Rank 1 has not written" in str(error), error
+            assert not was_reported and "Rank 1 has not written" in str(error), error
         else:
-            assert was_told
+            assert was_reported
         return super().afterwards()
 
 
@@ -175,7 +176,7 @@ def main() -> None:
         number += 1
     for name in ("shared.safetensors", "rank-0.safetensors"):
         scenario = make(Path(directory) / name)
-        if scenario.world == 1:
+        if scenario.num_ranks == 1:
             scenario.prepare()
             action = lambda scenario=scenario, name=name: save_half(scenario.store, 2, 1, name)  # noqa: E731
             assert killed_before(-1, scenario.directory, action) == KILLED

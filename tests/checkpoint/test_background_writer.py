@@ -16,7 +16,7 @@ LIMIT_SECONDS = 30
 
 
 class Gate:
-    """A job that runs until it is let go."""
+    """A job that runs until the gate opens."""
 
     def __init__(self):
         self.started, self.open, self.thread = threading.Event(), threading.Event(), None
@@ -36,11 +36,11 @@ def test_a_job_runs_beside_its_submitter():
     assert not writer.is_busy
     assert writer.submit(gate) < LIMIT_SECONDS
     assert gate.started.wait(LIMIT_SECONDS)
-    assert writer.is_busy and writer.seconds == []
+    assert writer.is_busy and writer.job_seconds == []
     assert gate.thread is not threading.current_thread() and not gate.thread.daemon
     gate.open.set()
     writer.wait()
-    assert not writer.is_busy and len(writer.seconds) == 1
+    assert not writer.is_busy and len(writer.job_seconds) == 1
 
 
 def test_the_next_job_waits_for_the_one_that_runs(monkeypatch):
@@ -64,7 +64,7 @@ def test_the_next_job_waits_for_the_one_that_runs(monkeypatch):
     assert order[0] == "first"
     writer.wait()
     assert order == ["first", "second"]
-    assert writer.seconds == [5.0, 0.0]
+    assert writer.job_seconds == [5.0, 0.0]
 
 
 def test_an_error_is_raised_by_wait_once():
@@ -73,7 +73,7 @@ def test_an_error_is_raised_by_wait_once():
     with pytest.raises(OSError, match="the disk is gone"):
         writer.wait()
     writer.wait()
-    assert len(writer.seconds) == 1
+    assert len(writer.job_seconds) == 1
 
 
 def test_an_error_is_raised_by_the_next_submit_and_its_job_is_not_started():
@@ -94,7 +94,7 @@ def test_an_exit_within_a_job_is_an_error_too():
         writer.wait()
 
 
-def test_an_error_nobody_heard_of_is_logged(caplog):
+def test_an_error_that_was_not_raised_is_logged(caplog):
     writer = BackgroundWriter()
     writer.submit(fail)
     writer._thread.join(LIMIT_SECONDS)
@@ -104,7 +104,7 @@ def test_an_error_nobody_heard_of_is_logged(caplog):
     assert "could not be written in the background" in caplog.text and "the disk is gone" in caplog.text
 
 
-def test_an_error_that_was_heard_is_not_logged(caplog):
+def test_an_error_that_was_raised_is_not_logged(caplog):
     writer = BackgroundWriter()
     writer.submit(fail)
     with pytest.raises(OSError):
@@ -115,7 +115,7 @@ def test_an_error_that_was_heard_is_not_logged(caplog):
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise RuntimeError", 1)])
-def test_the_interpreter_finishes_a_job_and_says_its_error(tmp_path, end, code):
+def test_the_interpreter_finishes_a_job_and_logs_its_error(tmp_path, end, code):
     program = f"""
 import sys, threading, time
 from tfdist.checkpoint import BackgroundWriter
@@ -160,7 +160,7 @@ def test_ctrl_c_while_the_thread_begins(monkeypatch):
     is_known = writer.is_busy
     may_end.set()
     writer.wait()
-    assert is_known and len(writer.seconds) == 1
+    assert is_known and len(writer.job_seconds) == 1
 
 
 def test_ctrl_c_before_the_thread_begins(monkeypatch):

@@ -1,6 +1,6 @@
-"""Disks that are full or read-only, directories that are somebody else's: the error says what to do, nothing is harmed.
+"""Full and read-only disks, directories of other users: errors contain the remedy, earlier checkpoints stay intact.
 
-Each program runs on a small disk of its own, a tmpfs in a mount namespace, which ends with it.
+Each program runs on a small disk: a tmpfs in a mount namespace that ends with the program.
 """
 
 import os
@@ -20,14 +20,14 @@ PRELUDE = """
 import os, shutil, subprocess, sys
 from types import SimpleNamespace
 import numpy as np
-from conftest import assert_whole, make_save, make_shard
+from conftest import check_complete, make_save, make_shard
 from tfdist.checkpoint import CheckpointError, CheckpointStore, Shard
 os.umask(0o022)
 store = CheckpointStore("disk/store")
 
 def save(sequence, size_bytes, attempt="a"):
     own = Shard({"a": np.zeros(size_bytes, np.uint8)})
-    return store.save(sequence, attempt, rank=0, world=1, own=own, shared=Shard({}), facts={})
+    return store.save(sequence, attempt, rank=0, num_ranks=1, rank_shard=own, shared_shard=Shard({}), metadata={})
 
 def fails(call, *messages):
     try:
@@ -73,10 +73,10 @@ def test_room_is_looked_for_before_anything_is_written(on_small_disk):
         make_save(store, 1)
         before = os.listdir("disk/store")
         free = shutil.disk_usage("disk").free
-        fails(lambda: save(2, free), "There is no room for checkpoint 2. Received: ", f"{free:,} bytes free",
-              "Expected: at least ", "Earlier checkpoints are unharmed", "--prune")
+        fails(lambda: save(2, free), "Not enough disk space for checkpoint 2. Received: ", f"{free:,} bytes free",
+              "Expected: at least ", "Earlier checkpoints are intact", "--prune")
         assert os.listdir("disk/store") == before
-        assert_whole(store.newest()[0], 1)
+        check_complete(store.newest()[0], 1)
         save(3, free // 2)
         assert store.newest()[0].sequence == 3
     """)
@@ -89,10 +89,10 @@ def test_a_disk_that_fills_up_meanwhile(on_small_disk):
         shutil.disk_usage = lambda path: SimpleNamespace(free=2**40)  # as if there was room when it was looked for
         free = usage("disk").free
         fails(lambda: save(2, 3 * 2**20), "Checkpoint 2 could not be written", "No space left on device",
-              "Free some space there", "Earlier checkpoints are unharmed.")
+              "Free some space", "Earlier checkpoints are intact.")
         assert usage("disk").free == free, "what was written of it is still there"
-        assert [entry.status for entry in store.entries()] == ["whole"]
-        assert_whole(store.newest()[0], 1)
+        assert [entry.status for entry in store.list_checkpoints()] == ["complete"]
+        check_complete(store.newest()[0], 1)
         save(3, 2**20)
         assert store.newest()[0].sequence == 3
     """)
@@ -115,10 +115,10 @@ def test_a_disk_with_room_for_any_part_of_a_save(on_small_disk):
             try:
                 make_save(store, 2)
             except CheckpointError as error:
-                assert "No space left on device" in str(error) and "Free some space there" in str(error), error
-            found, passed_over = store.newest()
-            assert passed_over == []
-            assert_whole(found, found.sequence)
+                assert "No space left on device" in str(error) and "Free some space" in str(error), error
+            found, skipped = store.newest()
+            assert skipped == []
+            check_complete(found, found.sequence)
             outcomes.append(found.sequence)
             if found.sequence == 2:
                 break
@@ -132,33 +132,33 @@ def test_a_disk_with_room_for_any_part_of_a_save(on_small_disk):
 def test_a_read_only_disk(on_small_disk):
     on_small_disk("""
         make_save(store, 1)
-        make_save(store, 2, world=2, ranks=[1])
+        make_save(store, 2, num_ranks=2, ranks=[1])
         subprocess.run(["mount", "-o", "remount,ro", "disk"], check=True)
         store = CheckpointStore("disk/store")
-        assert_whole(store.newest()[0], 1)
-        assert [entry.status for entry in store.entries(every_byte=True)] == ["whole", "unfinished"]
+        check_complete(store.newest()[0], 1)
+        assert [entry.status for entry in store.list_checkpoints(verify_checksums=True)] == ["complete", "unfinished"]
         fails(lambda: make_save(store, 3), "Checkpoint 3 could not be written. Received: ", "Read-only file system",
-              "mount it for writing, or name another directory. Earlier checkpoints are unharmed.")
-        fails(lambda: make_save(CheckpointStore("disk/new"), 1), "Read-only file system", "name another directory")
+              "mount it for writing, or choose another directory. Earlier checkpoints are intact.")
+        fails(lambda: make_save(CheckpointStore("disk/new"), 1), "Read-only file system", "choose another directory")
         fails(lambda: store.prune(1), "The checkpoints could not be pruned", "Read-only file system")
-        store.clean()  # logs
-        assert_whole(store.newest()[0], 1)
+        store.remove_unfinished()  # logs
+        check_complete(store.newest()[0], 1)
     """)
 
 
 def test_a_disk_that_becomes_read_only_after_the_save(on_small_disk):
     """The checkpoint is there; that older ones could not be removed is logged."""
     on_small_disk("""
-        from tfdist.checkpoint import durable
+        from tfdist.utils import atomic_files
         store = CheckpointStore("disk/store", keep=1)
         make_save(store, 1)
-        remove = durable.remove
+        remove = atomic_files.remove
         def refused(path):
             subprocess.run(["mount", "-o", "remount,ro", "disk"], check=True)
             remove(path)
-        durable.remove = refused
-        assert_whole(make_save(store, 2), 2)
-        assert [entry.sequence for entry in store.entries()] == [1, 2]
+        atomic_files.remove = refused
+        check_complete(make_save(store, 2), 2)
+        assert [entry.sequence for entry in store.list_checkpoints()] == [1, 2]
     """)
 
 
@@ -191,15 +191,15 @@ def test_a_directory_of_somebody_else(as_nobody):
         here = os.open(".", os.O_RDONLY)
         AS_NOBODY
         os.chdir(here)
-        assert_whole(store.newest()[0], 1)
+        check_complete(store.newest()[0], 1)
         fails(lambda: make_save(store, 2), "Checkpoint 2 could not be written", "Permission denied",
               "Change its permissions")
-        assert_whole(store.newest()[0], 1)
+        check_complete(store.newest()[0], 1)
     """)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shared.safetensors", "."])
-def test_what_may_not_be_read_is_not_taken_for_broken(as_nobody, name):
+def test_what_may_not_be_read_is_not_taken_for_corrupt(as_nobody, name):
     program = """
         make_save(store, 1)
         newest = make_save(store, 2)
@@ -207,10 +207,10 @@ def test_what_may_not_be_read_is_not_taken_for_broken(as_nobody, name):
         here = os.open(".", os.O_RDONLY)
         AS_NOBODY
         os.chdir(here)
-        entries = lambda: store.entries(every_byte=True)
+        entries = lambda: store.list_checkpoints(verify_checksums=True)
         for call in (store.newest, lambda: store.open(2), entries, lambda: store.prune(1)):
             fails(call, "Permission denied", "ckpt-0000000002", "Change its permissions")
-        assert_whole(store.open(1), 1)
+        check_complete(store.open(1), 1)
     """
     as_nobody(program, name)
 
@@ -224,25 +224,25 @@ def test_a_file_where_the_directory_should_be(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"could not be written. .* Expected: a directory, or a path where one"
         ):
-            store.save(1, "a", rank=0, world=1, own=Shard({}), shared=Shard({}), facts={})
-        for call in (store.newest, store.entries, store.clean):
+            store.save(1, "a", rank=0, num_ranks=1, rank_shard=Shard({}), shared_shard=Shard({}), metadata={})
+        for call in (store.newest, store.list_checkpoints, store.remove_unfinished):
             with pytest.raises(CheckpointError, match=r"could not be read. .* Expected: a directory"):
                 call()
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_directory_that_vanishes_during_the_save(tmp_path, save, whole, monkeypatch):
-    from tfdist.checkpoint import CheckpointError, CheckpointStore, receipts
+def test_a_directory_that_vanishes_during_the_save(tmp_path, save, assert_complete, monkeypatch):
+    from tfdist.checkpoint import CheckpointError, CheckpointStore, sharded_save
 
     store = CheckpointStore(tmp_path / "store")
     save(store, 1)
-    collect = receipts.collect
+    collect = sharded_save.collect_receipts
 
     def remove(directory, ranks, **options):
         shutil.rmtree(directory)
         return collect(directory, [1], **options)
 
-    monkeypatch.setattr(receipts, "collect", remove)
-    with pytest.raises(CheckpointError, match="Expected: that nobody else removes files there"):
+    monkeypatch.setattr(sharded_save, "collect_receipts", remove)
+    with pytest.raises(CheckpointError, match="Expected: that no other process removes files there"):
         save(store, 2)
-    whole(store.newest()[0], 1)
+    assert_complete(store.newest()[0], 1)

@@ -1,4 +1,4 @@
-"""A save that is killed at any moment leaves the old or the new checkpoint the newest, whole and on the disk."""
+"""A save that is killed at any moment leaves the old or the new checkpoint as the newest, complete and on disk."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.checkpoint import CheckpointStore, container
+from tfdist.checkpoint import CheckpointStore, shard
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,7 +43,7 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, save, monkeypatch)
     flushed: dict[int, tuple[int, int]] = {}  # by inode: time and size at the last flush
     unflushed_entries: set[Path] = set()
     looked_at: list[str] = []
-    fsync, rename, save_file = os.fsync, os.rename, container.save_file
+    fsync, rename, save_file = os.fsync, os.rename, shard.save_file
 
     def note_flush(descriptor):
         fsync(descriptor)
@@ -68,8 +68,8 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, save, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", note_flush)
     monkeypatch.setattr(os, "rename", note_rename)
-    monkeypatch.setattr(container, "save_file", note_file)
-    save(store, 1, world=2)
+    monkeypatch.setattr(shard, "save_file", note_file)
+    save(store, 1, num_ranks=2)
     names = ["manifest.json", "rank-0.safetensors", "rank-1.safetensors", "shared.safetensors"]
     assert sorted(looked_at) == names
     assert not unflushed_entries

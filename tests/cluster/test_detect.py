@@ -41,7 +41,7 @@ def test_nothing_described(environ):
     assert cluster.detect(environ) is None
 
 
-def test_a_wrong_description_is_no_missing_one():
+def test_wrong_description_raises():
     with pytest.raises(ValueError, match="TF_CONFIG is wrong"):
         cluster.detect({"TF_CONFIG": "{", **SLURM})
 
@@ -53,7 +53,7 @@ def test_default_is_the_process_environment():
 
 def test_cluster_and_launcher_do_without_tensorflow():
     code = (
-        "import sys, tfdist.cluster, tfdist.launch.main\n"
+        "import sys, tfdist.cluster, tfdist.launch.cli.main\n"
         "assert not {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run(

@@ -19,7 +19,7 @@ TIME_LIMIT = 30
 
 @pytest.fixture(autouse=True)
 def first_fit(monkeypatch):
-    """Other tests in this process have trained before."""
+    """Other tests of this process may have trained."""
     monkeypatch.setattr(Heartbeat, "_fits", 0)
 
 
@@ -41,17 +41,17 @@ def heartbeat(ends):
     assert sys.excepthook is hook
 
 
-def heard(supervisor):
+def receive(supervisor):
     return json.loads(supervisor.recv(65_536))
 
 
-def all_heard(supervisor):
-    """What has arrived."""
+def receive_all(supervisor):
+    """The datagrams that have arrived."""
     supervisor.setblocking(False)
     found = []
     try:
         while True:
-            found.append(heard(supervisor))
+            found.append(receive(supervisor))
     except BlockingIOError:
         supervisor.settimeout(TIME_LIMIT)
         return found
@@ -68,31 +68,31 @@ def run_worker(code, ends):
         text=True,
         timeout=TIME_LIMIT,
     )
-    return ended.returncode, ended.stderr, all_heard(supervisor)
+    return ended.returncode, ended.stderr, receive_all(supervisor)
 
 
 def test_preempted_exit_code():
     assert PREEMPTED_EXIT_CODE == os.EX_TEMPFAIL
 
 
-def test_every_datagram_says_all_that_is_known(ends, heartbeat):
+def test_every_datagram_has_the_complete_state(ends, heartbeat):
     heartbeat.step(3)
-    assert heard(ends[0]) == {"alive": True, "step": 3}
+    assert receive(ends[0]) == {"alive": True, "step": 3}
     heartbeat.saved(7, 2)
-    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2}
+    assert receive(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2}
     heartbeat.ready()
-    assert heard(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2, "ready": True}
+    assert receive(ends[0]) == {"alive": True, "step": 3, "saved": 7, "saved_step": 2, "ready": True}
     heartbeat.phase("validation")
-    assert heard(ends[0])["phase"] == "validation"
+    assert receive(ends[0])["phase"] == "validation"
     heartbeat.error(KeyError("x"))
-    assert heard(ends[0])["error"] == {"type": "KeyError", "message": "'x'"}
+    assert receive(ends[0])["error"] == {"type": "KeyError", "message": "'x'"}
 
 
 def test_step_ends_a_phase(ends, heartbeat, monkeypatch):
     monkeypatch.setattr(module, "_STEP_INTERVAL_SECONDS", 0.0)
     heartbeat.phase("validation")
     heartbeat.step(4)
-    assert ["phase" in said for said in all_heard(ends[0])] == [True, False]
+    assert ["phase" in sent for sent in receive_all(ends[0])] == [True, False]
 
 
 def test_batches_belong_to_a_phase(ends, heartbeat, monkeypatch):
@@ -102,42 +102,42 @@ def test_batches_belong_to_a_phase(ends, heartbeat, monkeypatch):
     heartbeat.batch(1)
     heartbeat.step(4)
     heartbeat.phase("finished")
-    told = [(said.get("phase"), said.get("batch")) for said in all_heard(ends[0])]
-    assert told == [("validation", None), ("validation", 1), (None, None), ("finished", None)]
+    sent = [(message.get("phase"), message.get("batch")) for message in receive_all(ends[0])]
+    assert sent == [("validation", None), ("validation", 1), (None, None), ("finished", None)]
 
 
-def test_quick_steps_are_not_all_told(ends, heartbeat, monkeypatch):
+def test_quick_steps_are_not_all_sent(ends, heartbeat, monkeypatch):
     sent = []
     monkeypatch.setattr(heartbeat, "_send", lambda: sent.append(1))
     for step in range(10_000):
         heartbeat.step(step)
     assert len(sent) < 5_000
     monkeypatch.undo()
-    heartbeat.saved(0, 9_999)  # but none is forgotten
-    assert heard(ends[0])["step"] == 9_999
+    heartbeat.saved(0, 9_999)  # the last one is sent
+    assert receive(ends[0])["step"] == 9_999
 
 
-def test_it_beats_until_it_is_closed(ends, heartbeat, monkeypatch):
+def test_it_sends_until_it_is_closed(ends, heartbeat, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
     heartbeat.start()
-    heartbeat.start()  # once is enough
-    assert [heard(ends[0]) for _ in range(5)] == [{"alive": True}] * 5
+    heartbeat.start()  # the second call does nothing
+    assert [receive(ends[0]) for _ in range(5)] == [{"alive": True}] * 5
     assert [thread.name for thread in threading.enumerate()].count("tfdist-heartbeat") == 1
     heartbeat.close()
     heartbeat.close()
-    assert all_heard(ends[0])[-1] == {"alive": False}
+    assert receive_all(ends[0])[-1] == {"alive": False}
     assert "tfdist-heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_later_training_beats_in_place_of_an_earlier(ends, heartbeat, monkeypatch):
+def test_later_training_replaces_an_earlier_one(ends, heartbeat, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_SECONDS", 0.01)
     heartbeat.step(100)
     heartbeat.start()
     later = Heartbeat(ends[1].fileno())
     later.step(1)
     later.start()
-    all_heard(ends[0])
-    assert [heard(ends[0]).get("step") for _ in range(5)] == [1] * 5
+    receive_all(ends[0])
+    assert [receive(ends[0]).get("step") for _ in range(5)] == [1] * 5
     later.close()
 
 
@@ -148,22 +148,22 @@ def test_trainings_of_a_process_are_numbered(ends, heartbeat):
     later.start()
     later.step(1)
     later.close()
-    numbers = [(said.get("fit"), said.get("step")) for said in all_heard(ends[0])]
+    numbers = [(sent.get("fit"), sent.get("step")) for sent in receive_all(ends[0])]
     assert (None, 100) in numbers and (2, 1) in numbers
     assert {number for number, step in numbers if step != 1} <= {None, 2}
 
 
-def test_nothing_waits_for_a_supervisor_that_does_not_read(ends, heartbeat):
+def test_supervisor_that_does_not_read_blocks_nothing(ends, heartbeat):
     began = time.monotonic()
     for sequence in range(20_000):
         heartbeat.saved(sequence, sequence)
     assert time.monotonic() - began < TIME_LIMIT
-    all_heard(ends[0])
+    receive_all(ends[0])
     heartbeat.saved(20_000, 20_000)
-    assert heard(ends[0])["saved"] == 20_000
+    assert receive(ends[0])["saved"] == 20_000
 
 
-def test_nothing_raises_once_the_supervisor_is_gone(ends, heartbeat):
+def test_nothing_raises_after_the_supervisor_has_exited(ends, heartbeat):
     ends[0].close()
     heartbeat.start()
     heartbeat.step(1)
@@ -175,7 +175,7 @@ def test_nothing_raises_once_the_supervisor_is_gone(ends, heartbeat):
 def test_from_environment(ends):
     heartbeat = Heartbeat.from_environment({VARIABLE: str(ends[1].fileno())})
     heartbeat.step(5)
-    assert heard(ends[0]) == {"alive": True, "step": 5}
+    assert receive(ends[0]) == {"alive": True, "step": 5}
     heartbeat.close()
     ends[1].send(b"still open")
 
@@ -200,7 +200,7 @@ def test_descriptors_are_not_leaked(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_fork_does_not_speak_for_the_worker(ends):
+def test_forked_child_sends_nothing(ends):
     code = """if True:
         import os, sys
         heartbeat = Heartbeat.from_environment()
@@ -214,23 +214,23 @@ def test_fork_does_not_speak_for_the_worker(ends):
     assert run_worker(code, ends)[2] == [{"alive": True, "step": 1}]
 
 
-def test_process_that_ends_says_so(ends):
-    code, error, said = run_worker("Heartbeat.from_environment().start()", ends)
+def test_exit_is_sent(ends):
+    code, error, sent = run_worker("Heartbeat.from_environment().start()", ends)
     assert (code, error) == (0, "")
-    assert [datagram["alive"] for datagram in said] == [True, False]
+    assert [datagram["alive"] for datagram in sent] == [True, False]
 
 
-def test_exception_that_nobody_caught(ends):
-    code, error, said = run_worker("Heartbeat.from_environment().start(); raise ValueError('x' * 9000)", ends)
+def test_uncaught_exception_is_sent(ends):
+    code, error, sent = run_worker("Heartbeat.from_environment().start(); raise ValueError('x' * 9000)", ends)
     assert code == 1
     assert error.splitlines()[-1] == f"ValueError: {'x' * 9000}"
     error = {"type": "ValueError", "message": "x" * 2000}
-    assert said[-1] == {"alive": False, "error": error}
-    assert [datagram["error"] for datagram in said if "error" in datagram] == [error] * 2
+    assert sent[-1] == {"alive": False, "error": error}
+    assert [datagram["error"] for datagram in sent if "error" in datagram] == [error] * 2
 
 
-def test_an_exception_that_the_supervisor_had_no_room_for(ends):
-    """It was held up: what it had not read filled the socket."""
+def test_exception_is_sent_when_there_is_room_again(ends):
+    """Unread datagrams fill the socket for a time."""
     supervisor, worker = ends
     heartbeat = Heartbeat(worker.fileno())
     heartbeat.start()
@@ -239,18 +239,18 @@ def test_an_exception_that_the_supervisor_had_no_room_for(ends):
             worker.send(b"{}", socket.MSG_DONTWAIT)
     heartbeat.error(ValueError("why"))
     try:
-        while "error" not in (said := json.loads(supervisor.recv(9999))):
+        while "error" not in (sent := json.loads(supervisor.recv(9999))):
             pass
     finally:
         heartbeat.close()
-    assert said["error"] == {"type": "ValueError", "message": "why"}
+    assert sent["error"] == {"type": "ValueError", "message": "why"}
 
 
-def test_it_leaves_before_what_was_there_earlier_is_torn_down(ends):
-    """That may take long: silence must not count any more."""
+def test_exit_is_sent_before_earlier_exit_handlers_run(ends):
+    """These may take long; silence must not count then."""
     code = """if True:
         import atexit, os
-        atexit.register(lambda: os.write(2, str(Heartbeat._beating).encode()))
+        atexit.register(lambda: os.write(2, str(Heartbeat._active).encode()))
         Heartbeat.from_environment().start()
     """
     assert run_worker(code, ends)[1] == "None"

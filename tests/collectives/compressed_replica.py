@@ -2,18 +2,18 @@
 
 import tensorflow as tf
 
-from tfdist.collectives import Traffic
-from tfdist.collectives.compressed import CompressedReduction
-from tfdist.collectives.state import ReplicaState
+from tfdist.collectives.byte_counters import ByteCounters
+from tfdist.collectives.compressed_all_reduce import CompressedReduction
+from tfdist.collectives.compression_state import ReplicaState
 
 
 class Replica:
     """Reduces by a policy; `labels` has those of its collectives, one a bucket."""
 
     def __init__(self, group, policy, bucket_bytes=0):
-        self.group, self.labels, self.traffic = group, [], Traffic("CPU:0")
+        self.group, self.labels, self.counters = group, [], ByteCounters("CPU:0")
         self.state = ReplicaState("CPU:0")
-        self._reduction = CompressedReduction(policy, self.state, self.traffic, bucket_bytes, self._labelled)
+        self._reduction = CompressedReduction(policy, self.state, self.counters, bucket_bytes, self._labelled)
 
     def _labelled(self, label):
         self.labels.append(label)

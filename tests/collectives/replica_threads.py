@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import Group
+from tfdist.compression import Group
 
 
 class _Meeting:
@@ -73,7 +73,7 @@ class EqualReplicas(Group):
 
 
 class ThreadLauncher:
-    """A `ReplicaLauncher` of threads: what a `CollectiveGroup` and `Levels` need of one."""
+    """A `ReplicaLauncher` of threads: what a `CollectiveGroup` and `ReplicaHierarchy` need of one."""
 
     device = host = "CPU:0"
 

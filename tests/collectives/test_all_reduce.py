@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 from replica_threads import on_replicas
 
-from tfdist.collectives.all_reduce import Exchange, sum_tensors
-from tfdist.collectives.sparse import sum_duplicate_rows
-from tfdist.collectives.traffic import GRADIENTS, OTHER
+from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
+from tfdist.collectives.byte_counters import GRADIENTS, OTHER
+from tfdist.collectives.sparse_all_reduce import sum_duplicate_rows
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -79,7 +79,7 @@ def test_duplicate_rows_are_added_up_before_anyone_squares_them():
 
 
 def test_an_exchange_of_gradients_ends_also_by_an_error():
-    exchange = Exchange()
+    exchange = ReductionContext()
     with pytest.raises(RuntimeError), exchange.of_gradients(tf.constant(True)):
         assert exchange.kind == GRADIENTS
         raise RuntimeError

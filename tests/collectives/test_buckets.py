@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.collectives import fill_buckets, flatten, unflatten
+from tfdist.collectives.buckets import fill_buckets
+from tfdist.compression.gradient_tensors import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -63,7 +63,7 @@ WRAPPED: dict[str, Compressor] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A method and its reference; `factor` is the largest relative error of float32 in what they compute alike."""
+    """A method and its reference; `factor` is the largest relative error of float32 in what both compute."""
 
     compressor: Any
     reference: Any
@@ -93,7 +93,7 @@ def cases() -> dict[str, Case]:
 
 
 def low_rank(rank: int, shapes: list[tuple[int, ...]]) -> Case:
-    """PowerSGD starts with the factors that its own state holds: what is random is no part of the method.
+    """PowerSGD starts with the factors in its state: randomness is not a part of the method.
 
     The Gram matrix of the columns squares their condition number, some tens here, and float32 has 6e-8.
     """

@@ -6,6 +6,8 @@ import tensorflow as tf
 from methods import KINDS, SHAPES, WRAPPED
 from replica_threads import EqualReplicas
 
+from tfdist.compression import ErrorFeedback, MomentumCorrection, TopK
+
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
@@ -123,3 +125,29 @@ def test_a_reduction_is_compiled_by_xla(name):
     for ours, expected in zip(compiled, eager, strict=True):
         # XLA fuses a product and a sum to one rounding, so that a few values on a tie are rounded the other way.
         assert np.isclose(ours, expected, rtol=1e-4, atol=1e-4).mean() > 0.995
+
+
+# Norms square values, and the squares overflow, too.
+WITHOUT_NORMS = [name for name, c in WRAPPED.items() if "powersgd" not in name and not getattr(c, "clipnorm", None)]
+
+
+@pytest.mark.parametrize("name", WITHOUT_NORMS)
+def test_finite_gradients_whose_sum_overflows_are_finite(name):
+    compressor, gradient = WRAPPED[name], np.full([2048], 2e36, "float32")
+    assert 2e36 * 2048 > np.finfo("float32").max
+    state = compressor.initial_state(gradient.shape)
+    payload, state_after = compressor.encode(tf.constant(gradient), state)
+    assert np.isfinite(compressor.decode(payload, gradient.shape).numpy()).all()
+    assert all(np.isfinite(value).all() for value in arrays(state_after).values())
+    reduced = compressor.reduce([tf.constant(gradient)], EqualReplicas(2), [state])
+    assert reduced.finite.numpy()
+    assert np.isfinite(reduced.sums[0].numpy()).all()
+
+
+@pytest.mark.parametrize("compressor", [ErrorFeedback(TopK(0.1)), MomentumCorrection(TopK(0.1))], ids=repr)
+def test_a_gradient_whose_sum_overflows_is_sent_or_kept(compressor):
+    gradient = np.full(2048, 3e38, "float32")
+    payload, state = compressor.encode(tf.constant(gradient), compressor.initial_state(gradient.shape))
+    sent = compressor.decode(payload, gradient.shape).numpy()
+    assert 0 < np.count_nonzero(sent) < len(gradient)
+    np.testing.assert_array_equal(sent + state["residual"].numpy(), gradient)

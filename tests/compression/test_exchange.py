@@ -1,4 +1,4 @@
-"""Every method on 2, 3 and 4 replicas, several steps with error feedback: equal to NumPy's whole exchange."""
+"""Every method on 2, 3 and 4 replicas, several steps with error feedback: equal to the exchange in NumPy."""
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_uncompressed_tensors_travel_in_the_same_collectives_and_exactly(name, s
             [tf.constant(values[rank][0])], group, [compressor.initial_state((33, 65))]
         ),
     )[1]
-    assert len(groups[0].sent) == len(alone[0].sent), "small tensors are worth no collective of their own"
+    assert len(groups[0].sent) == len(alone[0].sent), "small tensors share a collective"
     for reduced in (results[0], results[-1]):
         assert not np.isnan(reduced.sums[0]).any()
 

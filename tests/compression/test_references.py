@@ -8,7 +8,7 @@ import tensorflow as tf
 from methods import METHODS, cases, low_rank
 
 from tfdist.compression import Cast, PowerSGD, Quantize, RandomK, TopK
-from tfdist.compression.low_rank import orthonormal
+from tfdist.compression.powersgd import orthonormal
 
 pytestmark = pytest.mark.usefixtures("cpus")
 SHAPES = [(1,), (7,), (33, 65), (3, 3, 8, 16), (2000,)]
@@ -76,7 +76,7 @@ def test_stochastic_rounding_has_no_bias_and_goes_to_a_neighbour(bits):
     # The variance of a rounding is at most 1/4: the mean of 400 has a deviation of 1/40, of 512 such that of 1/900.
     assert np.abs(errors.mean(axis=0)).max() < 5 / 40
     assert abs(errors.mean()) < 5 / 900
-    assert len({result.tobytes() for result in results}) == 400, "each step draws anew"
+    assert len({result.tobytes() for result in results}) == 400, "each step draws new numbers"
 
 
 def test_replicas_with_other_values_draw_other_numbers():
@@ -143,7 +143,7 @@ def test_low_rank_survives_dependent_columns(case):
         for _ in range(3):
             payload, state = compressor.encode(matrix, state)
             np.testing.assert_allclose(compressor.decode(payload, (40, 30)), matrix, atol=1e-4)
-            assert np.linalg.matrix_rank(state["factor"]) == 4, "columns of zeros are drawn anew"
+            assert np.linalg.matrix_rank(state["factor"]) == 4, "random columns replace columns of zeros"
         return
     columns = random.normal(size=(40, 3)).astype("float32")
     columns[:, 2] = columns[:, 1] if case == "a column twice" else 0

@@ -1,7 +1,7 @@
-"""Python in the documentation is Python, and what it says of tfdist is true: its names exist and take the arguments.
+"""Python blocks in the documentation parse, and the names of tfdist in them exist and accept the arguments.
 
-Looked at are the blocks marked `python` of README.md and of every page. A block that shows another library's program
-(it imports Horovod, or `tf.keras` of Keras 2) is parsed, no more.
+The test reads the blocks marked `python` of README.md and of every page. A block with a program of another library (it
+imports Horovod, or `tf.keras` of Keras 2) is only parsed.
 """
 
 import ast
@@ -28,7 +28,7 @@ def blocks(text: str) -> list[tuple[int, str]]:
 
 
 def imported(tree: ast.AST) -> dict[str, tuple[str, str | None]]:
-    """What the names of a block that come from tfdist stand for, as (module, name in it)."""
+    """The names that a block imports from tfdist, each with (module, name in it)."""
     found: dict[str, tuple[str, str | None]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tfdist":
@@ -41,10 +41,10 @@ def imported(tree: ast.AST) -> dict[str, tuple[str, str | None]]:
 
 
 def resolve(node: ast.AST, names: dict[str, tuple[str, str | None]]) -> Any:
-    """The object that a dotted expression means, or None where it is not tfdist's.
+    """The object that a dotted expression refers to, or None if it does not belong to tfdist.
 
     Raises:
-      AttributeError, ImportError: it is, and does not exist.
+        AttributeError, ImportError: the name belongs to tfdist and does not exist.
     """
     if isinstance(node, ast.Attribute):
         base = resolve(node.value, names)
@@ -63,7 +63,7 @@ def resolve(node: ast.AST, names: dict[str, tuple[str, str | None]]) -> Any:
 
 
 def strategies(tree: ast.AST, names: dict[str, tuple[str, str | None]]) -> dict[str, type]:
-    """The strategies' classes that are bound to names of a block; `strategy` is one wherever it comes from."""
+    """The strategy classes of a block's variables. A block without any may use `strategy`."""
     import tfdist.strategies as public
 
     found: dict[str, type] = {}
@@ -76,7 +76,7 @@ def strategies(tree: ast.AST, names: dict[str, tuple[str, str | None]]) -> dict[
 
 
 def mistakes(source: str, defaults: dict[str, tuple[str, str | None]] | None = None) -> Iterator[str]:
-    """What a block says of tfdist that is not so. `defaults` are names that stand for it without an import."""
+    """The wrong uses of tfdist in a block. `defaults` are names that need no import."""
     tree = ast.parse(source)
     if re.search(r"\bhorovod\b|\btf\.keras\b", source):
         return
@@ -107,7 +107,7 @@ def mistakes(source: str, defaults: dict[str, tuple[str, str | None]] | None = N
 
 
 def public_names() -> dict[str, tuple[str, str | None]]:
-    """What a snippet without imports means by `FailureRecovery` or `PowerSGD`."""
+    """The public names, which a snippet may use without imports."""
     names: dict[str, tuple[str, str | None]] = {"tfdist": ("tfdist", None)}
     for module in ("tfdist.strategies", "tfdist.callbacks", "tfdist.compression"):
         names |= {name: (module, name) for name in importlib.import_module(module).__all__}
@@ -154,15 +154,15 @@ def test_mistakes_are_found(source: str, mistake: str) -> None:
     "source",
     [
         "strategy.rank; strategy.gather(x, axis=0); model.fit(x, callbacks=[FailureRecovery('d', every_steps=1)])",
-        "s = ParameterServerStrategy(mode=Synchronous(backup_workers=1))\ns.worker_counts",
+        "s = ParameterServerStrategy(mode=Synchronous(backup_workers=1))\ns.worker_stats",
         "import horovod.tensorflow.keras as hvd\nhvd.init()\nstrategy.ranks",
     ],
 )
-def test_what_is_right_passes(source: str) -> None:
+def test_correct_blocks_pass(source: str) -> None:
     assert not list(mistakes(source, public_names()))
 
 
-def test_a_block_that_is_no_python_is_found() -> None:
+def test_a_block_that_does_not_parse_is_found() -> None:
     ((line, source),) = blocks("text\n\n```python\nif:\n```\n")
     assert line == 4
     with pytest.raises(SyntaxError):

@@ -1,14 +1,14 @@
-"""`docs/errors.md` has a row for every message of tfdist's, and no row for one that is gone.
+"""`docs/errors.md` has a row for every message of tfdist, and no other rows.
 
-Messages are found by reading the sources. What counts as one:
+The test finds messages in the sources:
 
-- the text of an exception that is made (raised, or returned to be raised), of a warning, of a line of the log or of
-  `tfdist run` (`say`), and every text with "Received:" or "Expected:";
-- not: what no user can cause. By the habit of the house that is an `AssertionError`, or a built-in error whose text is
-  no sentence (it begins with a small letter), as in `RuntimeError("not in rounds")`; errors of our own classes, and
-  `TimeoutError`, are shown as a part of another message ("turned host away: no greeting"), and count.
+- A message is the text of an exception that is created (raised, or returned to be raised), of a warning, of a line of
+  the log or of `tfdist run` (`say`), and every text with "Received:" or "Expected:".
+- Not messages are errors that no user can cause: `AssertionError`, and built-in errors whose text begins with a small
+  letter, as in `RuntimeError("not in rounds")`. Errors of tfdist's classes and `TimeoutError` always count, because
+  they are shown as part of another message ("refused a connection from host: the message is not a hello").
 
-A message is known by its first sentence, with … for what is filled in.
+A message is identified by its first sentence, with … for inserted values.
 """
 
 import ast
@@ -24,16 +24,16 @@ TOPS = ("tfdist", "strategies", "callbacks")
 SAYING = frozenset({"explained", "warn", "warning", "error", "exception", "say", "_say"})
 INTERNAL = frozenset({"ValueError", "TypeError", "RuntimeError", "KeyError", "LookupError"})
 NEVER = frozenset({"AssertionError", "NotImplementedError", "StopIteration", "SystemExit", "KeyboardInterrupt"})
-# What the strict test of a checkpoint's manifest and the parser of numbers catch themselves.
-CAUGHT_AT_ONCE = frozenset({"… is no number"})
-# The part of the page with TensorFlow's and Keras' own messages begins here.
+# Messages that their callers catch: the strict validation of a checkpoint's manifest, the parser of numbers.
+CAUGHT_AT_ONCE = frozenset({"… is not a numeric dtype"})
+# The heading above the messages of TensorFlow and Keras.
 STOCK = "## Messages of TensorFlow and Keras"
 
 
 def first_sentence(text: str) -> str:
-    """What a message is known by.
+    """The text that identifies a message.
 
-    The text up to its first full stop or "Received:", without the marks that documents and terminals set differently.
+    It ends at the first full stop or "Received:" and has no characters that documents and terminals show differently.
     """
     text = re.sub(r"\s+", " ", text.replace("`", "")).strip()
     text = re.split(r"(?<=[.!?]) (?=[A-Z…'(])|:? ?\b(?:Received|Expected): ", text)[0]
@@ -41,7 +41,7 @@ def first_sentence(text: str) -> str:
 
 
 def literal(node: ast.AST) -> str | None:
-    """The text of a string, with … for what is filled in; None for anything else."""
+    """The text of a string, with … for inserted values; None for other nodes."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -58,7 +58,7 @@ def name_of(call: ast.Call) -> str:
 
 
 def messages(source: str) -> dict[str, int]:
-    """The messages of a source: their first sentences, and the lines that they stand in."""
+    """The messages of a source: their first sentences with their lines."""
     return {
         sentence: line
         for line, sentence in reversed(list(sentences(ast.parse(source))))
@@ -83,13 +83,13 @@ def sentences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def all_messages() -> dict[str, str]:
-    """Where each message of tfdist's is made, by its first sentence."""
+    """The file and line of each message of tfdist, by its first sentence."""
     found: dict[str, str] = {}
     for top in TOPS:
         for file in sorted((ROOT / top).rglob("*.py")):
             inside = file.relative_to(ROOT / top)
             if (ROOT / top / inside.parts[0]).is_symlink():
-                continue  # strategies/ and callbacks/ are read where they stand
+                continue  # the links to strategies/ and callbacks/, which are read themselves
             for sentence, line in messages(file.read_text(encoding="utf-8")).items():
                 if sentence not in CAUGHT_AT_ONCE:
                     found.setdefault(sentence, f"{file.relative_to(ROOT)}:{line}")
@@ -120,13 +120,13 @@ def test_messages_are_found() -> None:
 def test_message_is_on_the_page(sentence: str) -> None:
     assert sentence in on_page(0), (
         f"docs/errors.md has no row for the message at {MESSAGES[sentence]}. Add one to the table of its area:\n"
-        f"| `{sentence}` | what it comes from, and what to do |"
+        f"| `{sentence}` | the cause and the remedy |"
     )
 
 
-def test_every_row_is_of_a_message_that_exists() -> None:
+def test_every_row_has_a_message() -> None:
     gone = [row for row in on_page(0) if row not in MESSAGES]
-    assert not gone, f"docs/errors.md has rows of messages that tfdist does not have (any more): {gone}"
+    assert not gone, f"docs/errors.md has rows of messages that tfdist does not have: {gone}"
 
 
 def test_no_message_has_two_rows() -> None:
@@ -151,5 +151,5 @@ def test_no_message_has_two_rows() -> None:
         ("raise OSError(1, f'{x}: {y}')", []),
     ],
 )
-def test_what_counts_as_a_message(source: str, found: list[str]) -> None:
+def test_definition_of_a_message(source: str, found: list[str]) -> None:
     assert list(messages(source)) == found

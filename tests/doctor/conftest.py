@@ -1,4 +1,4 @@
-"""Clusters in miniature: every task is a thread of the test's process, on loopback, and looks at no machine."""
+"""Clusters whose tasks are threads of the test's process, on loopback, without checks of the machine."""
 
 import json
 import threading
@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task
-from tfdist.doctor import link
-from tfdist.doctor.examination import examine
-from tfdist.doctor.situation import Situation
-from tfdist.launch.ports import ReservedPorts
+from tfdist.doctor import link_measurement as link
+from tfdist.doctor.check_context import CheckContext
+from tfdist.doctor.check_runner import run_checks
+from tfdist.launch.processes.cores_and_ports import ReservedPorts
 
 LIMIT_SECONDS = 40
 
 
 class Tasks:
-    """The results of `examine`, by task, of those that are started."""
+    """Starts tasks, and collects the result of `run_checks` for each."""
 
     def __init__(self, jobs=(("worker", 2),)):
         with ReservedPorts(sum(count for _, count in jobs)) as reserved:
@@ -32,21 +32,21 @@ class Tasks:
     def port(self, task):
         return int(self.address(task).rpartition(":")[2])
 
-    def situation(self, task, **facts):
+    def context(self, task, **facts):
         job, index = task.split()
         config = ClusterConfig(ClusterSpec(facts.pop("jobs", self.jobs)), Task(job, int(index)), source="TF_CONFIG")
-        return Situation(facts.pop("environ", {}), cores=1, config=config, **facts)
+        return CheckContext(facts.pop("environ", {}), cores=1, config=config, **facts)
 
     def start(self, task, *, timeout=20.0, checks=(), clock=None, **facts):
         options = {} if clock is None else {"clock": clock}
-        situation = self.situation(task, **facts)
+        context = self.context(task, **facts)
 
         def run():
-            self._results[task] = examine(
-                situation, timeout_seconds=timeout, say=self.said.append, checks=checks, **options
+            self._results[task] = run_checks(
+                context, timeout_seconds=timeout, say=self.said.append, checks=checks, **options
             )
 
-        # Daemons: one that hangs must not keep the tests from ending.
+        # Daemons: a task that hangs must not keep the tests from ending.
         thread = threading.Thread(target=run, name=task, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -62,8 +62,8 @@ class Tasks:
 
 @pytest.fixture
 def tasks(monkeypatch) -> Callable[..., Tasks]:
-    """Makes clusters whose measurements are as short as can be."""
-    monkeypatch.setattr(link, "_ENOUGH_SECONDS", 0.002)
+    """Creates clusters whose measurements are short."""
+    monkeypatch.setattr(link, "_MIN_SECONDS", 0.002)
     monkeypatch.setattr(link, "_ECHOES", 5)
     return Tasks
 

@@ -4,24 +4,26 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import tfdist
-from tfdist.cluster import ClusterConfig, ClusterSpec, Task
-from tfdist.doctor import examination
-from tfdist.doctor.advice import advise
-from tfdist.doctor.finding import Finding
-from tfdist.doctor.link import Link
-from tfdist.doctor.local_peers import local_cluster
-from tfdist.doctor.report import Report
-from tfdist.doctor.situation import Situation
-from tfdist.doctor.text import to_text
-from tfdist.launch.main import main
+from tfdist.cluster import ClusterConfig, ClusterSpec, Task, why_unreachable
+from tfdist.doctor import check_runner
+from tfdist.doctor.check_context import CheckContext
+from tfdist.doctor.compression_advice import advise
+from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.doctor.local_cluster import local_cluster
+from tfdist.doctor.report import Finding, Report
+from tfdist.doctor.report_text import to_text
+from tfdist.launch.cli.main import main
+from tfdist.launch.processes.orphan_reaper import child_pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = '{"cluster": {"worker": ["127.0.0.1:%d", "127.0.0.1:%d"]}, "task": {"type": "worker", "index": 0}}'
@@ -38,10 +40,10 @@ def nothing_described(monkeypatch):
 @pytest.fixture
 def doctor(monkeypatch, capsys):
     """Runs the command with the checks that it is given in the place of the machine's."""
-    examine = examination.examine
+    run_checks = check_runner.run_checks
 
     def run(*arguments, checks=()):
-        monkeypatch.setattr(examination, "examine", functools.partial(examine, checks=checks))
+        monkeypatch.setattr(check_runner, "run_checks", functools.partial(run_checks, checks=checks))
         code = main(["doctor", *arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -50,7 +52,7 @@ def doctor(monkeypatch, capsys):
 
 
 def found(level):
-    return [lambda situation: [Finding(level, "x", "y", "z", "w")]]
+    return [lambda context: [Finding(level, "x", "y", "z", "w")]]
 
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warning", 0), ("error", 1)])
@@ -63,12 +65,12 @@ def test_exit_code(doctor, level, code):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workers", "0"], "--workers: The number is wrong. Received: '0'"),
-        (["--parameters", "10Q"], "--parameters: The number is wrong. Received: '10Q'. Expected: a number"),
+        (["--workers", "0"], "--workers: Invalid number. Received: '0'"),
+        (["--parameters", "10Q"], "--parameters: Invalid number. Received: '10Q'. Expected: a number"),
         (["--parameters", "0"], "Received: '0'"),
-        (["--keep", "x"], "--keep: The number is wrong"),
-        (["--timeout", "nan"], "--timeout: The number is wrong"),
-        (["--timeout", "inf"], "--timeout: The number is wrong"),
+        (["--keep", "x"], "--keep: Invalid number"),
+        (["--timeout", "nan"], "--timeout: Invalid number"),
+        (["--timeout", "inf"], "--timeout: Invalid number"),
         (["--time", "1"], "unrecognized arguments: --time"),
     ],
 )
@@ -134,8 +136,8 @@ def test_under_the_launcher(tmp_path):
     """Two tasks that start together, and one report; the exit code is the run's."""
     script = tmp_path / "look.py"
     script.write_text(
-        "import sys\nfrom tfdist.doctor import machine, examination\nfrom tfdist.launch.main import main\n"
-        "examination.examine.__kwdefaults__['checks'] = ()\nsys.exit(main(['doctor', *sys.argv[1:]]))\n"
+        "import sys\nfrom tfdist.doctor import check_runner\nfrom tfdist.launch.cli.main import main\n"
+        "check_runner.run_checks.__kwdefaults__['checks'] = ()\nsys.exit(main(['doctor', *sys.argv[1:]]))\n"
     )
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", str(script), "--parameters", "1M"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -146,7 +148,7 @@ def test_under_the_launcher(tmp_path):
     assert "[1]" not in ended.stdout
 
 
-def test_local_peers_end_with_the_examination():
+def test_local_peers_end_with_the_checks():
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = one.getsockname()[1], other.getsockname()[1]
     with pytest.raises(KeyboardInterrupt), local_cluster(ports, dict(os.environ), 100.0) as config:
@@ -157,10 +159,27 @@ def test_local_peers_end_with_the_examination():
             assert f"127.0.0.1:{ports[1]}".encode() not in path.read_bytes()
 
 
+def test_ctrl_c_is_handled_by_the_first_worker_alone(capfd):
+    """The terminal sends it to all of them: the others must not print tracebacks, and are ended by the first."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    before = set(child_pids())
+    with pytest.raises(KeyboardInterrupt), local_cluster(ports, dict(os.environ), 100.0):
+        (peer,) = set(child_pids()) - before
+        end = time.monotonic() + 30
+        while why_unreachable(f"127.0.0.1:{ports[1]}", 1.0) is not None and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(peer, signal.SIGINT)
+        time.sleep(0.3)
+        assert why_unreachable(f"127.0.0.1:{ports[1]}", 1.0) is None
+        raise KeyboardInterrupt
+    assert capfd.readouterr().err == ""
+
+
 def report():
     config = ClusterConfig(ClusterSpec({"worker": ["a:1", "b:1", "c:1"]}), Task("worker", 0), source="TF_CONFIG")
-    links = tuple(Link("worker 0", f"worker {i}", 0.0002 * i, -0.5, 0.0001, 1.2e7, None) for i in (1, 2))
-    sent = tuple(Link(link.first, link.second, 0.0002, 0.0, 0.0001, 1.2e7, 1.1e7) for link in links)
+    links = tuple(LinkMeasurement("worker 0", f"worker {i}", 0.0002 * i, -0.5, 0.0001, 1.2e7, None) for i in (1, 2))
+    sent = tuple(LinkMeasurement(link.first, link.second, 0.0002, 0.0, 0.0001, 1.2e7, 1.1e7) for link in links)
     findings = (
         Finding("ok", "python", "3.11.7", task="worker 0"),
         Finding("ok", "python", "3.11.7", task="worker 1"),
@@ -168,7 +187,7 @@ def report():
         Finding("error", "same versions", "keras 1; keras 2", "one version", "Install the same."),
     )
     return Report(
-        Situation({}, 2, config), findings, {"worker 0": "host0", "worker 1": "host1"}, links, advise(10**7, 3, sent)
+        CheckContext({}, 2, config), findings, {"worker 0": "host0", "worker 1": "host1"}, links, advise(10**7, 3, sent)
     )
 
 
@@ -192,9 +211,9 @@ def test_lines():
     assert [line for line in lines if line.startswith("  uncompressed")] == [
         "  uncompressed         53.3 MB           4.8 s"
     ]
-    assert '  suggested: compression="powersgd:4": at 88.0 Mbit/s; "int4" where its accuracy is too low' in lines
+    assert '  suggested: compression="powersgd:4": at 88.0 Mbit/s; "int4" if its accuracy is too low' in lines
     assert lines[-1] == "1 error, 2 warnings"
 
 
 def test_a_report_without_anything():
-    assert to_text(Report(Situation({}, 1), ())).splitlines()[-1] == "0 errors, 0 warnings"
+    assert to_text(Report(CheckContext({}, 1), ())).splitlines()[-1] == "0 errors, 0 warnings"

@@ -1,4 +1,4 @@
-"""The digits example: its data set, and a short run with two workers."""
+"""The digits example: its dataset, and a short run with two workers."""
 
 import re
 import socket
@@ -16,7 +16,7 @@ digits_dataset = pytest.importorskip("digits_dataset", reason="needs the extra `
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Holds the prepared data set. Whatever would look for a network meanwhile fails."""
+    """Holds the prepared dataset. Whatever would look for a network meanwhile fails."""
 
     def refuse(*arguments: Any, **_: Any) -> Any:
         raise AssertionError(f"a network was looked for: {arguments}")

@@ -16,4 +16,4 @@ def test_a_killed_worker_changes_no_weight(tmp_path: Path) -> None:
     last = "recovery: a worker was killed after step 11 of 23; weights bit-identical: True"
     assert done.stdout.splitlines()[-1] == last
     assert len(re.findall(r"^tfdist: worker 1 failed first: killed by SIGKILL", done.stderr, re.MULTILINE)) == 1
-    assert "[0] FailureRecovery: going on in epoch 1 of 1, after step 10" in done.stdout
+    assert "[0] FailureRecovery: resuming in epoch 1 of 1, after step 10" in done.stdout

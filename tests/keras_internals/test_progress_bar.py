@@ -1,4 +1,4 @@
-"""The progress bar: once for all workers, with what was sent, and nothing of that anywhere else."""
+"""The progress bar: shown by the chief alone, with the bytes sent, which no other callback sees."""
 
 import re
 import warnings
@@ -10,7 +10,7 @@ import tensorflow as tf
 from stock_strategy import stock_mirrored
 
 from tfdist.callbacks import CommunicationReport, GradientAccumulation
-from tfdist.keras_internals.progress_bar import SendingProgressBar, SizePerStep
+from tfdist.keras_internals.progress_bar import BytesPerStep, CommunicationProgressBar
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -22,7 +22,7 @@ SENT = "12.5 kB/step"  # (64 x 48 + 48) values of 4 bytes
 
 @pytest.fixture(scope="module")
 def model(cpus):
-    """Of two replicas that send 12,480 bytes a step."""
+    """A model on two replicas that send 12,480 bytes per step."""
     return compiled(MirroredStrategy(cpus[:2]))
 
 
@@ -34,7 +34,7 @@ def compiled(strategy):
 
 
 def lines(capsys):
-    """What was shown, each version of a line that was rewritten as one of its own, without colours."""
+    """Returns the lines shown, without colours; each version of a rewritten line counts as a line."""
     text = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
     return [line.strip("\b ") for line in re.split("[\r\n]", text) if line.strip("\b ")]
 
@@ -49,8 +49,8 @@ def fit(model, *callbacks, **arguments):
     ("number", "shown"),
     [(0, "0 B/step"), (999.6, "1000 B/step"), (1000, "1.0 kB/step"), (40e6, "40.0 MB/step"), (1.25e9, "1.2 GB/step")],
 )
-def test_sizes_print_themselves_in_their_largest_unit(number, shown):
-    assert f"{SizePerStep(number) / 1:.4f}" == f"{SizePerStep(2 * number) / 2:.4e}" == shown
+def test_sizes_are_formatted_in_their_largest_unit(number, shown):
+    assert f"{BytesPerStep(number) / 1:.4f}" == f"{BytesPerStep(2 * number) / 2:.4e}" == shown
 
 
 def test_moving_bar_and_its_last_line_show_what_was_sent(model, capsys):
@@ -64,7 +64,7 @@ def test_moving_bar_and_its_last_line_show_what_was_sent(model, capsys):
     assert len(finished) == 2
     assert all(f" - loss: {loss:.4f}" in line for line, loss in zip(finished, history["loss"], strict=True))
     assert all(line.count(f" - sent: {SENT}") == 1 for line in finished)
-    assert set(history) == {"loss", "val_loss"}, "nobody else sees it"
+    assert set(history) == {"loss", "val_loss"}, "no callback sees it"
     assert seen == ([{"loss"}] * 4 + [{"loss", "val_loss"}]) * 2
 
 
@@ -81,7 +81,7 @@ def test_a_size_is_that_of_the_steps_of_its_epoch(cpus, capsys):
 
 def test_the_bar_of_a_resumed_epoch_counts_the_steps_that_it_makes(capsys):
     sent = iter([1000, 1000, 3000, 3000])
-    bar = SendingProgressBar(lambda: next(sent))
+    bar = CommunicationProgressBar(lambda: next(sent))
     bar.set_params({"verbose": 2, "epochs": 1, "steps": 9})
     bar.on_epoch_begin(0)
     logs = {"loss": 1.0}
@@ -89,27 +89,27 @@ def test_the_bar_of_a_resumed_epoch_counts_the_steps_that_it_makes(capsys):
         bar.on_train_batch_begin(batch)
         bar.on_train_batch_end(batch, logs)
     bar.on_epoch_end(0, logs)
-    assert logs == {"loss": 1.0}, "which callbacks behind the bar see, too"
+    assert logs == {"loss": 1.0}, "the logs of later callbacks"
     assert lines(capsys)[-1].endswith(" - loss: 1.0000 - sent: 1.0 kB/step")
 
 
-def test_an_epoch_without_steps_says_nothing_of_bytes(capsys):
-    bar = SendingProgressBar(lambda: 5)
+def test_epoch_without_steps_shows_no_bytes(capsys):
+    bar = CommunicationProgressBar(lambda: 5)
     bar.set_params({"verbose": 2, "epochs": 1, "steps": 4})
     bar.on_epoch_begin(0)
     bar.on_epoch_end(0, {"loss": 1.0})
     assert lines(capsys)[-1].endswith(" - loss: 1.0000")
 
 
-def test_a_bar_of_the_users_own_is_left_alone(model, capsys):
+def test_bar_of_the_user_is_unchanged(model, capsys):
     fit(model, keras.callbacks.ProgbarLogger(), verbose=2)
     [line] = lines(capsys)
     assert "loss" in line and "sent" not in line
 
 
 @pytest.mark.parametrize("verbose", ["auto", 1, 2], ids=str)
-def test_workers_but_the_chief_show_nothing(model, capsys, monkeypatch, verbose):
-    monkeypatch.setattr(model.distribute_strategy, "rank", 1, raising=False)
+def test_only_the_chief_shows_a_bar(model, capsys, monkeypatch, verbose):
+    monkeypatch.setattr(type(model.distribute_strategy), "rank", 1)
     fit(model, verbose=verbose)
     model.evaluate(INPUTS, TARGETS, verbose=verbose)
     model.predict(INPUTS, verbose=verbose)
@@ -117,10 +117,10 @@ def test_workers_but_the_chief_show_nothing(model, capsys, monkeypatch, verbose)
     assert model.history.params["verbose"] == verbose
     bar = keras.callbacks.ProgbarLogger()
     fit(model, bar, verbose=2)
-    assert len(lines(capsys)) == 1, "unless they are told to"
+    assert len(lines(capsys)) == 1, "unless the user passes a bar"
 
 
-def test_the_chief_shows_evaluations_and_predictions_as_ever(model, capsys):
+def test_chief_shows_evaluation_and_prediction(model, capsys):
     model.evaluate(INPUTS, TARGETS, batch_size=24)
     model.predict(INPUTS, batch_size=24)
     shown = lines(capsys)
@@ -136,13 +136,13 @@ def test_the_chief_shows_evaluations_and_predictions_as_ever(model, capsys):
     ],
     ids=["none", "stock", "one replica"],
 )
-def test_where_nothing_is_counted_the_bar_is_as_ever(model, capsys, make):
+def test_bar_is_unchanged_if_bytes_are_not_counted(model, capsys, make):
     fit(compiled(make()), verbose=2)
     [line] = lines(capsys)
     assert re.fullmatch(r"4/4 - \d+s - \d+m?s/step - loss: \d\.\d{4}", line)
 
 
-def test_a_report_beside_it_is_shown_too(model, capsys):
+def test_bar_and_report_together(model, capsys):
     history = fit(model, CommunicationReport(print_table=False), verbose=2)
     assert lines(capsys)[-1].endswith(f" - sent: {SENT}")
     assert history["wire_bytes"] == [12480.0]

@@ -1,4 +1,4 @@
-"""Runs `tfdist run` on small worker scripts, and looks that nothing is left behind."""
+"""Runs `tfdist run` on small worker scripts and checks that no process is left."""
 
 import dataclasses
 import os
@@ -46,16 +46,19 @@ def pid_file(rank):
     return f"pid-{rank}-of-attempt-{ATTEMPT}" if ATTEMPT else f"pid-{rank}"
 
 def wait_gone(rank):
-    wait_for(pid_file(rank))
-    stat = pathlib.Path("/proc", (HERE / pid_file(rank)).read_text(), "stat")
+    wait_ended(pid_file(rank))
 
-    def is_gone():
+def wait_ended(pid_file_name):
+    wait_for(pid_file_name)
+    stat = pathlib.Path("/proc", (HERE / pid_file_name).read_text(), "stat")
+
+    def has_ended():
         try:
             return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
+        except OSError:  # reaped, perhaps between opening the file and reading it
             return True
 
-    wait_until(is_gone)
+    wait_until(has_ended)
 
 def beat(**said):
     "Sends a heartbeat."
@@ -69,7 +72,7 @@ def beat_on(**said):
         time.sleep(0.05)
 
 def say(*words):
-    "Prints a line whole, or not at all where this process is killed."
+    "Prints a complete line, or nothing if this process is killed."
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 def die(name="SIGKILL"):
@@ -91,24 +94,24 @@ if __name__ != "__main__" and not (HERE / pid_file(RANK)).exists():
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A run that is over."""
+    """A finished run."""
 
     code: int
     out: list[str]
     err: list[str]
 
     def of(self, rank: int) -> list[str]:
-        """What a worker printed on its standard output."""
+        """The standard output of a worker."""
         return [line.removeprefix(f"[{rank}] ") for line in self.out if line.startswith(f"[{rank}] ")]
 
     @property
     def said(self) -> list[str]:
-        """What the launcher said."""
+        """The messages of the launcher."""
         return [line.removeprefix("tfdist: ") for line in self.err if line.startswith("tfdist: ")]
 
 
 class Run:
-    """A launcher that runs."""
+    """A running launcher."""
 
     def __init__(self, here: pathlib.Path, arguments: list[str], environ: dict[str, str], **options: object) -> None:
         self._here = here
@@ -130,7 +133,7 @@ class Run:
                 code = self.process.poll()
                 self.process.kill()
                 _, err = self.process.communicate()
-                pytest.fail(f"waited in vain for {what}; launcher's exit code {code}, its output:\n{err.decode()}")
+                pytest.fail(f"timed out waiting for {what}; launcher's exit code {code}, its output:\n{err.decode()}")
             time.sleep(0.005)
 
     def pids(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""The notebooks as they are committed: without outputs, and with the same few metadata each.
+"""Strips the notebooks to the committed form: no outputs, and the same metadata in each.
 
-python tests/notebooks/notebook_files.py    strips those in examples/notebooks
+python tests/notebooks/notebook_files.py    strips examples/notebooks/*.ipynb
 """
 
 import sys
@@ -20,7 +20,7 @@ def paths() -> list[Path]:
 
 
 def stripped(text: str) -> str:
-    """The text of a notebook without what running it has added. Raises where it is no valid notebook."""
+    """Returns the text of a notebook without outputs, counts and metadata. Raises if the notebook is invalid."""
     notebook = nbformat.reads(text, as_version=4)
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat_minor = 5

@@ -1,4 +1,4 @@
-"""Runs the notebooks, each in a kernel of this Python, and looks that none was committed with what that adds."""
+"""Runs each notebook in a kernel of this Python, and checks that none is committed with outputs."""
 
 import gc
 import os
@@ -18,10 +18,10 @@ from notebook_files import FOLDER, paths, stripped
 CELL_LIMIT_SECONDS = 240
 ROOT = FOLDER.parents[1]
 
-# The last line of each, and what stands in its groups.
+# The last line of each notebook.
 LAST_LINES = {
     "compression": r"compression: powersgd:4 sent 1/(\d+) of the bytes and recognises ([\d.]+)%",
-    "multi_worker": r"multi-worker: a worker was killed, all started again; weights bit-identical: (True)",
+    "multi_worker": r"multi-worker: a worker was killed, all were restarted; weights bit-identical: (True)",
     "quick_start": r"quick start: (2) replicas ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
@@ -29,7 +29,7 @@ LAST_LINES = {
 
 
 class ThisPython(KernelSpecManager):
-    """Knows one kernel, whatever is installed."""
+    """Provides one kernel, independent of installed ones."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -38,7 +38,7 @@ class ThisPython(KernelSpecManager):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`run(name)`: the notebook with its outputs; it runs once, in a directory of its own, without a network."""
+    """`run(name)`: the notebook with its outputs. It runs once, in a new directory, without package downloads."""
     notebooks: dict[str, Any] = {}
 
     def execute(name: str) -> Any:
@@ -54,9 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
             places = {key: str(folder / key.lower()) for key in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR")}
             nothing = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
             client.execute(cleanup_kc=True, env={**kept, **places, **nothing, "PYTHONPATH": str(ROOT)})
-            assert not kernel.has_kernel, "it has ended"
+            assert not kernel.has_kernel, "the kernel is still alive"
             del client, kernel
-            with warnings.catch_warnings():  # they leave sockets to the garbage collector
+            with warnings.catch_warnings():  # both leave sockets to the garbage collector
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
             left = {path.name for path in folder.iterdir()} - {place.lower() for place in places}
@@ -72,7 +72,7 @@ def outputs(notebook: Any, cell_id: str) -> list[Any]:
 
 
 def printed(notebook: Any, cell_id: str | None = None) -> str:
-    """The text on standard output, of one cell or of all."""
+    """The standard output of one cell or of all cells."""
     cells = [cell.id for cell in notebook.cells if cell.cell_type == "code"] if cell_id is None else [cell_id]
     found = [output for cell in cells for output in outputs(notebook, cell)]
     return "".join(output.text for output in found if output.output_type == "stream" and output.name == "stdout")
@@ -83,26 +83,26 @@ def last_line(notebook: Any, name: str) -> tuple[str, ...]:
     return line if isinstance(line, tuple) else (line,)
 
 
-def test_there_is_a_test_for_each() -> None:
+def test_every_notebook_has_a_last_line() -> None:
     assert [path.stem for path in paths()] == sorted(LAST_LINES)
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("name", sorted(LAST_LINES))
-def test_runs_to_its_last_line_and_leaves_nothing(name: str, run: Any) -> None:
+def test_runs_to_its_last_line_without_leftovers(name: str, run: Any) -> None:
     notebook, left = run(name)
     assert last_line(notebook, name)
     assert not left
 
 
-def test_quick_start_finds_the_cpu_and_equals_one_device(run: Any) -> None:
+def test_quick_start_uses_the_cpu_and_equals_one_device(run: Any) -> None:
     notebook, _ = run("quick_start")
     assert printed(notebook, "strategy").startswith("MirroredStrategy, 2 replicas")
     _, replicas, one, difference = map(float, last_line(notebook, "quick_start"))
     assert replicas == one > 90 and difference < 1e-4
 
 
-def test_compression_plots_all_methods_and_sends_what_it_says(run: Any) -> None:
+def test_compression_plots_all_methods(run: Any) -> None:
     notebook, _ = run("compression")
     assert [output.output_type for output in outputs(notebook, "plot")] == ["display_data"]
     assert "image/png" in outputs(notebook, "plot")[0].data
@@ -114,14 +114,14 @@ def test_compression_plots_all_methods_and_sends_what_it_says(run: Any) -> None:
     assert int(divisor) > 15 and float(accuracy) > 90
 
 
-def test_recovery_is_interrupted_and_goes_on_in_the_middle_of_an_epoch(run: Any) -> None:
+def test_recovery_resumes_in_the_middle_of_an_epoch(run: Any) -> None:
     notebook, _ = run("recovery")
     assert "interrupted after step 35" in printed(notebook, "interrupt")
-    assert "FailureRecovery: going on in epoch 2 of 4, after step 30" in printed(notebook, "again")
-    assert re.search(r"^ +\d+ +92 +4 +1 .* whole\s*$", printed(notebook, "list"), re.MULTILINE)
+    assert "FailureRecovery: resuming in epoch 2 of 4, after step 30" in printed(notebook, "again")
+    assert re.search(r"^ +\d+ +92 +4 +1 .* complete\s*$", printed(notebook, "list"), re.MULTILINE)
 
 
-def test_workers_of_a_notebook_train_fail_and_come_back(run: Any) -> None:
+def test_workers_train_fail_and_restart(run: Any) -> None:
     notebook, _ = run("multi_worker")
     assert re.findall(r"^\[(\d)\] Epoch 4/4$", printed(notebook, "train"), re.MULTILINE) == ["0"]
     accuracies = re.match(
@@ -131,7 +131,7 @@ def test_workers_of_a_notebook_train_fail_and_come_back(run: Any) -> None:
     error = printed(notebook, "error")
     assert error.startswith("Worker 1 of 2 failed: ZeroDivisionError: ")
     assert "    return number // (1 - cluster.detect().task.index)\n" in error  # the line of the cell
-    assert "FailureRecovery: going on in epoch 2 of 4" in printed(notebook, "restart")
+    assert "FailureRecovery: resuming in epoch 2 of 4" in printed(notebook, "restart")
 
 
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
@@ -139,7 +139,7 @@ def test_is_committed_without_outputs(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == stripped(path.read_text(encoding="utf-8")), "run `make notebooks`"
 
 
-def test_stripping_takes_away_what_running_adds() -> None:
+def test_stripping_removes_outputs_and_metadata() -> None:
     text = (FOLDER / "quick_start.ipynb").read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)
     code = next(cell for cell in notebook.cells if cell.cell_type == "code")
@@ -154,7 +154,7 @@ def test_stripping_takes_away_what_running_adds() -> None:
 
 
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
-def test_speaks_of_files_that_exist(path: Path) -> None:
+def test_links_lead_to_files(path: Path) -> None:
     text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
     links = [path.parent / link for link in re.findall(r"\]\(([^)#]+)", text)]
     links += [ROOT / name for name in re.findall(r"`(docs/[^`]+)`", text)]

@@ -87,7 +87,7 @@ def convolutions_without_samples(strategy: tf.distribute.Strategy) -> Outcome:
 
 @case()
 def seeded_shuffle_and_cache(strategy: tf.distribute.Strategy) -> Outcome:
-    """The samples come in the order of one process, anew every epoch, and a cache holds them all."""
+    """The samples have the order of one process, shuffled again in each epoch, and a cache holds them all."""
     with strategy.scope():
         model = classifier()
         model.compile(Adam(0.01), loss=cross_entropy(), metrics=["accuracy"])

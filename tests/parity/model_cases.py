@@ -119,7 +119,7 @@ def synchronized_batch_normalization(strategy: tf.distribute.Strategy) -> Outcom
 
 
 class CustomStep(keras.Model):
-    """A model with a step of its own and metrics of its own, as the guides write them."""
+    """A model with a custom step and custom metrics, as in Keras' guides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several ranks in one process: a key-value store in memory in place of the one that TensorFlow's chief serves."""
+"""Several ranks in one process: a key-value store in memory in place of TensorFlow's."""
 
 import itertools
 import threading
@@ -6,56 +6,56 @@ import threading
 import pytest
 import tensorflow as tf
 
-from tfdist.recovery import agreement
+from tfdist.recovery import worker_coordination
 
 _LIMIT_SECONDS = 30
 
 
-class Told:
-    """What the ranks have told.
+class KeyValueStore:
+    """The values that the ranks have set.
 
     Attributes:
       values: by key.
-      before_shared: called with a key that a rank asks for, before it is given the value.
+      before_read: called with a key before a rank gets its value.
     """
 
     def __init__(self):
         self.values = {}
-        self.before_shared = lambda key: None
+        self.before_read = lambda key: None
         self._changed = threading.Condition()
 
-    def share(self, key, value):
+    def set(self, key, value):
         with self._changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
             self.values[key] = value
             self._changed.notify_all()
 
-    def shared(self, key):
+    def wait_for(self, key):
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self.values, _LIMIT_SECONDS), f"nobody has told {key}"
-        self.before_shared(key)
+            assert self._changed.wait_for(lambda: key in self.values, _LIMIT_SECONDS), f"nobody has set {key}"
+        self.before_read(key)
         return self.values[key]
 
 
 @pytest.fixture
-def told(monkeypatch):
-    store = Told()
-    monkeypatch.setattr(agreement, "share", store.share)
-    monkeypatch.setattr(agreement, "shared", store.shared)
+def key_values(monkeypatch):
+    store = KeyValueStore()
+    monkeypatch.setattr(worker_coordination, "set_key_value", store.set)
+    monkeypatch.setattr(worker_coordination, "wait_for_key_value", store.wait_for)
     return store
 
 
 @pytest.fixture
-def agreements(monkeypatch, told):
-    """Makes the agreements of the ranks of one `fit`, as their processes would."""
+def coordinations(monkeypatch, key_values):
+    """Creates the coordination of each rank of one `fit`, as their processes would."""
     fits = itertools.count()
 
     def make(workers):
         fit, made = next(fits), []
         for rank in range(workers):
-            monkeypatch.setattr(agreement, "_agreements", itertools.count(fit))
-            made.append(agreement.Agreement(rank, workers))
+            monkeypatch.setattr(worker_coordination, "_counter", itertools.count(fit))
+            made.append(worker_coordination.WorkerCoordination(rank, workers))
         return made
 
     return make
@@ -63,7 +63,7 @@ def agreements(monkeypatch, told):
 
 @pytest.fixture
 def in_threads():
-    """Calls a function with each rank in a thread of its own; returns what each returned."""
+    """Calls a function with each rank in a separate thread; returns the results."""
 
     def run(function, ranks):
         results, errors = {}, []

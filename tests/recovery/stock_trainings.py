@@ -80,7 +80,7 @@ class Left(Exception):
 class Stop(keras.callbacks.Callback):
     """Calls `stop` after so many batches."""
 
-    remembers_nothing = True
+    is_stateless = True
 
     def __init__(self, batches: int, stop: Callable[[], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks of a training that was interrupted end up where those of an undisturbed one do."""
+"""Callbacks of an interrupted training end with the state of an uninterrupted one."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.recovery import callback_state
+from tfdist.recovery.callback_state import (
+    callbacks_without_state,
+    check_callbacks,
+    reject_backup_and_restore,
+    restore_callbacks,
+    save_callbacks,
+)
 
 pytestmark = pytest.mark.usefixtures("cpus")
 known = keras.callbacks
@@ -21,7 +27,7 @@ INTERRUPTIONS = [((3, 0), (5, 0)), ((4, 3), (4, 4)), ((4, 3), (7, 1)), ((7, 0), 
 
 
 class Training:
-    """A training whose losses stand above and whose weights tell the epoch; what is run goes on where it was."""
+    """A training with the losses above, whose weights contain the epoch. `run` continues from its last step."""
 
     def __init__(self, callbacks, state=None):
         self.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -30,9 +36,9 @@ class Training:
         self.place, self.model.stop_training = (0, 0), False
         self.list.on_train_begin()
         if state is not None:
-            self.place, weights, rate, notes, tensors = state
-            callback_state.check(self.callbacks, notes)
-            callback_state.restore(self.callbacks, notes, tensors)
+            self.place, weights, rate, values, tensors = state
+            check_callbacks(self.callbacks, values)
+            restore_callbacks(self.callbacks, values, tensors)
             self.model.set_weights(weights)
             self.model.optimizer.learning_rate = rate
 
@@ -45,9 +51,9 @@ class Training:
         return float(self.model.optimizer.learning_rate.numpy())
 
     def state(self):
-        state = callback_state.state_of(self.callbacks)
-        notes = json.loads(json.dumps(state.notes, allow_nan=False))
-        return self.place, self.model.get_weights(), self.rate, notes, state.tensors
+        state = save_callbacks(self.callbacks)
+        values = json.loads(json.dumps(state.values, allow_nan=False))
+        return self.place, self.model.get_weights(), self.rate, values, state.tensors
 
     def run(self, until=END):
         while self.place < until and not self.model.stop_training:
@@ -155,7 +161,7 @@ def test_the_history_is_that_of_the_undisturbed_run(interruption):
     np.testing.assert_equal(histories[1].history, histories[0].history)
 
 
-def test_tensorboard_goes_on_counting(tmp_path):
+def test_tensorboard_resumes_counting(tmp_path):
     def make(name):
         return [known.TensorBoard(tmp_path / name, update_freq=1, write_graph=False)]
 
@@ -168,7 +174,7 @@ def test_swapped_weights_are_known_to_be_swapped():
     swap = known.SwapEMAWeights(swap_on_epoch=True)
     swap._ema_weights_in_model = True
     other = known.SwapEMAWeights(swap_on_epoch=True)
-    callback_state.restore([other], callback_state.state_of([swap]).notes, {})
+    restore_callbacks([other], save_callbacks([swap]).values, {})
     assert other._ema_weights_in_model
 
 
@@ -237,50 +243,50 @@ def test_a_changed_list_is_refused(now, message):
 
 
 def test_a_rank_that_is_new_need_not_have_the_callbacks_of_the_chief():
-    notes = Training([Counter(), known.EarlyStopping("loss")]).run((1, 0)).state()[3]
+    values = Training([Counter(), known.EarlyStopping("loss")]).run((1, 0)).state()[3]
     callbacks = [Counter(), known.History()]
-    callback_state.check(callbacks, notes, all_present=False)
-    callback_state.restore(callbacks, notes, {"callbacks/Counter/0/state/best": np.full(3, 4.0)})
+    check_callbacks(callbacks, values, all_present=False)
+    restore_callbacks(callbacks, values, {"callbacks/Counter/0/state/best": np.full(3, 4.0)})
     assert callbacks[0].seen == BATCHES and callbacks[1].epoch == [0]
     with pytest.raises(ValueError, match="0 of class ReduceLROnPlateau in the checkpoint"):
-        callback_state.check([*callbacks, known.ReduceLROnPlateau()], notes, all_present=False)
+        check_callbacks([*callbacks, known.ReduceLROnPlateau()], values, all_present=False)
 
 
 def test_arrays_are_tensors_of_all_ranks():
     training = Training([known.EarlyStopping("loss", restore_best_weights=True)]).run((1, 0))
-    state = callback_state.state_of(training.callbacks)
+    state = save_callbacks(training.callbacks)
     assert [name.rpartition("/")[0] for name in state.tensors] == ["callbacks/EarlyStopping/0/best_weights"] * 2
 
 
-def test_two_who_restore_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Received: keras\.callbacks\.BackupAndRestore beside"):
-        callback_state.refuse_others([known.History(), known.BackupAndRestore(tmp_path)])
-    callback_state.refuse_others([known.History()])
+def test_backup_and_restore_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"BackupAndRestore cannot be combined with FailureRecovery"):
+        reject_backup_and_restore([known.History(), known.BackupAndRestore(tmp_path)])
+    reject_backup_and_restore([known.History()])
 
 
-def test_callbacks_that_start_anew_are_named():
+def test_callbacks_that_lose_their_state_are_named():
     class Unknown(known.Callback):
         pass
 
     class Declared(known.Callback):
-        remembers_nothing = True
+        is_stateless = True
 
     others = [Counter(), known.CSVLogger("log"), known.TerminateOnNaN(), Declared()]
-    anew = callback_state.without_state([Unknown(), *others, Unknown()])
-    assert [name.rpartition(".")[2] for name in anew] == ["Unknown"]
+    lost = callbacks_without_state([Unknown(), *others, Unknown()])
+    assert [name.rpartition(".")[2] for name in lost] == ["Unknown"]
 
 
 def test_what_a_callback_cannot_save_is_named():
     counter = Counter()
     counter.seen = object()
     with pytest.raises(ValueError, match="'callbacks/Counter/0/state/seen' cannot be saved"):
-        callback_state.state_of([counter])
+        save_callbacks([counter])
 
 
 def test_a_best_value_that_is_a_tensor_comes_back_as_a_number():
     stopping, other = (known.EarlyStopping("loss") for _ in range(2))
     stopping.on_train_begin()
     stopping.best = tf.constant(0.25)
-    state = callback_state.state_of([stopping])
-    callback_state.restore([other], state.notes, state.tensors)
+    state = save_callbacks([stopping])
+    restore_callbacks([other], state.values, state.tensors)
     assert other.best == np.float32(0.25)

@@ -1,4 +1,4 @@
-"""What a copy holds that is made while the next step runs: the values of when it was asked for."""
+"""A copy that is made while the next step runs has the values at the time of the request."""
 
 import keras
 import numpy as np
@@ -27,7 +27,7 @@ def test_a_later_update_does_not_change_it(update, compiled):
     step = UPDATES[update] if compiled is None else tf.function(UPDATES[update], jit_compile=compiled)
     step(variable, tf.constant(1.0))  # sparse updates change how a variable is read from then on
     before = variable.numpy().copy()
-    copied = copies.of("kernel", variable)
+    copied = copies.request("kernel", variable)
     step(variable, tf.constant(2.0))
     step(variable, tf.constant(3.0))
     copies.finish()
@@ -39,13 +39,13 @@ def test_a_later_update_does_not_change_it(update, compiled):
 def test_scalars_and_dtypes(dtype):
     for shape in ((), (0, 3), (2, 3)):
         variable, copies = tf.Variable(tf.cast(tf.fill(shape, 1), dtype)), HostCopies()
-        copied = copies.of("a", variable)
+        copied = copies.request("a", variable)
         copies.finish()
         assert (copied.shape, copied.dtype.name) == (shape, dtype) and np.all(copied == 1)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_training_goes_on_while_it_is_copied(jit_compile):
+def test_a_training_continues_while_it_is_copied(jit_compile):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Embedding(30, 8), keras.layers.Flatten(), keras.layers.Dense(4), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
@@ -54,7 +54,7 @@ def test_a_training_goes_on_while_it_is_copied(jit_compile):
     model.fit(ids, targets, verbose=0)
     variables, copies = model.variables + model.optimizer.variables, HostCopies()
     before = [keras.ops.convert_to_numpy(variable).copy() for variable in variables]
-    copied = [copies.of(str(index), variable.value) for index, variable in enumerate(variables)]
+    copied = [copies.request(str(index), variable.value) for index, variable in enumerate(variables)]
     model.fit(ids, targets, verbose=0)
     copies.finish()
     for variable, value, copy in zip(variables, before, copied, strict=True):
@@ -62,8 +62,8 @@ def test_a_training_goes_on_while_it_is_copied(jit_compile):
     assert not np.array_equal(model.get_weights()[0], before[0])
 
 
-def test_a_variable_of_another_shape_takes_other_memory():
+def test_a_variable_of_another_shape_gets_a_new_array():
     copies = HostCopies()
-    first, second = (copies.of("a", tf.Variable(tf.ones([size]))) for size in (2, 3))
+    first, second = (copies.request("a", tf.Variable(tf.ones([size]))) for size in (2, 3))
     copies.finish()
     assert first.tolist() == [1, 1] and second.tolist() == [1, 1, 1]

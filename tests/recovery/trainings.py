@@ -1,8 +1,8 @@
-"""Trainings that are saved half-way and put into new objects, in this process or, as a program, in a new one.
+"""Trainings that are saved half-way and restored into new objects, in this process or, as a program, in a new one.
 
     python trainings.py FOLDER CASE SETUP [CASE SETUP ...]
 
-goes on with what `write` left in FOLDER/CASE, and writes what came of it to FOLDER/CASE/after.
+resumes from what `write` left in FOLDER/CASE, and writes the result to FOLDER/CASE/after.
 """
 
 import json
@@ -18,11 +18,15 @@ import tensorflow as tf
 from stock_strategy import stock_mirrored
 
 from tfdist.compression import MomentumCorrection, Policy, TopK
-from tfdist.recovery import generators
-from tfdist.recovery.variables import TrainingVariables
+from tfdist.recovery.random_generators import (
+    check_python_and_numpy,
+    python_and_numpy_state,
+    restore_python_and_numpy,
+)
+from tfdist.recovery.training_variables import TrainingVariables
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-HALF, WHOLE = 5, 8
+HALF, END = 5, 8
 FEATURES, CLASSES, ROWS = 6, 3, 12
 SPEC = (tf.TensorSpec([None, FEATURES]), tf.TensorSpec([None], tf.int64))
 CPUS = ["CPU:0", "CPU:1"]
@@ -88,7 +92,7 @@ def compiled(optimizer: Any, *extra: Any, policy: str = "float32") -> keras.Mode
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 CASES: dict[str, Callable[[], keras.Model]] = {
     "average": lambda: compiled(Adam(0.01, use_ema=True, amsgrad=True)),
-    "schedule": lambda: compiled(SGD(keras.optimizers.schedules.CosineDecay(0.1, WHOLE), momentum=0.9)),
+    "schedule": lambda: compiled(SGD(keras.optimizers.schedules.CosineDecay(0.1, END), momentum=0.9)),
     "accumulation": lambda: compiled(Adam(0.01, gradient_accumulation_steps=2)),
     "float16": lambda: compiled(Adam(0.01), policy="mixed_float16"),
     "float16_accumulation": lambda: compiled(Adam(0.01, gradient_accumulation_steps=2), policy="mixed_float16"),
@@ -111,7 +115,7 @@ def made(case: str, setup: str) -> keras.Model:
 
 
 def steps(model: keras.Model, first: int, end: int) -> dict[str, float]:
-    """Training steps, each on data of its own and on draws from the generators of Python and NumPy."""
+    """Training steps, each on different data and on draws from the generators of Python and NumPy."""
     logs = {}
     for step in range(first, end):
         inputs = np.random.default_rng(step).normal(size=(ROWS, FEATURES)) + 0.1 * np.random.normal() + random.random()
@@ -126,33 +130,33 @@ def saved(model: keras.Model) -> State:
     variables = TrainingVariables(model)
     return {
         "shared": variables.shared(),
-        "own": variables.own(),
+        "per_replica": variables.per_replica(),
         "description": variables.description(),
-        "generators": generators.python_and_numpy_state(),
+        "generators": python_and_numpy_state(),
     }
 
 
 def restore(model: keras.Model, state: State) -> None:
     variables = TrainingVariables(model)
     variables.build(SPEC)
-    variables.check(state["shared"], state["own"], state["description"])
-    generators.check(state["generators"])
+    variables.check(state["shared"], state["per_replica"], state["description"])
+    check_python_and_numpy(state["generators"])
     variables.restore_shared(state["shared"], state["description"])
-    variables.restore_own(state["own"], state["description"])
-    variables.restore_metrics(state["own"], state["description"])
-    generators.restore(state["generators"])
+    variables.restore_per_replica(state["per_replica"], state["description"])
+    variables.restore_metrics(state["per_replica"], state["description"])
+    restore_python_and_numpy(state["generators"])
 
 
 def write(state: State, folder: Path) -> None:
     folder.mkdir()
-    for part in ("shared", "own"):
+    for part in ("shared", "per_replica"):
         np.savez(folder / f"{part}.npz", **state[part])
     (folder / "notes.json").write_text(json.dumps([state["description"], state["generators"]], allow_nan=False))
 
 
 def read(folder: Path) -> State:
     description, of_generators = json.loads((folder / "notes.json").read_text())
-    parts = {part: dict(np.load(folder / f"{part}.npz")) for part in ("shared", "own")}
+    parts = {part: dict(np.load(folder / f"{part}.npz")) for part in ("shared", "per_replica")}
     return {**parts, "description": description, "generators": of_generators}
 
 
@@ -176,5 +180,5 @@ if __name__ == "__main__":
         folder = Path(sys.argv[1]) / case
         restarted = made(case, setup)
         restore(restarted, read(folder))
-        steps(restarted, HALF, WHOLE)
+        steps(restarted, HALF, END)
         write(saved(restarted), folder / "after")

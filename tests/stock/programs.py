@@ -73,7 +73,7 @@ def overflow_on_a_replica(strategies: Any) -> Outcome:
 
 
 def overflow_on_a_worker(strategies: Any) -> Outcome:
-    """A loop of the user's own, since stock Keras cannot `fit` on workers."""
+    """A custom loop, since stock Keras cannot `fit` on workers."""
     strategy = strategies.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = classifier()
@@ -100,7 +100,7 @@ def steps_per_execution(strategies: Any) -> Outcome:
 
 
 def two_strategies(strategies: Any) -> Outcome:
-    """Two models of different sizes, each under a strategy of its own, trained in turn."""
+    """Two models of different sizes, each under a separate strategy, trained in turn."""
     networks = classifier, lambda: classifier(lambda: [keras.layers.Dense(8)])
     outcomes = [
         fitted(strategies.MirroredStrategy(DEVICES), lambda: Adam(0.01), model=model, epochs=1) for model in networks
@@ -124,7 +124,7 @@ def last_partial_batch(strategies: Any) -> Outcome:
 
 
 def area_under_curve(strategies: Any) -> Outcome:
-    """What the logs of every batch say of a metric that is no mean over the samples."""
+    """The logs of each batch for a metric that is not a mean over the samples."""
     seen: list[float] = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["auc"]))
     with strategies.MirroredStrategy(DEVICES).scope():

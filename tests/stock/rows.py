@@ -1,4 +1,4 @@
-"""The rows of the table: what fails or is wrong under `tf.distribute` with Keras 3, and is right under tfdist."""
+"""The rows of `docs/compared_with_stock.md`: programs that fail under stock Keras 3 and work under tfdist."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("run_rows.py")
 _LIMIT_SECONDS = 90.0  # without progress
-_WAIT_SECONDS = 10.0  # the same where a program is expected to wait for ever
+_WAIT_SECONDS = 10.0  # the same where a program is expected to wait indefinitely
 _START_TIMEOUT_SECONDS = 5.0
-_AT_ONCE = 3  # some only wait
+_AT_ONCE = 3  # some programs only wait
 
 Result = dict[str, Any]
 
@@ -28,21 +28,21 @@ DIFFERS, WAITS = "differs", "waits"
 
 @dataclass(frozen=True)
 class Row:
-    """A program of `programs.py`, and what is known of it.
+    """A program of `programs.py` and its expected results.
 
     Attributes:
       name: the function's name.
-      program: what it is, for the reader of the table.
-      stock: the fault of stock Keras: `DIFFERS`, `WAITS`, or what the error says.
-      refusal: what tfdist's error says where an error is right; otherwise tfdist equals one process.
+      program: its description in the table.
+      stock: the fault of stock Keras: `DIFFERS`, `WAITS`, or part of its error message.
+      rejection: part of tfdist's error message where an error is right; otherwise tfdist equals one process.
       workers: how many processes run it.
-      peer_missing: whether it runs as a worker whose peer never comes.
+      peer_missing: whether it runs as a worker whose peer never starts.
     """
 
     name: str
     program: str
     stock: str = DIFFERS
-    refusal: str = ""
+    rejection: str = ""
     workers: int = 1
     peer_missing: bool = False
 
@@ -52,9 +52,9 @@ ROWS = (
     Row("all_devices", "2 workers of 2 logical devices each", workers=2),
     Row(
         "missing_peer",
-        "a worker that never comes up",
+        "a worker that never starts",
         WAITS,
-        refusal="no answer from worker 1 at 127.0.0.1",
+        rejection="no answer from worker 1 at 127.0.0.1",
         peer_missing=True,
     ),
     Row("accumulation", "`gradient_accumulation_steps=4`", "merge_call` called while defining a new graph"),
@@ -79,7 +79,7 @@ ROWS = (
         "jit_compile",
         "`jit_compile=True` on CPUs",
         "Trying to access resource",
-        refusal="model.compile(..., jit_compile=False)",
+        rejection="model.compile(..., jit_compile=False)",
     ),
 )
 
@@ -87,8 +87,8 @@ ROWS = (
 def run_rows(rows: Sequence[Row] = ROWS) -> dict[str, dict[str, Result]]:
     """Runs every row under both libraries; returns `{row: {"stock": result, "tfdist": result}}`.
 
-    A result holds the `difference` from one process, or the `error`, or the seconds it `waits`, or how it `ended`.
-    Stock programs have a process of their own each, because one that fails may take it along.
+    A result holds the `difference` from one process, the `error`, the seconds it `waits`, or the exit code (`ended`).
+    Each stock program has its own process, because a failing one may crash it.
     """
     together = [[row for row in rows if row.workers == n and not row.peer_missing] for n in (1, 2)]
     waiting = [[row] for row in rows if row.stock == WAITS]
@@ -130,7 +130,7 @@ def _run(library: str, rows: list[Row], output: Path) -> dict[str, Result]:
                 stopped = time.time() > progress
         finally:
             if process.poll() is None:
-                # The launcher ends its workers; TensorFlow in the middle of waiting does not hear SIGTERM.
+                # The launcher ends its workers; a waiting TensorFlow does not react to SIGTERM.
                 process.terminate() if rows[0].workers > 1 else process.kill()
             process.wait()
     results = json.loads(output.read_text()) if output.exists() else {}
@@ -146,15 +146,15 @@ def _with_a_missing_peer() -> str:
 
 
 def describe(row: Row, library: str, result: Result) -> str:
-    """A few words about a result, for the table."""
+    """The table's cell for a result."""
     if "waits" in result:
         return f"still waits after {result['waits']:g} s"
     if "error" in result:
-        expected = row.stock if library == "stock" else row.refusal
+        expected = row.stock if library == "stock" else row.rejection
         whole = re.sub(r"\x1b\[[0-9;]*m", "", result["error"])
         if not expected or expected not in whole:
             return f"fails: `{_cut(whole.strip().splitlines()[0])}`"
-        return f"{'fails' if library == 'stock' else 'refuses'}: `{_cut(expected)} …`"
+        return f"{'fails' if library == 'stock' else 'rejects'}: `{_cut(expected)} …`"
     if result["shown"]:
         return result["shown"]
     difference = result["difference"]

@@ -1,4 +1,4 @@
-"""Trainings that N workers, and fewer workers with as many more micro-batches, must compute alike."""
+"""Trainings with the same results on N workers and on fewer workers with more micro-batches."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ LABELS = _random.integers(0, CLASSES, size=ROWS).astype("int32")
 
 
 class Own(keras.layers.Layer):
-    """A layer with states of its own, shared over the replicas in three ways."""
+    """A layer with states that are synchronized over the replicas in three ways."""
 
     def build(self, shape):
         self.mean = self.add_weight(shape=(), trainable=False, initializer="zeros", aggregation="mean")
@@ -27,7 +27,7 @@ class Own(keras.layers.Layer):
 
 
 def network(*, own=True):
-    """Dropout, batch normalization and states: all that tells one part of a batch from another."""
+    """Dropout, batch normalization and states: everything that distinguishes parts of a batch."""
     keras.utils.set_random_seed(5)
     return keras.Sequential(
         [
@@ -44,7 +44,7 @@ def network(*, own=True):
 
 
 def plain_network():
-    """Nothing in it tells one part of a batch from another, however the batch is shared out."""
+    """Nothing in it distinguishes parts of a batch, so any split of the batch computes the same."""
     keras.utils.set_random_seed(5)
     layers = keras.layers.Dense(24, activation="tanh"), keras.layers.Dense(CLASSES)
     return keras.Sequential([keras.Input((FEATURES,)), *layers])

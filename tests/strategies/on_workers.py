@@ -1,4 +1,4 @@
-"""What a worker of `test_multi_worker.py` does; every rank writes what it has seen."""
+"""The program of the workers in `test_multi_worker_strategy.py`. Each rank writes its observations."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     seen = {"rank": strategy.rank, "workers": strategy.num_workers, "replicas": strategy.num_replicas_in_sync}
     data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(12)
 
-    # No seed was set: the workers' initial weights and shuffles agree all the same.
+    # No seed is set, and the workers' initial weights and shuffles still agree.
     shuffled = strategy.experimental_distribute_dataset(tf.data.Dataset.range(48).shuffle(48).batch(12))
     own = [local.numpy() for batch in shuffled for local in strategy.experimental_local_results(batch)]
     seen["samples"] = np.concatenate(own).tolist()
@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
         strategy.reduce("SUM", mirrored, axis=None)
         seen["reduced_variable"] = "returned"
     except (AssertionError, ValueError):
-        seen["reduced_variable"] = "refused"
+        seen["reduced_variable"] = "rejected"
     shared = strategy.run(model.test_step, args=((tf.constant(INPUTS), tf.constant(TARGETS)),))["loss"]
     mean, total = (float(strategy.reduce(op, shared, axis=None)) for op in ("MEAN", "SUM"))
     seen["sum_over_mean"] = total / mean

@@ -1,8 +1,8 @@
-"""What a worker of `test_elastic_on_workers.py` does.
+"""The program of the workers in `test_elastic_on_workers.py`.
 
-python on_workers_elastic.py same FOLDER          the programs, as the workers that there are
-python on_workers_elastic.py disturbed FOLDER     a training that goes on with fewer workers, and grows again
-python on_workers_elastic.py uneven FOLDER        the same of a model without dropout and batch statistics
+python on_workers_elastic.py same FOLDER          the programs, on the present workers
+python on_workers_elastic.py disturbed FOLDER     a training that resumes with fewer workers, and later with more
+python on_workers_elastic.py uneven FOLDER        the same for a model without dropout and batch statistics
 """
 
 import json

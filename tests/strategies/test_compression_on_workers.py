@@ -50,7 +50,7 @@ def run(folder, workers, devices=1, restored=()):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By workers and devices; the three workers go on with what the two have saved."""
+    """By workers and devices; the three workers resume with what the two have saved."""
     found = {(2, 1): run(tmp_path_factory.mktemp("two"), 2)}
     saved = [seen["prefix"] for seen in found[2, 1].json]
     found[3, 1] = run(tmp_path_factory.mktemp("three"), 3, restored=saved)

@@ -1,4 +1,4 @@
-"""Fewer workers with more micro-batches compute what all workers compute: through `tfdist run`."""
+"""Fewer workers with more micro-batches compute what all workers compute, under `tfdist run`."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def run(folder, program, *options, workers=2):
     return finished.stderr
 
 
-def assert_alike(ours, theirs, tolerance=TOLERANCE):
+def assert_all_close(ours, theirs, tolerance=TOLERANCE):
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance, err_msg=name)
@@ -73,13 +73,13 @@ def one_worker(cpus, micro_batches):
 def test_one_worker_computes_what_two_do(two_workers, cpus, program):
     one = one_worker(cpus, 2)
     outcome = elastic_programs.flat({program: elastic_programs.PROGRAMS[program](one)})
-    assert_alike(of(outcome, program), of(two_workers, program))
+    assert_all_close(of(outcome, program), of(two_workers, program))
 
 
 @pytest.mark.long
 def test_two_workers_compute_what_four_replicas_do(two_workers, cpus):
     outcome = elastic_programs.flat({"of four": elastic_programs.everything(MirroredStrategy(cpus))})
-    assert_alike(of(outcome, "of four"), of(two_workers, "of four"))
+    assert_all_close(of(outcome, "of four"), of(two_workers, "of four"))
 
 
 def test_the_sum_of_the_micro_batches_is_encoded_and_sent_once(two_workers):
@@ -87,7 +87,7 @@ def test_the_sum_of_the_micro_batches_is_encoded_and_sent_once(two_workers):
     assert len([name for name in whole if name.startswith("residuals")]) >= 1
     assert whole["exchanges/0"] > 0
     # PowerSGD's Gram matrix: see test_compression_on_workers.py.
-    assert_alike(parts, whole, tolerance=1e-3)
+    assert_all_close(parts, whole, tolerance=1e-3)
     assert [parts[f"exchanges/{index}"] for index in range(2)] == [whole[f"exchanges/{index}"] for index in range(2)]
 
 
@@ -110,4 +110,4 @@ def test_a_training_that_shrinks_and_grows_again_ends_as_if_nothing_had_happened
     one, plain = one_worker(cpus, max(micro_batches)), program == "uneven"
     undisturbed = on_workers_elastic.train(one, tmp_path / "undisturbed", plain=plain)
     ours = of(dict(np.load(tmp_path / "disturbed-0.npz")), "training")
-    assert_alike(ours, of(elastic_programs.flat({"training": undisturbed}), "training"))
+    assert_all_close(ours, of(elastic_programs.flat({"training": undisturbed}), "training"))

@@ -1,4 +1,4 @@
-"""A training that goes on with another number of replicas, where the batch does not divide by both."""
+"""A training that resumes with another number of replicas; the batch is not a multiple of both numbers."""
 
 import elastic_programs
 import numpy as np
@@ -21,7 +21,7 @@ def undisturbed(cpus, tmp_path_factory):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 def test_the_batch_of_all_stays_what_it_was(cpus, tmp_path, undisturbed, before, after):
-    """In the midst of an epoch and of an accumulation. Of 16 rows 3 replicas have 6, 5 and 5, and 2 have 8 and 8."""
+    """It resumes within an epoch and an accumulation. Of 16 rows 3 replicas have 6, 5 and 5; 2 have 8 and 8."""
     with pytest.raises(RuntimeError, match="on purpose"):
         train(MirroredStrategy(cpus[:before]), tmp_path, [Fault(5)], **PLAIN)
     ended = elastic_programs.flat({"": train(MirroredStrategy(cpus[:after]), tmp_path, **PLAIN)})

@@ -1,4 +1,4 @@
-"""Runs a script of examples/, by `tfdist run` or as it is."""
+"""Runs a script of `examples/` under `tfdist run` or with Python."""
 
 import os
 import subprocess
@@ -10,20 +10,20 @@ LIMIT_SECONDS = 200
 
 
 def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--workers", "2"), cwd: Path = ROOT) -> str:
-    """What the workers show on standard output, once all have ended with 0.
+    """Runs a script under `tfdist run` and returns its standard output; the exit code must be 0.
 
     Args:
-      script: below `examples`.
-      *arguments: for the script.
-      options: for `tfdist run`.
-      cwd: where.
+        script: path below `examples`.
+        *arguments: arguments of the script.
+        options: options of `tfdist run`.
+        cwd: working directory.
     """
     launcher = ["-m", "tfdist.launch", "run", *options]
     return run_python(*launcher, str(ROOT / "examples" / script), *arguments, cwd=cwd).stdout
 
 
 def run_python(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """What `python *arguments` shows, once it has ended with 0."""
+    """Runs `python *arguments`; the exit code must be 0."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -1,10 +1,10 @@
-"""A clock that only sleeping moves."""
+"""A clock that only `sleep` advances."""
 
 import types
 
 
 def slept_clock(monkeypatch, module):
-    """Puts it in place of `time` in `module`; `during` is called in each sleep, `now` is its time in seconds."""
+    """Replaces `time` in `module`. `during` is called in each sleep; `now` is the time in seconds."""
     clock = types.SimpleNamespace(now=0.0, during=lambda: None)
 
     def sleep(seconds):

@@ -1,8 +1,8 @@
-"""Data sets of tests are not autotuned: TensorFlow's tuning thread misses that its iterator is being freed.
+"""Disables autotuning of datasets in tests: TensorFlow's tuning thread may miss that its iterator is being deleted.
 
-`CancellationManager` runs its callbacks before it says that it is cancelled, so that the thread which such a callback
-wakes may look too early and sleep on, for as long as the iterator has lived, up to 60 s; who frees the iterator waits
-for it. Not rare on two busy cores (TensorFlow 2.21). What is drawn is the same.
+`CancellationManager` runs its callbacks before it marks itself as cancelled. The tuning thread, woken by such a
+callback, may check too early and sleep again for as long as the iterator has lived, up to 60 s, and the deletion of the
+iterator waits for it. This is frequent on two busy cores (TensorFlow 2.21). The data is the same without tuning.
 """
 
 from typing import Any
@@ -18,5 +18,5 @@ def _apply(self: Any) -> Any:
 
 
 def install() -> None:
-    """Makes all iterators of this process without a tuning thread."""
+    """Creates all later iterators of this process without a tuning thread."""
     dataset_ops.DatasetV2._apply_debug_options = _apply

@@ -1,4 +1,4 @@
-"""InstanceKeys: replicas draw equal keys however each has traced, no two collectives share one, and they come again."""
+"""InstanceKeys: replicas draw equal keys however each has traced, no two collectives share a key, keys are reused."""
 
 import pytest
 import tensorflow as tf
@@ -68,7 +68,7 @@ def test_what_has_no_known_shape_has_a_new_key_each_time(replica):
     assert not set(once) & {known for _, known, _ in keys}
 
 
-def test_rounds_of_a_loop_and_branches_draw_anew(replica):
+def test_iterations_of_a_loop_and_branches_draw_new_keys(replica):
     @tf.function
     def loop(rounds):
         keys = tf.TensorArray(tf.int32, rounds)
@@ -88,8 +88,8 @@ def test_rounds_of_a_loop_and_branches_draw_anew(replica):
     assert [inner == -1 for _, inner in rounds] == [False, True, False, True]
 
 
-def test_a_graph_begins_when_all_earlier_collectives_of_the_replica_are_done(replica, token):
-    # A collective writes its token. What reads the token in a graph is put behind it by TensorFlow.
+def test_graph_starts_after_all_earlier_collectives_of_the_replica(replica, token):
+    # A collective writes its token. TensorFlow orders reads of the token in a graph after that.
     @tf.function
     def execute():
         return replica.next(A)
@@ -101,7 +101,7 @@ def test_a_graph_begins_when_all_earlier_collectives_of_the_replica_are_done(rep
 
 
 def ancestors(op):
-    """`op` and all that run before it."""
+    """Returns `op` and all operations that run before it."""
     found, stack = {op.name: op}, [op]
     while stack:
         last = stack.pop()

@@ -1,4 +1,4 @@
-"""Writes in the background, one job at a time, and loses no error."""
+"""Writes checkpoints in a background thread, one at a time, without losing an error."""
 
 import logging
 import threading
@@ -10,27 +10,27 @@ _log = logging.getLogger("tfdist")
 
 
 class BackgroundWriter:
-    """Runs jobs in the background, one at a time. One thread uses it.
+    """Runs jobs in the background, one at a time. Only one thread may submit and wait.
 
-    A job's error is raised by the next `submit` or `wait`, whatever comes first. When the interpreter ends, a job that
-    is running is finished, and an error that nobody has heard of is logged.
+    The next `submit` or `wait` raises the error of a job. At interpreter exit a running job is finished, and an error
+    that was never raised is logged.
 
     Attributes:
-      seconds: how long each job took that has ended, in order.
+        job_seconds: How long each finished job took, in order.
 
     >>> writer, written = BackgroundWriter(), []
     >>> waited_seconds = writer.submit(lambda: written.append(1))
     >>> writer.wait()
-    >>> written, len(writer.seconds), writer.is_busy
+    >>> written, len(writer.job_seconds), writer.is_busy
     ([1], 1, False)
     """
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.job_seconds: list[float] = []
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
-        # Runs when this object or the interpreter ends; the interpreter waits for the threads first.
-        weakref.finalize(self, _log_unheard, self._errors)
+        # Runs when this object is collected or the interpreter exits, which waits for the threads first.
+        weakref.finalize(self, _log_unraised, self._errors)
 
     @property
     def is_busy(self) -> bool:
@@ -38,49 +38,70 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, job: Callable[[], object]) -> float:
-        """Starts a job, after waiting for the one that is running.
+        """Waits for the running job, then starts `job`.
 
         Returns:
-          The seconds it waited.
+            The seconds that the call waited.
 
         Raises:
-          BaseException: what the job before raised. `job` is not started then.
+            BaseException: The error of the previous job. `job` is not started in that case.
         """
         started = time.monotonic()
         self.wait()
         waited_seconds = time.monotonic() - started
-        # No daemon: the interpreter waits for it. A thread a job: none is left that would have to be told to end.
+        # Not a daemon, so that the interpreter waits for it. One thread per job, so that no idle thread must be ended.
         claim = threading.Lock()
         thread = threading.Thread(
-            target=_run, args=(claim, job, self.seconds, self._errors), name="tfdist-checkpoint-writer"
+            target=_run, args=(claim, job, self.job_seconds, self._errors), name="tfdist-checkpoint-writer"
         )
         self._thread = thread
         try:
             thread.start()
-        except BaseException:  # Ctrl-C, too: the thread may run; where it has not begun, it will not
+        except BaseException:  # also Ctrl-C: the thread may run already; if it has not begun, it must not begin
             claim.acquire(blocking=False)
             raise
         return waited_seconds
 
     def wait(self) -> None:
-        """Waits for the job that is running.
+        """Waits for the running job.
 
         Raises:
-          BaseException: what it, or the one before, raised.
+            BaseException: The error of this job or of the previous one.
         """
         self.join()
         if self._errors:
             raise self._errors.pop()
 
     def join(self) -> None:
-        """Waits for the job that is running, in any thread; its error stays for `wait`."""
+        """Waits for the running job. Any thread may call it; the error remains for `wait`."""
         thread = self._thread
-        if thread is not None and thread.is_alive():  # not: given up before it began
+        if thread is not None and thread.is_alive():  # a thread that was interrupted before its start is not alive
             thread.join()
 
+    def drain(self) -> None:
+        """Waits for the running job and logs its error. For a `fit` that has already ended."""
+        try:
+            self.wait()
+        except Exception as error:
+            _log.warning("FailureRecovery: the last save of an earlier `fit` failed: %s", error)
 
-def _run(claim: threading.Lock, job: Callable[[], object], seconds: list[float], errors: list[BaseException]) -> None:
-    if not claim.acquire(blocking=False):  # given up before it began
+
+_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+
+
+def create_writer() -> BackgroundWriter:
+    """Waits for the jobs of all earlier writers, then returns the writer for one `fit`."""
+    for writer in list(_writers):
+        writer.join()  # not `wait`: its `fit` may still run, around this one or in another thread, and raises the error
+    writer = BackgroundWriter()
+    _writers.add(writer)
+    return writer
+
+
+def _run(
+    claim: threading.Lock, job: Callable[[], object], job_seconds: list[float], errors: list[BaseException]
+) -> None:
+    if not claim.acquire(blocking=False):  # interrupted before its start
         return
     started = time.monotonic()
     try:
@@ -88,9 +109,9 @@ def _run(claim: threading.Lock, job: Callable[[], object], seconds: list[float],
     except BaseException as error:
         errors.append(error)
     finally:
-        seconds.append(time.monotonic() - started)
+        job_seconds.append(time.monotonic() - started)
 
 
-def _log_unheard(errors: list[BaseException]) -> None:
+def _log_unraised(errors: list[BaseException]) -> None:
     for error in errors:
         _log.error("A checkpoint could not be written in the background.", exc_info=error)

@@ -1,108 +1,200 @@
-"""A checkpoint that is on the disk and whole."""
+"""Opens, verifies and lists the checkpoints in a directory: complete, corrupt and unfinished ones."""
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from tfdist.checkpoint import container
-from tfdist.checkpoint.errors import BrokenError, reading
-from tfdist.checkpoint.manifest import MANIFEST, SHARED, Manifest, rank_file
-from tfdist.checkpoint.shard import Json, Shard
+from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, file_errors
+from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, Manifest, rank_file
+from tfdist.checkpoint.shard import Json, Shard, read_shard
+from tfdist.utils.atomic_files import REMOVED_PREFIX
 
-PREFIX = "ckpt-"
+CHECKPOINT_PREFIX, UNFINISHED_PREFIX = "ckpt-", ".unfinished-"
+_CHECKPOINT = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{10})")
+_UNFINISHED = re.compile(
+    rf"(?:{re.escape(UNFINISHED_PREFIX)}|{re.escape(REMOVED_PREFIX + CHECKPOINT_PREFIX)})(\d{{10}})-(.+)"
+)
 
 
 def directory_name(sequence: int) -> str:
-    """The name of a checkpoint's directory.
+    """Returns the name of a checkpoint's directory.
 
     >>> directory_name(7)
     'ckpt-0000000007'
     """
-    return f"{PREFIX}{sequence:010d}"
+    return f"{CHECKPOINT_PREFIX}{sequence:010d}"
 
 
 class Checkpoint:
-    """A checkpoint that is whole.
+    """A complete checkpoint.
 
     Attributes:
-      path: its directory.
-      sequence: its number.
-      world: the number of ranks that wrote it.
-      facts: what the writer wanted to be known of it without reading tensors.
-      saved_at: when, in seconds since 1970.
-      size_bytes: the size of its files, without the manifest.
+        path: The directory.
+        sequence: The sequence number.
+        num_ranks: The number of ranks that wrote it.
+        metadata: JSON that the writer stored in the manifest, readable without reading tensors.
+        saved_at: When it was saved, in seconds since 1970.
+        size_bytes: The size of its files without the manifest.
     """
 
-    def __init__(self, path: Path, *, every_byte: bool = True) -> None:
+    def __init__(self, path: Path, *, verify_checksums: bool = True) -> None:
         """Opens a checkpoint.
 
         Args:
-          path: its directory.
-          every_byte: whether all checksums are computed, or only sizes compared.
+            path: The directory.
+            verify_checksums: Whether to compute all checksums, which reads every byte, or only to compare sizes.
 
         Raises:
-          BrokenError: if it is not whole; the message says what is wrong, without its path.
-          OtherFormatError: if another version of tfdist wrote it, in another format.
-          OSError: if this user may not read it, or the file system does not answer.
+            CorruptCheckpointError: If it is corrupt. The message says why, without the path of the checkpoint.
+            OtherFormatError: If another version of tfdist wrote it in another format.
+            OSError: If this user may not read it, or the file system does not respond.
         """
         self.path = path
         self._manifest = _read_manifest(path)
         self.sequence = self._manifest.sequence
-        self.world = self._manifest.world
-        self.facts: Json = self._manifest.facts
+        self.num_ranks = self._manifest.num_ranks
+        self.metadata: Json = self._manifest.metadata
         self.saved_at = self._manifest.saved_at
         self.size_bytes = sum(record.size_bytes for record in self._manifest.files.values())
         if path.name != directory_name(self.sequence):
-            raise BrokenError(f"{MANIFEST} is that of checkpoint {self.sequence}")
-        if set(self._manifest.files) != {SHARED, *map(rank_file, range(self.world))}:
-            raise BrokenError(f"{MANIFEST} does not name the files of {self.world} ranks")
+            raise CorruptCheckpointError(f"{MANIFEST_FILE} is that of checkpoint {self.sequence}")
+        if set(self._manifest.files) != {SHARED_FILE, *map(rank_file, range(self.num_ranks))}:
+            raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
         for name in self._manifest.files:
-            self._check(name, every_byte=every_byte)
+            self._check(name, verify_checksums=verify_checksums)
 
-    def shared(self) -> Shard:
+    def read_shared(self) -> Shard:
         """Reads what is equal on all ranks.
 
         Raises:
-          BrokenError: if the file has changed since this checkpoint was opened, and is not whole any more.
+            CorruptCheckpointError: If the file was damaged after this checkpoint was opened.
         """
-        return self._read(SHARED)
+        return self._read(SHARED_FILE)
 
-    def of_rank(self, rank: int) -> Shard:
+    def read_rank(self, rank: int) -> Shard:
         """Reads what one rank saved.
 
         Raises:
-          ValueError: if there was no such rank.
-          BrokenError: as in `shared`.
+            ValueError: If the checkpoint has no such rank.
+            CorruptCheckpointError: If the file was damaged after this checkpoint was opened.
         """
-        if not 0 <= rank < self.world:
+        if not 0 <= rank < self.num_ranks:
             raise ValueError(
-                f"Checkpoint {self.sequence} has no such rank. Received: {rank}. Expected: 0 to {self.world - 1}, the "
-                "ranks that wrote it."
+                f"Checkpoint {self.sequence} has no such rank. Received: {rank}. Expected: 0 to {self.num_ranks - 1}, "
+                "the ranks that wrote it."
             )
         return self._read(rank_file(rank))
 
     def _read(self, name: str) -> Shard:
-        if not (found := _fingerprint(self.path / name)) or self._verified.get(name) != found:
-            self._check(name, every_byte=True)
-        return container.read(self.path / name)
-
-    def _check(self, name: str, *, every_byte: bool) -> None:
         fingerprint = _fingerprint(self.path / name)
-        self._manifest.files[name].check(self.path / name, every_byte=every_byte)
-        if every_byte:
+        if not fingerprint or self._verified.get(name) != fingerprint:
+            self._check(name, verify_checksums=True)
+        return read_shard(self.path / name)
+
+    def _check(self, name: str, *, verify_checksums: bool) -> None:
+        fingerprint = _fingerprint(self.path / name)
+        self._manifest.files[name].check(self.path / name, verify_checksum=verify_checksums)
+        if verify_checksums:
             self._verified[name] = fingerprint
 
 
+Status = Literal["complete", "corrupt", "other format", "unfinished"]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One entry of a listing.
+
+    Attributes:
+        sequence: The checkpoint's sequence number.
+        path: The directory.
+        status: "complete"; "corrupt"; "other format" if another version of tfdist wrote it; "unfinished" for a save
+            that is in progress or was interrupted, and for an interrupted removal.
+        reason: Why it is not complete, else "".
+        size_bytes: The size of the files that exist.
+        num_ranks: The number of ranks that wrote it; None unless it is complete, like the following two.
+        saved_at: When it was saved, in seconds since 1970.
+        metadata: JSON that the writer stored.
+    """
+
+    sequence: int
+    path: Path
+    status: Status
+    reason: str = ""
+    size_bytes: int = 0
+    num_ranks: int | None = None
+    saved_at: float | None = None
+    metadata: Json | None = None
+
+
+def list_checkpoints(directory: Path) -> dict[int, Path]:
+    """Returns the directories with a final name by sequence number, newest first. A missing `directory` is empty."""
+    found = {int(match[1]): path for path, match in _matching(directory, _CHECKPOINT)}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def list_unfinished(directory: Path) -> list[tuple[int, str, Path]]:
+    """Returns sequence, attempt ("" for a removal) and path of unfinished saves and removals, oldest first."""
+    return sorted(
+        (int(match[1]), match[2] if path.name.startswith(UNFINISHED_PREFIX) else "", path)
+        for path, match in _matching(directory, _UNFINISHED)
+    )
+
+
+def inspect_checkpoint(sequence: int, path: Path, *, verify_checksums: bool) -> CheckpointInfo:
+    """Finds out whether a checkpoint is complete.
+
+    Raises:
+        OSError: If this user may not read it, or the file system does not respond.
+    """
+    size = _size_bytes(path)
+    try:
+        opened = Checkpoint(path, verify_checksums=verify_checksums)
+    except OtherFormatError as error:
+        return CheckpointInfo(sequence, path, "other format", str(error), size)
+    except CorruptCheckpointError as error:
+        return CheckpointInfo(sequence, path, "corrupt", str(error), size)
+    return CheckpointInfo(sequence, path, "complete", "", size, opened.num_ranks, opened.saved_at, opened.metadata)
+
+
+def inspect_unfinished(sequence: int, path: Path) -> CheckpointInfo:
+    """Describes an unfinished save or removal."""
+    is_removal = path.name.startswith(REMOVED_PREFIX)
+    reason = "interrupted removal" if is_removal else "save in progress or interrupted"
+    return CheckpointInfo(sequence, path, "unfinished", reason, _size_bytes(path))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    with file_errors(MANIFEST_FILE):
+        content = (path / MANIFEST_FILE).read_bytes()
+    return Manifest.from_bytes(content)
+
+
 def _fingerprint(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written to; empty if there is none, or none that can be looked at."""
+    """Returns what changes when a file is written to; empty if the file cannot be looked at."""
     try:
         found = os.stat(path)
-    except OSError:  # whoever reads it says why
+    except OSError:  # reading the file raises the error
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _read_manifest(path: Path) -> Manifest:
-    with reading(MANIFEST):
-        content = (path / MANIFEST).read_bytes()
-    return Manifest.from_bytes(content)
+def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    try:
+        matches = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return [(path, match) for path, match in matches if match]
+
+
+def _size_bytes(path: Path) -> int:
+    total = 0
+    for file in [path, *path.rglob("*")]:
+        try:
+            total += file.lstat().st_size if not file.is_dir() else 0
+        except FileNotFoundError:  # removed since it was listed
+            continue
+    return total

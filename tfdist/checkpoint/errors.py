@@ -1,36 +1,36 @@
-"""The errors of checkpoints, and what to do about those of the file system."""
+"""The errors of checkpoints, and the remedies for errors of the file system."""
 
 import contextlib
 import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-# The server of a network file system does not answer, or has been mounted anew.
-_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_PERMITTED = (errno.EROFS, errno.EACCES, errno.EPERM)
+# The server of a network file system does not respond, or was restarted.
+_UNREACHABLE = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message says what to do."""
+    """A checkpoint cannot be written or read. The message contains the remedy."""
 
 
-class BrokenError(CheckpointError):
-    """A checkpoint is not whole: something is missing, or is not what was written."""
+class CorruptCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing or differs from what was written."""
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint was written by another version of tfdist."""
+    """Another version of tfdist wrote the checkpoint in another format."""
 
 
 @contextlib.contextmanager
 def explained(what: str, directory: Path, reassurance: str = "") -> Iterator[None]:
-    """Turns an `OSError` within into a `CheckpointError` that says what to do.
+    """Turns an `OSError` within the context into a `CheckpointError` with a remedy.
 
     Args:
-      what: what could not be done, as a sentence without its full stop.
-      directory: the store's.
-      reassurance: what is said at the end.
+        what: What failed, as a sentence without its full stop.
+        directory: The directory of the store.
+        reassurance: The last sentence of the message.
     """
     try:
         yield
@@ -39,47 +39,45 @@ def explained(what: str, directory: Path, reassurance: str = "") -> Iterator[Non
         raise CheckpointError(message.rstrip()) from error
 
 
-def _remedy(error: OSError) -> str:
-    if error.errno in _FULL:
-        return (
-            "Expected: room for one more checkpoint beside those that are kept. Free some space there (tfdist "
-            "checkpoints DIR --prune KEEP), keep fewer, or save to another disk."
-        )
-    if error.errno in _REFUSED:
-        return (
-            "Expected: a directory in which this user may read and write. Change its permissions, mount it for "
-            "writing, or name another directory."
-        )
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "Expected: a directory, or a path where one can be made. Name another one."
-    if error.errno in (errno.ENOENT, errno.ESTALE):
-        return (
-            "Expected: that nobody else removes files there. Rank 0 does when it gives a save up, and tfdist "
-            "checkpoints --prune does; the error of whoever removed them is the cause. If it was the server that was "
-            "started anew, start the program again."
-        )
-    if error.errno in _AWAY:
-        return "Expected: a file system that answers. Start again when its server does, or name another directory."
-    return (
-        "Expected: a file system that works. Look at its health (dmesg, the server's log), or name another directory."
-    )
-
-
 @contextlib.contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Tells of a file `name` that is missing or damaged by a BrokenError.
+def file_errors(name: str) -> Iterator[None]:
+    """Turns the `OSError` of a missing or damaged file `name` into a `CorruptCheckpointError`.
 
-    A disk that cannot read a file (EIO) has damaged it. A file system that is away has not.
+    A disk that cannot read a file (EIO) has damaged it. An unreachable file system has not.
 
     Raises:
-      BrokenError: as above.
-      OSError: if this user may not read it, or the file system does not answer, which says nothing about the file.
+        CorruptCheckpointError: If the file is missing or damaged.
+        OSError: If this user may not read it or the file system does not respond, which does not show damage.
     """
     try:
         yield
     except FileNotFoundError as error:
-        raise BrokenError(f"{name} is missing") from error
+        raise CorruptCheckpointError(f"{name} is missing") from error
     except OSError as error:
-        if error.errno in _REFUSED + _AWAY:
+        if error.errno in _NOT_PERMITTED + _UNREACHABLE:
             raise
-        raise BrokenError(f"{name} cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"{name} cannot be read: {error}") from error
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in _DISK_FULL:
+        return (
+            "Expected: space for one checkpoint in addition to those that are kept. Free some space (tfdist "
+            "checkpoints DIR --prune KEEP), keep fewer, or save to another disk."
+        )
+    if error.errno in _NOT_PERMITTED:
+        return (
+            "Expected: a directory in which this user may read and write. Change its permissions, mount it for "
+            "writing, or choose another directory."
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return "Expected: a directory, or a path where one can be created. Choose another path."
+    if error.errno in (errno.ENOENT, errno.ESTALE):
+        return (
+            "Expected: that no other process removes files there. Rank 0 does so when its save fails, and so does "
+            "tfdist checkpoints --prune; the error of that process is the cause. If the file server was restarted, "
+            "start the program again."
+        )
+    if error.errno in _UNREACHABLE:
+        return "Expected: a file system that responds. Start again when its server does, or choose another directory."
+    return "Expected: a working file system. Check it (dmesg, the log of the server), or choose another directory."

@@ -1,22 +1,24 @@
-"""The manifest: what belongs to a checkpoint. It is written last, so that it stands for the whole."""
+"""The manifest of a checkpoint: its files with sizes and checksums. It is written last, when all files are on disk."""
 
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from tfdist.checkpoint.errors import BrokenError, OtherFormatError
-from tfdist.checkpoint.file_record import FileRecord
+import xxhash
+
+from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, file_errors
 from tfdist.checkpoint.shard import Json
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-SHARED = "shared.safetensors"
+FORMAT = 3
+MANIFEST_FILE = "manifest.json"
+SHARED_FILE = "shared.safetensors"
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file.
+    """Returns the name of a rank's file.
 
     >>> rank_file(3)
     'rank-3.safetensors'
@@ -25,67 +27,104 @@ def rank_file(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What belongs to a checkpoint.
-
-    The names "format" and "checksum", and how the checksum is made, are the same in all formats: another format can be
-    told from a broken file.
+class FileRecord:
+    """Size and checksum of a file.
 
     Attributes:
-      sequence: the checkpoint's number.
-      attempt: which start of the program wrote it.
-      world: the number of ranks, each of which has a file.
-      saved_at: when, in seconds since 1970.
-      files: the records of `shared.safetensors` and of each rank's file.
-      facts: what the writer wanted to be known without reading tensors.
+        size_bytes: The size.
+        xxh3_128: The XXH3 checksum of the content as 32 hexadecimal digits, as `xxhsum -H2` computes it.
+    """
 
-    >>> manifest = Manifest(7, "a", 1, 0.0, {name: FileRecord(0, "") for name in (SHARED, rank_file(0))}, {"step": 700})
+    size_bytes: int
+    xxh3_128: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Computes the record of a file, which reads every byte."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)
+            return cls(file.tell(), digest.hexdigest())
+
+    def check(self, path: Path, *, verify_checksum: bool) -> None:
+        """Compares a file with this record: its size, or its size and checksum.
+
+        Raises:
+            CorruptCheckpointError: If the file differs or is damaged.
+            OSError: If this user may not read it or the file system does not respond, which does not show damage.
+        """
+        with file_errors(path.name):
+            size = path.stat().st_size
+            if size != self.size_bytes:
+                raise CorruptCheckpointError(
+                    f"{path.name} has {size} bytes, not the {self.size_bytes} that were written"
+                )
+            if verify_checksum and FileRecord.of(path) != self:
+                raise CorruptCheckpointError(f"{path.name} is not what was written: its checksum differs")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    The names "format" and "checksum" and the computation of the checksum are the same in all formats, so that another
+    format is distinguished from a damaged file.
+
+    Attributes:
+        sequence: The checkpoint's sequence number.
+        attempt: Which start of the program wrote it.
+        num_ranks: The number of ranks, each of which has a file.
+        saved_at: When it was saved, in seconds since 1970.
+        files: The records of `shared.safetensors` and of each rank's file.
+        metadata: JSON of the writer, readable without reading tensors.
+
+    >>> files = {name: FileRecord(0, "") for name in (SHARED_FILE, rank_file(0))}
+    >>> manifest = Manifest(7, "a", 1, 0.0, files, {"step": 700})
     >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
     True
     >>> Manifest.from_bytes(manifest.to_bytes().replace(b"700", b"701"))
     Traceback (most recent call last):
-    tfdist.checkpoint.errors.BrokenError: manifest.json is not what was written: its checksum differs
+    tfdist.checkpoint.errors.CorruptCheckpointError: manifest.json is not what was written: its checksum differs
     """
 
     sequence: int
     attempt: str
-    world: int
+    num_ranks: int
     saved_at: float
     files: Mapping[str, FileRecord]
-    facts: Json
+    metadata: Json
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the file `manifest.json`."""
+        """Returns the content of the file."""
         files = {name: asdict(record) for name, record in self.files.items()}
         return _with_checksum(
             {
                 "format": FORMAT,
                 "sequence": self.sequence,
                 "attempt": self.attempt,
-                "world": self.world,
+                "num_ranks": self.num_ranks,
                 "saved_at": self.saved_at,
                 "files": files,
-                "facts": self.facts,
+                "metadata": self.metadata,
             }
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Reads the content of the file `manifest.json`.
+        """Parses the content of the file.
 
         Raises:
-          BrokenError: if a single bit of it is not what was written.
-          OtherFormatError: if it was written by another version of tfdist.
+            CorruptCheckpointError: If a single bit differs from what was written.
+            OtherFormatError: If another version of tfdist wrote it.
         """
-        content = _checked(data)
+        content = _verified(data)
         if content["format"] != FORMAT:
             raise OtherFormatError(
                 "The checkpoint was written by another version of tfdist. Received: format "
-                f"{content['format']}. Expected: format {FORMAT}. Use that version, or name another directory; nothing "
-                "was read or changed."
+                f"{content['format']}. Expected: format {FORMAT}. Use that version, or choose another directory; "
+                "nothing was read or changed."
             )
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
-        fields = {name: content[name] for name in ("sequence", "attempt", "world", "saved_at", "facts")}
+        fields = {name: content[name] for name in ("sequence", "attempt", "num_ranks", "saved_at", "metadata")}
         return cls(files=records, **fields)
 
 
@@ -94,13 +133,13 @@ def _with_checksum(content: dict[str, Any]) -> bytes:
     return json.dumps({**content, "checksum": checksum}, indent=1).encode() + b"\n"
 
 
-def _checked(data: bytes) -> dict[str, Any]:
+def _verified(data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data.decode("ascii"))
         del content["checksum"]
-        # Written again it must be the same, byte for byte: also spaces are what was written.
+        # Serialized again it must be equal byte for byte, including white space.
         if _with_checksum(content) == data:
             return dict(content)
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
-    raise BrokenError(f"{MANIFEST} is not what was written: its checksum differs")
+    raise CorruptCheckpointError(f"{MANIFEST_FILE} is not what was written: its checksum differs")

@@ -1,21 +1,25 @@
-"""Which processes train together, as TF_CONFIG, Slurm or Kubernetes describe it. Standard library only.
+"""The cluster that TF_CONFIG, Slurm or Kubernetes describe. Imports only the standard library.
 
 >>> from tfdist import cluster
 >>> cluster.detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script, not a step
 True
 """
 
+from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
 from tfdist.cluster.detect import detect
-from tfdist.cluster.hostlist import expand_hostlist, expand_tasks_per_node
+from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
+from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
-from tfdist.cluster.rendezvous import wait_for_peers, why_unreachable
-from tfdist.cluster.slurm import from_slurm, is_slurm_step
-from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.slurm import expand_hostlist, expand_tasks_per_node, from_slurm, is_slurm_step
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
+from tfdist.cluster.wait_for_peers import wait_for_peers, why_unreachable
 
 __all__ = [
+    "LOST_RUN_EXIT_CODE",
+    "PREEMPTED_EXIT_CODE",
     "ClusterConfig",
     "ClusterSpec",
+    "Heartbeat",
     "Task",
     "detect",
     "expand_hostlist",

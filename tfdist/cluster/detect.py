@@ -1,25 +1,25 @@
-"""Which cluster, if any, the environment describes."""
+"""Detects the cluster that the environment describes."""
 
 import os
 from collections.abc import Mapping
 
+from tfdist.cluster.cluster_spec import ClusterConfig
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
 from tfdist.cluster.slurm import from_slurm, is_slurm_step
-from tfdist.cluster.spec import ClusterConfig
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
 
 
 def detect(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
-    """Returns the cluster that the environment describes, or None where it describes none.
+    """Returns the cluster that the environment describes, or None if it describes none.
 
-    `TF_CONFIG` comes first, then a Slurm step of more than one task, then Kubernetes where `TFDIST_NUM_WORKERS` or
-    `TFDIST_SERVICE` is set.
+    It looks for `TF_CONFIG` first, then for a Slurm step of more than one task, then for Kubernetes, where
+    `TFDIST_NUM_WORKERS` or `TFDIST_SERVICE` is set.
 
     Args:
         environ: The environment. Defaults to `os.environ`.
 
     Raises:
-        ValueError: If a description is there, but wrong or incomplete.
+        ValueError: If a description is wrong or incomplete.
 
     >>> detect({}) is None
     True

@@ -1,13 +1,13 @@
-"""The exit codes to which `tfdist` gives a meaning of their own."""
+"""Exit codes with a meaning for schedulers."""
 
 PREEMPTED_EXIT_CODE = 75
-"""The code of a worker, and of `tfdist run`, that was told to leave, saved and left: start it again and it goes on.
+"""A worker, or `tfdist run`, was preempted and has saved: start it again to resume.
 
-It is EX_TEMPFAIL of sysexits.h, which no shell, Python or TensorFlow uses for anything else.
+EX_TEMPFAIL of sysexits.h. Shells, Python and TensorFlow do not use it.
 """
 
 LOST_RUN_EXIT_CODE = 69
-"""The code of `tfdist run --nodes` on a host that has lost the others: start it again and it joins them again.
+"""`tfdist run --nodes` has lost the connection to the other nodes: start it again to rejoin them.
 
-It is EX_UNAVAILABLE of sysexits.h.
+EX_UNAVAILABLE of sysexits.h.
 """

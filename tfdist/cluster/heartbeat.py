@@ -1,19 +1,19 @@
-"""What a worker tells the supervisor of its host: that it is alive, how far it is, and why it fails.
+"""Heartbeats from a worker to the supervisor of its host: liveness, progress, and the error that ends it.
 
-`tfdist run` gives each worker one end of a pair of datagram sockets and its number in `TFDIST_HEARTBEAT_FD`. A datagram
-is one JSON object with any of these keys:
+`tfdist run` gives each worker one end of a pair of datagram sockets; `TFDIST_HEARTBEAT_FD` is its file descriptor. Each
+datagram is a JSON object with any of these keys:
 
 | key          | value                                                                                                 |
 |--------------|-------------------------------------------------------------------------------------------------------|
-| `alive`      | true; false when the process is leaving: from then on its silence means nothing                       |
-| `fit`        | which training of its process this is; without it the first. What follows is counted anew in each     |
-| `step`       | the number of training steps done                                                                     |
-| `saved`      | the sequence number of the newest whole checkpoint                                                    |
-| `saved_step` | the number of training steps that it holds                                                            |
+| `alive`      | true; false when the process exits: silence has no meaning after that                                 |
+| `fit`        | number of the `fit` in its process, 1 if missing. The following keys start again in each `fit`        |
+| `step`       | number of completed training steps                                                                    |
+| `saved`      | sequence number of the newest complete checkpoint                                                     |
+| `saved_step` | number of training steps in that checkpoint                                                           |
 | `ready`      | true once everything is restored and training begins                                                  |
-| `phase`      | what it does instead of training steps, such as "validation"; while this is set no step is expected   |
-| `batch`      | the number of batches done in this phase, where these are expected in place of steps                  |
-| `error`      | the exception that nobody caught: {"type": "ValueError", "message": "…"}                              |
+| `phase`      | activity in place of training steps, such as "validation"; no step is expected while it is set        |
+| `batch`      | number of completed batches in this phase, if batches are expected in place of steps                  |
+| `error`      | the uncaught exception: {"type": "ValueError", "message": "…"}                                        |
 """
 
 import atexit
@@ -30,18 +30,18 @@ from typing import Any, ClassVar
 VARIABLE = "TFDIST_HEARTBEAT_FD"
 INTERVAL_SECONDS = 0.25
 
-_STEP_INTERVAL_SECONDS = 0.05  # steps may be shorter than what it is worth to tell of each
+_STEP_INTERVAL_SECONDS = 0.05  # limits the rate of messages for short steps
 _MAX_MESSAGE = 2000
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class Heartbeat:
-    """The worker's end. Nothing here waits, and nothing raises once the supervisor is gone.
+    """The worker's end of the socket pair. Its methods never block, and do not raise after the supervisor has exited.
 
-    Every datagram carries all that is known, so that one the supervisor had no room for is not missed.
+    Every datagram contains the complete state, so that a dropped one does no harm.
 
     Args:
-        fd: An AF_UNIX datagram socket. It is duplicated, and stays the caller's.
+        fd: File descriptor of an AF_UNIX datagram socket. It is duplicated; the caller closes the original.
 
     >>> supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     >>> heartbeat = Heartbeat(worker.fileno())
@@ -52,26 +52,26 @@ class Heartbeat:
     (None, None, None)
     """
 
-    _beating: ClassVar["Heartbeat | None"] = None
-    _fits: ClassVar[int] = 0  # those that have begun in this process
+    _active: ClassVar["Heartbeat | None"] = None
+    _fits: ClassVar[int] = 0  # started in this process
 
     def __init__(self, fd: int) -> None:
-        own = os.dup(fd)
+        duplicate = os.dup(fd)
         try:
-            self._socket = socket.socket(fileno=own)
+            self._socket = socket.socket(fileno=duplicate)
         except OSError:
-            os.close(own)
+            os.close(duplicate)
             raise
-        self._pid = os.getpid()  # a fork of the worker must not speak for it
+        self._pid = os.getpid()  # a forked child must not send for the worker
         self._fit = 1
         self._step: int | None = None
-        self._saved: tuple[int, int] | None = None  # set at once: the thread that beats reads both
+        self._saved: tuple[int, int] | None = None  # one assignment: the sending thread reads both
         self._ready = False
-        self._phase: tuple[str, int | None] | None = None  # and its batches; set at once, too
+        self._phase: tuple[str, int | None] | None = None  # name and batches; one assignment, too
         self._error: Mapping[str, str] | None = None
         self._next_step_at = 0.0
         self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._stopped = threading.Event()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Heartbeat | None":
@@ -88,7 +88,7 @@ class Heartbeat:
             return None
         try:
             heartbeat = cls(int(number))
-        except (OSError, OverflowError):  # a process started by the worker, which got the variable but not the socket
+        except (OSError, OverflowError):  # a child of the worker inherits the variable, not the socket
             return None
         if (heartbeat._socket.family, heartbeat._socket.type) != (socket.AF_UNIX, socket.SOCK_DGRAM):
             heartbeat.close()
@@ -96,106 +96,108 @@ class Heartbeat:
         return heartbeat
 
     def start(self) -> None:
-        """Begins to beat every 0.25 s until the process ends, and to tell of an exception that nobody catches.
+        """Starts sending every 0.25 s until the process exits, and reports an uncaught exception.
 
-        From now on silence counts as a frozen process. One heartbeat beats in a process: that of an earlier training
-        stops here. A program that is started again comes to the same training by as many starts, so that the number
-        of a training and that of a step tell together how far it is.
+        From now on the supervisor takes silence for a frozen process. A process has one active heartbeat: this stops
+        the one of an earlier training. A restarted program reaches the same training after the same number of calls,
+        so that the numbers of `fit` and `step` together are its progress.
         """
         if self._thread is not None:
             return
-        if Heartbeat._beating is not None:
-            Heartbeat._beating._stop(is_process_leaving=False)
-        Heartbeat._beating = self
+        if Heartbeat._active is not None:
+            Heartbeat._active._stop(process_exits=False)
+        Heartbeat._active = self
         Heartbeat._fits += 1
         self._fit = Heartbeat._fits
         self._hook = sys.excepthook
-        sys.excepthook = self._tell_of
-        self._thread = threading.Thread(target=self._beat, name="tfdist-heartbeat", daemon=True)
+        sys.excepthook = self._report_uncaught
+        self._thread = threading.Thread(target=self._send_repeatedly, name="tfdist-heartbeat", daemon=True)
         self._thread.start()
-        # Registered late, so run early: what TensorFlow tears down after it may take long and hold the GIL.
+        # Registered late, so that it runs before TensorFlow's teardown, which may take long and hold the GIL.
         atexit.register(self.close)
 
     def step(self, number: int) -> None:
-        """Tells that a training step is done. It ends a phase.
+        """Reports a completed training step, which ends a phase.
 
         Args:
-            number: The steps done so far, counted over the whole training.
+            number: Steps completed so far in this training.
         """
         self._step, self._phase = int(number), None
-        self._send_now_and_then()
+        self._send_at_limited_rate()
 
     def saved(self, sequence: int, step: int) -> None:
-        """Tells that a checkpoint is whole. It may be called by any thread.
+        """Reports a complete checkpoint. Any thread may call this.
 
         Args:
-            sequence: Its sequence number.
-            step: The training steps that it holds.
+            sequence: Sequence number of the checkpoint.
+            step: Number of training steps in it.
         """
         self._saved = int(sequence), int(step)
         self._send()
 
     def ready(self) -> None:
-        """Tells that everything is restored and training begins."""
+        """Reports that everything is restored and training begins."""
         self._ready = True
         self._send()
 
     def phase(self, name: str) -> None:
-        """Tells that until the next `step` no step is to be expected.
+        """Reports that no step is expected until the next call of `step`.
 
         Args:
-            name: What happens instead, for example "validation", or "finished" at the end of training.
+            name: The activity, such as "validation", or "finished" at the end of training.
         """
         self._phase = name, None
         self._send()
 
     def batch(self, number: int) -> None:
-        """Tells of the batches of the present phase: from now on more are expected. Without a phase it does nothing.
+        """Reports a completed batch of the current phase. More batches are expected from now on.
+
+        Without a phase this does nothing.
 
         Args:
-            number: Those that are done, counted in this phase.
+            number: Batches completed so far in this phase.
         """
         if self._phase is not None:
             self._phase = self._phase[0], int(number)
-            self._send_now_and_then()
+            self._send_at_limited_rate()
 
     def error(self, error: BaseException) -> None:
-        """Tells of the exception that ends this process."""
+        """Reports the exception that ends this process."""
         self._error = {"type": type(error).__qualname__, "message": str(error)[:_MAX_MESSAGE]}
         self._send()
 
     def close(self) -> None:
-        """Says that the process is leaving, where it had begun to beat, and beats no more."""
-        self._stop(is_process_leaving=True)
+        """Stops sending. A started heartbeat reports that the process exits."""
+        self._stop(process_exits=True)
 
-    def _stop(self, *, is_process_leaving: bool) -> None:
-        if self._is_over.is_set():
+    def _stop(self, *, process_exits: bool) -> None:
+        if self._stopped.is_set():
             return
-        self._is_over.set()
+        self._stopped.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=1.0)
             self._restore_hooks()
-            if is_process_leaving:
+            if process_exits:
                 self._send(alive=False)
         self._socket.close()
 
     def _restore_hooks(self) -> None:
-        if sys.excepthook == self._tell_of:
+        if sys.excepthook == self._report_uncaught:
             sys.excepthook = self._hook
         atexit.unregister(self.close)
-        if Heartbeat._beating is self:
-            Heartbeat._beating = None
+        if Heartbeat._active is self:
+            Heartbeat._active = None
 
-    def _beat(self) -> None:
-        while not self._is_over.is_set():
+    def _send_repeatedly(self) -> None:
+        while not self._stopped.is_set():
             self._send()
-            self._is_over.wait(INTERVAL_SECONDS)
+            self._stopped.wait(INTERVAL_SECONDS)
 
-    def _tell_of(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.error(error)
         self._hook(kind, error, trace)
 
-    def _send_now_and_then(self) -> None:
+    def _send_at_limited_rate(self) -> None:
         now = time.monotonic()
         if now >= self._next_step_at:
             self._next_step_at = now + _STEP_INTERVAL_SECONDS
@@ -204,7 +206,7 @@ class Heartbeat:
     def _send(self, *, alive: bool = True) -> None:
         if os.getpid() != self._pid:
             return
-        known: dict[str, Any] = {"alive": alive}
+        message: dict[str, Any] = {"alive": alive}
         saved, saved_step = self._saved or (None, None)
         phase, batch = self._phase or (None, None)
         optional = {
@@ -216,10 +218,10 @@ class Heartbeat:
             "batch": batch,
             "error": self._error,
         }
-        known.update({key: value for key, value in optional.items() if value is not None})
+        message.update({key: value for key, value in optional.items() if value is not None})
         if self._ready:
-            known["ready"] = True
+            message["ready"] = True
         try:
-            self._socket.send(json.dumps(known).encode(), _FLAGS)
-        except OSError:  # the supervisor is gone, or slower than this worker: the next datagram says the same
+            self._socket.send(json.dumps(message).encode(), _FLAGS)
+        except OSError:  # the supervisor has exited or its buffer is full: the next datagram has the same content
             pass

@@ -1,22 +1,23 @@
-"""Pods of an Indexed Job or of a StatefulSet behind a headless service.
+"""The cluster of the pods of an Indexed Job or a StatefulSet behind a headless service.
 
 | variable              | meaning                                                                            |
 |-----------------------|------------------------------------------------------------------------------------|
 | `TFDIST_NUM_WORKERS`  | number of pods (`completions` of the Job, `replicas` of the StatefulSet)           |
 | `TFDIST_SERVICE`      | name of the headless service, the pods' `subdomain`                                |
 | `TFDIST_PORT`         | port of every worker, 2222 if not set                                              |
-| `TFDIST_JOB_NAME`     | name before the index in the pods' host names; taken from `HOSTNAME` if not set    |
-| `JOB_COMPLETION_INDEX`| set by Kubernetes in an Indexed Job; elsewhere the index is the end of `HOSTNAME`  |
+| `TFDIST_JOB_NAME`     | part of the pods' host names before the index; from `HOSTNAME` if not set          |
+| `JOB_COMPLETION_INDEX`| index, set by Kubernetes in an Indexed Job; otherwise the end of `HOSTNAME`        |
 
-A pod's address is `<name>-<index>.<service>:<port>`. The first two variables say that a cluster is meant.
+A pod's address is `<name>-<index>.<service>:<port>`. A cluster is described if one of the
+first two variables is set.
 """
 
 import os
 import re
 from collections.abc import Mapping
 
-from tfdist.cluster.environment import integer, optional_integer, required
-from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.environment_variables import integer_variable, optional_integer_variable, required_variable
 
 DEFAULT_PORT = 2222
 _HOSTNAME = re.compile(r"(?P<name>[^.]+)-(?P<index>\d+)(?:\..*)?")
@@ -27,7 +28,7 @@ _REMEDY = (
 
 
 def is_kubernetes_cluster(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether one of the two variables that describe a cluster of pods is set."""
+    """Whether `TFDIST_NUM_WORKERS` or `TFDIST_SERVICE` is set."""
     environ = os.environ if environ is None else environ
     return any(environ.get(name, "").strip() for name in ("TFDIST_NUM_WORKERS", "TFDIST_SERVICE"))
 
@@ -48,14 +49,14 @@ def from_kubernetes(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     1
     """
     environ = os.environ if environ is None else environ
-    num_workers = integer(environ, "TFDIST_NUM_WORKERS", remedy=_REMEDY)
+    num_workers = integer_variable(environ, "TFDIST_NUM_WORKERS", remedy=_REMEDY)
     if num_workers < 1:
         raise ValueError(
             f"A cluster needs at least one worker. Received: TFDIST_NUM_WORKERS={num_workers}. Expected: the number "
             f"of pods. {_REMEDY}"
         )
-    service = required(environ, "TFDIST_SERVICE", remedy=_REMEDY)
-    port = optional_integer(environ, "TFDIST_PORT", remedy="Set it to the port of every worker, or unset it.")
+    service = required_variable(environ, "TFDIST_SERVICE", remedy=_REMEDY)
+    port = optional_integer_variable(environ, "TFDIST_PORT", remedy="Set it to the port of every worker, or unset it.")
     name, index = _identity(environ)
     if index >= num_workers:
         raise ValueError(
@@ -69,7 +70,7 @@ def from_kubernetes(environ: Mapping[str, str] | None = None) -> ClusterConfig:
 
 def _identity(environ: Mapping[str, str]) -> tuple[str, int]:
     name = environ.get("TFDIST_JOB_NAME", "").strip()
-    index = optional_integer(environ, "JOB_COMPLETION_INDEX", remedy="It is set by Kubernetes in an Indexed Job.")
+    index = optional_integer_variable(environ, "JOB_COMPLETION_INDEX", remedy="Kubernetes sets it in an Indexed Job.")
     if name and index is not None:
         return name, index
     hostname = environ.get("HOSTNAME", "").strip()

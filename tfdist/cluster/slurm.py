@@ -1,26 +1,113 @@
-"""The environment of a Slurm job step: `srun --nodes 2 --ntasks-per-node 4 python train.py`.
+"""The cluster of a Slurm job step, such as `srun --nodes 2 --ntasks-per-node 4 python train.py`.
 
-Every task of the step becomes a worker, ranked by `SLURM_PROCID`. Tasks on one node listen on consecutive ports, from a
-base that is derived from the job and the step, so that jobs that share a node rarely meet; `TFDIST_PORT` sets the base.
+Every task of the step becomes a worker of rank `SLURM_PROCID`. The tasks of a node listen on consecutive ports. The
+first port is derived from the numbers of the job and the step, so that jobs on the same node rarely collide;
+`TFDIST_PORT` sets it.
 """
 
 import os
+import re
 from collections.abc import Mapping
+from itertools import product
 
-from tfdist.cluster.environment import integer, optional_integer, required
-from tfdist.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.environment_variables import integer_variable, optional_integer_variable, required_variable
 
-# Below the ports that Linux hands out by itself (32768 and up), where an outgoing connection might sit already.
+# Below Linux' ephemeral ports (32768 and up), which outgoing connections may occupy.
 _FIRST_PORT = 12_000
 _PORTS_PER_STEP = 128
 _PORT_BLOCKS = 128
+_REMEDY = "Start the script with srun, one task per worker, or describe the cluster in TF_CONFIG."
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
+_HOST = re.compile(r"(?:\[[^\[\]]*\]|[^\[\],])+")
+
+
+def expand_hostlist(text: str) -> tuple[str, ...]:
+    """Expands a Slurm host list.
+
+    Args:
+        text: For example `SLURM_STEP_NODELIST`.
+
+    Returns:
+        The host names in order.
+
+    Raises:
+        ValueError: If the text is malformed.
+
+    >>> expand_hostlist("node[01-03,7],gpu1")
+    ('node01', 'node02', 'node03', 'node7', 'gpu1')
+    >>> expand_hostlist("rack[1-2]n[8-9]-ib")
+    ('rack1n8-ib', 'rack1n9-ib', 'rack2n8-ib', 'rack2n9-ib')
+    """
+    hosts: list[str] = []
+    position = 0
+    while position < len(text) or position == 0:
+        match = _HOST.match(text, position)
+        if match is None:
+            raise _malformed(text)
+        hosts.extend(_expand_host(match[0], text))
+        position = match.end()
+        if position < len(text) and text[position] != ",":
+            raise _malformed(text)
+        if position == len(text) - 1:
+            raise _malformed(text)
+        position += 1
+    return tuple(hosts)
+
+
+def expand_tasks_per_node(text: str) -> tuple[int, ...]:
+    """Expands Slurm's list of task counts per node.
+
+    Args:
+        text: For example `SLURM_STEP_TASKS_PER_NODE`.
+
+    Raises:
+        ValueError: If the text is malformed.
+
+    >>> expand_tasks_per_node("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(
+                f"The task counts per node cannot be parsed. Received: {text!r}. Expected: Slurm's notation, for "
+                "example '2(x3),1'. Start the script with srun."
+            )
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return tuple(counts)
+
+
+def _expand_host(host: str, text: str) -> list[str]:
+    pieces = [_expand_ranges(ranges, text) if name == "" else [name] for ranges, name in _PIECE.findall(host)]
+    return ["".join(combination) for combination in product(*pieces)]
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    names: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise _malformed(text)
+        width = len(match[1])
+        names.extend(str(number).zfill(width) for number in range(int(match[1]), int(match[2] or match[1]) + 1))
+    return names
+
+
+def _malformed(text: str) -> ValueError:
+    return ValueError(
+        f"The host list cannot be parsed. Received: {text!r}. Expected: Slurm's notation, for example "
+        "'node[01-03,7],gpu1'. Start the script with srun, or describe the cluster in TF_CONFIG."
+    )
 
 
 def is_slurm_step(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is one of several tasks that `srun` started.
+    """Whether this process is one of several tasks that `srun` started, not a batch script or a shell.
 
-    A batch script, or a shell in an allocation, is not: only `srun` sets `SLURM_STEP_ID`.
+    Only `srun` sets `SLURM_STEP_ID`.
     """
     environ = os.environ if environ is None else environ
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
@@ -50,8 +137,8 @@ def from_slurm(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     2
     """
     environ = os.environ if environ is None else environ
-    rank = integer(environ, "SLURM_PROCID", remedy=_REMEDY)
-    nodes = expand_hostlist(required(environ, "SLURM_STEP_NODELIST", remedy=_REMEDY))
+    rank = integer_variable(environ, "SLURM_PROCID", remedy=_REMEDY)
+    nodes = expand_hostlist(required_variable(environ, "SLURM_STEP_NODELIST", remedy=_REMEDY))
     counts = _tasks_per_node(environ, nodes)
     placement = _placement(environ, counts)
     if not 0 <= rank < len(placement):
@@ -59,24 +146,21 @@ def from_slurm(environ: Mapping[str, str] | None = None) -> ClusterConfig:
             f"This task's number is not in the Slurm step. Received: SLURM_PROCID={rank} with {len(placement)} tasks. "
             f"Expected: 0 to {len(placement) - 1}. {_REMEDY}"
         )
-    _check_own_place(environ, placement[rank])
+    _check_own_placement(environ, placement[rank])
     base = _port_base(environ)
     addresses = [f"{nodes[node]}:{base + local}" for node, local in placement]
     return ClusterConfig(ClusterSpec({"worker": addresses}), Task("worker", rank), source="Slurm")
 
 
-_REMEDY = "Start the script with srun, one task a worker, or describe the cluster in TF_CONFIG."
-
-
 def _num_tasks(environ: Mapping[str, str]) -> int:
-    # In an interactive step SLURM_NTASKS is the allocation's number; the step's own is 1.
+    # In an interactive step SLURM_NTASKS is the number of the allocation; that of the step is 1.
     name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    return integer(environ, name, remedy=_REMEDY)
+    return integer_variable(environ, name, remedy=_REMEDY)
 
 
 def _tasks_per_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> tuple[int, ...]:
     name = "SLURM_STEP_TASKS_PER_NODE" if environ.get("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    text = required(environ, name, remedy=_REMEDY)
+    text = required_variable(environ, name, remedy=_REMEDY)
     counts = expand_tasks_per_node(text)
     expected = _num_tasks(environ)
     if len(counts) != len(nodes) or sum(counts) != expected:
@@ -89,36 +173,38 @@ def _tasks_per_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> tuple
 
 
 def _placement(environ: Mapping[str, str], counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns the node's position and the position on that node of each rank."""
+    """Returns the index of the node, and the index on that node, of each rank."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
     kind = distribution.replace(",", ":").split(":")[0].strip() or "block"
-    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    placement = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if kind in ("block", "*"):
-        return places
+        return placement
     if kind == "cyclic":
-        return sorted(places, key=lambda place: (place[1], place[0]))
+        return sorted(placement, key=lambda task: (task[1], task[0]))
     raise ValueError(
-        f"The Slurm step distributes its tasks in a way that is not supported. Received: "
+        f"The task distribution of the Slurm step is not supported. Received: "
         f"SLURM_DISTRIBUTION={distribution!r}. Expected: block or cyclic. Start it with srun --distribution=block, or "
         "describe the cluster in TF_CONFIG."
     )
 
 
-def _check_own_place(environ: Mapping[str, str], place: tuple[int, int]) -> None:
-    told = tuple(optional_integer(environ, name, remedy=_REMEDY) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    if None not in told and told != place:
+def _check_own_placement(environ: Mapping[str, str], placement: tuple[int, int]) -> None:
+    names = ("SLURM_NODEID", "SLURM_LOCALID")
+    received = tuple(optional_integer_variable(environ, name, remedy=_REMEDY) for name in names)
+    if None not in received and received != placement:
         raise ValueError(
-            f"The Slurm step placed this task elsewhere than its distribution says. Received: SLURM_NODEID={told[0]}, "
-            f"SLURM_LOCALID={told[1]}. Expected: SLURM_NODEID={place[0]}, SLURM_LOCALID={place[1]} for "
-            f"SLURM_PROCID={environ['SLURM_PROCID']}. Start it with srun --distribution=block, or describe the cluster "
-            "in TF_CONFIG."
+            "The placement of this task differs from the distribution of the Slurm step. Received: "
+            f"SLURM_NODEID={received[0]}, SLURM_LOCALID={received[1]}. Expected: SLURM_NODEID={placement[0]}, "
+            f"SLURM_LOCALID={placement[1]} for SLURM_PROCID={environ['SLURM_PROCID']}. Start it with "
+            "srun --distribution=block, or describe the cluster in TF_CONFIG."
         )
 
 
 def _port_base(environ: Mapping[str, str]) -> int:
-    chosen = optional_integer(environ, "TFDIST_PORT", remedy="Set it to a port free on every node, or unset it.")
+    remedy = "Set it to a port that is free on every node, or unset it."
+    chosen = optional_integer_variable(environ, "TFDIST_PORT", remedy=remedy)
     if chosen is not None:
         return chosen
-    job = integer(environ, "SLURM_JOB_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
-    step = integer(environ, "SLURM_STEP_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
+    job = integer_variable(environ, "SLURM_JOB_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
+    step = integer_variable(environ, "SLURM_STEP_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
     return _FIRST_PORT + _PORTS_PER_STEP * ((job + step) % _PORT_BLOCKS)

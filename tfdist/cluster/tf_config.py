@@ -1,7 +1,7 @@
-"""The environment variable `TF_CONFIG`, read strictly.
+"""Reads and checks the environment variable `TF_CONFIG`.
 
-TensorFlow reads `TF_CONFIG` itself, but finds most mistakes late or never: a wrong index or a shared address shows as
-an endless wait for a peer. Here each mistake is an error that names it.
+TensorFlow reads `TF_CONFIG`, too, but detects most mistakes late or never: with a wrong index or a shared address it
+waits forever for a peer. Here each mistake raises an error that names it.
 """
 
 import json
@@ -9,21 +9,21 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.cluster.spec import ClusterConfig, ClusterSpec, Task
+from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
 def has_tf_config(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `TF_CONFIG` is set to anything but blanks."""
+    """Whether `TF_CONFIG` is set and not blank."""
     return bool((os.environ if environ is None else environ).get(VARIABLE, "").strip())
 
 
 def from_tf_config(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     """Reads and checks `TF_CONFIG`.
 
-    Keys other than `cluster` and `task` are tolerated: some platforms add their own.
+    Keys other than `cluster` and `task` are ignored: some platforms add keys.
 
     Args:
         environ: The environment. Defaults to `os.environ`.
@@ -32,8 +32,7 @@ def from_tf_config(environ: Mapping[str, str] | None = None) -> ClusterConfig:
         The cluster and the task of this process.
 
     Raises:
-        ValueError: If the variable is not set, or anything in it is wrong. The message says what, what was expected,
-            and the remedy.
+        ValueError: If the variable is not set, or its content is wrong.
 
     >>> config = from_tf_config({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]},'
     ...                                       ' "task": {"type": "worker", "index": 0}}'})

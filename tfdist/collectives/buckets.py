@@ -1,4 +1,4 @@
-"""Buckets: gradients that travel together, in the order in which backpropagation makes them."""
+"""Buckets: gradients that are sent together, in the order in which backpropagation computes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-_FIRST_BUCKET_BYTES = 2**20  # so that the link has work while most of backpropagation is still to come
+_FIRST_BUCKET_BYTES = 2**20  # Small, so that the link is used early in backpropagation.
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The positions, in the caller's list, of the tensors of one bucket; all have one dtype."""
+    """The positions, in the caller's list, of the tensors of one bucket, which have one dtype."""
 
     positions: tuple[int, ...]
 
@@ -19,18 +19,18 @@ class Bucket:
 def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[Bucket]:
     """Distributes `tensors` over buckets in reverse order.
 
-    Gradients come in the order of the variables, so the last layer's come last; backpropagation makes them first.
-    Filled from the end, the first bucket is complete while the gradients of the first layers are still computed, and
-    can be sent meanwhile (Li et al. 2020, "PyTorch Distributed", section 3.2). A tensor is never split: a bucket is
-    closed as soon as it holds `bucket_bytes` or more, the first one at 1 MiB. Tensors of several dtypes fill separate
-    buckets. A tensor whose shape is not known when the function is traced has a bucket to itself.
+    Gradients are in the order of the variables, so the last layer's are at the end; backpropagation computes them
+    first. Filled from the end, the first bucket is complete, and can be sent, while the gradients of the first layers
+    are still computed (Li et al. 2020, "PyTorch Distributed", section 3.2). A tensor is never split: a bucket is
+    closed as soon as it holds `bucket_bytes` or more, the first one at 1 MiB. Tensors of different dtypes
+    fill separate buckets. A tensor whose shape is unknown when the function is traced has a separate bucket.
 
     Args:
-      tensors: dense tensors of any shape and dtype.
-      bucket_bytes: size from which a bucket is closed, in bytes; 0 puts all tensors of a dtype into one bucket.
+        tensors: Dense tensors of any shape and dtype.
+        bucket_bytes: Size from which a bucket is closed, in bytes; 0 puts all tensors of a dtype into one bucket.
 
     Returns:
-      The buckets in the order in which they should be sent.
+        The buckets in the order in which they should be sent.
 
     >>> import tensorflow as tf
     >>> gradients = [tf.zeros([4]), tf.zeros([2]), tf.zeros([1], tf.float16), tf.zeros([2])]

@@ -1,4 +1,4 @@
-"""How gradients are made smaller before they travel: methods, error feedback, and the policy that chooses.
+"""Compression of gradients: methods, error feedback, and the policy that chooses a method for each variable.
 
 >>> from tfdist.compression import Policy, PowerSGD, TopK
 >>> from tfdist.strategies import MirroredStrategy
@@ -7,17 +7,17 @@
 >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"], compression=Policy("powersgd:4", dense_steps=100))
 """
 
-from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.compression.cast import Cast
 from tfdist.compression.compressor import Compressor, Reduced
 from tfdist.compression.dense import Dense
 from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.group import Group
-from tfdist.compression.low_rank import PowerSGD
-from tfdist.compression.momentum import MomentumCorrection
-from tfdist.compression.names import compressor_named
+from tfdist.compression.momentum_correction import MomentumCorrection
 from tfdist.compression.policy import Policy
+from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.quantization import Quantize
+from tfdist.compression.registry import get
+from tfdist.compression.replica_group import Group
 from tfdist.compression.sign import Sign
 from tfdist.compression.sparsification import RandomK, TopK
 from tfdist.compression.warm_up import WarmUp
@@ -38,5 +38,5 @@ __all__ = [
     "Sign",
     "TopK",
     "WarmUp",
-    "compressor_named",
+    "get",
 ]

@@ -4,19 +4,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.block_compressor import BlockCompressor
 
 _LARGEST_FLOAT16 = 65504.0
 _LARGEST_FLOAT8 = 1.75  # 448 with the exponents of float16
-_SMALLEST = 1e-30  # blocks of smaller values are zero: their scale has no reciprocal in float32
+_SMALLEST = 1e-30  # Blocks of smaller values become zero: their scale has no reciprocal in float32.
 
 
 class Cast(BlockCompressor):
-    """Rounds every value to a shorter floating-point format; sums are formed in float32 and rounded once.
+    """Rounds each value to a shorter floating-point format. Sums are computed in float32 and rounded once.
 
     - `bfloat16`: 2 bytes a value; relative error at most 2^-9; the range of float32.
     - `float16`: 2 bytes; relative error at most 2^-12 between 6e-5 and 65504. Larger values become 65504 and smaller
-      ones lose digits, so that error feedback is on by default.
+      values lose digits, so error feedback is on by default.
     - `float8`: E4M3 (Micikevicius et al. 2022, "FP8 formats for deep learning") with a float32 scale for each block of
       128 values, `max |x| / 448`: 1.03 bytes a value; relative error at most 2^-4 down to 1/28,000 of the largest value
       of a block; error feedback by default.
@@ -28,19 +28,18 @@ class Cast(BlockCompressor):
     """
 
     def __init__(self, dtype: Any = "bfloat16") -> None:
-        """Casts to `dtype`.
+        """Creates a cast to `dtype`.
 
         Args:
-          dtype: "bfloat16", "float16" or "float8", or TensorFlow's dtypes of these names.
+            dtype: "bfloat16", "float16" or "float8", or TensorFlow's dtypes of these names.
 
         Raises:
-          ValueError: another dtype.
+            ValueError: `dtype` is another format.
         """
         name = {"float8_e4m3fn": "float8"}.get(name := getattr(dtype, "name", dtype), name)
         if name not in ("bfloat16", "float16", "float8"):
             raise ValueError(
-                f"Gradients cannot be cast to this format. Received: dtype={dtype!r}. Expected: 'bfloat16', 'float16' "
-                "or 'float8'."
+                f"Invalid `dtype` of a cast. Received: dtype={dtype!r}. Expected: 'bfloat16', 'float16' or 'float8'."
             )
         self.dtype = name
 
@@ -60,7 +59,7 @@ class Cast(BlockCompressor):
         if self.dtype == "bfloat16":
             return tf.bitcast(tf.cast(blocks, tf.bfloat16), tf.int32)[:, tf.newaxis]
         if self.dtype == "float16":
-            # Finite values saturate; the difference of a value and itself hands NaN and Inf on, as NaN.
+            # Finite values saturate. The difference of a value and itself is 0, or NaN for NaN and Inf.
             saturated = tf.clip_by_value(blocks, -_LARGEST_FLOAT16, _LARGEST_FLOAT16) + (blocks - blocks)
             return tf.bitcast(tf.cast(saturated, tf.float16), tf.int32)[:, tf.newaxis]
         scaled, scales = scale_blocks(blocks, _LARGEST_FLOAT8)
@@ -73,14 +72,14 @@ class Cast(BlockCompressor):
         codes, scales = codes_and_scales(words, tf.uint8)
         return tf.cast(_from_float8(codes), tf.float32) * scales
 
-    def magnitudes(self, words: tf.Tensor) -> tf.Tensor:
+    def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
         return scales_of(words) if self.dtype == "float8" else self.decode_blocks(words)
 
 
 def scale_blocks(blocks: tf.Tensor, largest: float) -> tuple[tf.Tensor, tf.Tensor]:
     """Divides each block by its scale, `[blocks, 1]`, so that its largest magnitude becomes `largest`.
 
-    The scale of a block that holds NaN or Inf is not finite; that of a block of zeros is 0.
+    The scale of a block with NaN or Inf is not finite; that of a block of zeros is 0.
     """
     magnitude = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True)
     usable = magnitude > _SMALLEST
@@ -96,22 +95,22 @@ def words_with_scales(codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
 
 
 def scales_of(words: tf.Tensor) -> tf.Tensor:
-    """The scales that `words_with_scales` has packed, `[blocks, 1]`."""
+    """Returns the scales, `[blocks, 1]`, that `words_with_scales` has packed."""
     return tf.bitcast(words[:, -1:], tf.float32)
 
 
 def codes_and_scales(words: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor]:
-    """What `words_with_scales` has packed, the codes as 8-bit `dtype`."""
+    """Unpacks the result of `words_with_scales`; the codes have the 8-bit `dtype`."""
     codes = tf.reshape(tf.bitcast(words[:, :-1], dtype), [-1, 4 * (words.shape[1] - 1)])
     return codes, scales_of(words)
 
 
 def _to_float8(values: tf.Tensor) -> tf.Tensor:
-    """E4M3 codes, uint8, of `256 * values`.
+    """Encodes `256 * values` as E4M3, uint8.
 
-    E4M3 divided by 256 has the exponents of float16, down to the subnormal numbers, but for the highest bit of its
-    five, which is 0 below 2. So the code is a float16 without that bit and the last seven, rounded to nearest even.
-    (TensorFlow casts to float8 and has no `bitcast` of it.)
+    E4M3 divided by 256 has the exponents of float16, subnormal numbers included, except for the highest of the five
+    bits, which is 0 below 2. So the code is a float16 without that bit and the last seven bits, rounded to nearest
+    even. (TensorFlow casts to float8, but has no `bitcast` for it.)
     """
     bits = tf.bitcast(tf.cast(values, tf.float16), tf.int16)
     magnitude = tf.bitwise.bitwise_and(bits, 0x7FFF)
@@ -122,7 +121,7 @@ def _to_float8(values: tf.Tensor) -> tf.Tensor:
 
 
 def _from_float8(codes: tf.Tensor) -> tf.Tensor:
-    """The float16 values that `_to_float8` has encoded."""
+    """Decodes the result of `_to_float8` to float16."""
     bits = tf.cast(codes, tf.int16)
     magnitude = tf.bitwise.left_shift(tf.bitwise.bitwise_and(bits, 127), 7)
     sign = tf.bitwise.left_shift(tf.bitwise.bitwise_and(bits, 128), 8)

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, all_finite, elements_of
-from tfdist.compression.group import Group
-from tfdist.compression.packing import flatten, unflatten
+from tfdist.compression.compressor import Compressor, Payload, Reduced, State, num_elements
+from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
+from tfdist.compression.replica_group import Group
 
 
 class Dense(Compressor):
-    """Sends gradients as they are: 4 bytes a value, summed exactly.
+    """Sends gradients uncompressed, as float32: 4 bytes for each value.
 
     >>> Dense().payload_bytes((3, 5))
     60
@@ -21,7 +21,7 @@ class Dense(Compressor):
         return True
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * elements_of(shape)
+        return 4 * num_elements(shape)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
         return {"values": gradient}, state
@@ -35,7 +35,7 @@ class Dense(Compressor):
 
 
 def sum_dense(tensors: Sequence[tf.Tensor], group: Group) -> list[tf.Tensor]:
-    """The sums of `tensors` over `group`, by one all-reduce."""
+    """Returns the sums of `tensors` over `group`, with one all-reduce."""
     if not tensors:
         return []
     return unflatten(group.sum(flatten(tensors)), tensors)

@@ -1,22 +1,23 @@
-"""Error feedback: what a method has not delivered is added to the next gradient."""
+"""Error feedback: the residual of a step is added to the next gradient."""
 
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, all_finite, shape_of
-from tfdist.compression.group import Group
+from tfdist.compression.compressor import Compressor, Payload, Reduced, State, static_or_dynamic_shape
+from tfdist.compression.gradient_tensors import all_finite
+from tfdist.compression.replica_group import Group
 
 
 class ErrorFeedback(Compressor):
-    """Adds to each gradient the residual of the steps before, and keeps what `compressor` then does not deliver.
+    """Adds the residual of the previous steps to each gradient, and keeps the part that `compressor` does not send.
 
-    With the residual `e`, a replica delivers `C(g + e)` and keeps `g + e - C(g + e)`. Nothing of a gradient is lost,
-    it comes later; for compressors that shrink the error, SGD then converges as fast as without compression (Stich and
-    Karimireddy 2020, "The error-feedback framework"; Karimireddy et al. 2019). Over all replicas, what has been
-    delivered and the residuals add up to all gradients so far.
+    With the residual `e`, a replica sends `C(g + e)` and keeps `g + e - C(g + e)`. No part of a gradient is lost; some
+    is sent in later steps. With a compressor that shrinks the error, SGD converges as fast as without compression
+    (Stich and Karimireddy 2020, "The error-feedback framework"; Karimireddy et al. 2019). Over all replicas, the sums
+    of all steps and the present residuals add up to all gradients.
 
-    Wraps the methods that need it where nobody asks for anything else; memory: one float32 a value.
+    `Policy` wraps the methods that need error feedback. Memory: one float32 for each value.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -34,10 +35,10 @@ class ErrorFeedback(Compressor):
         return self.compressor.payload_bytes(shape)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
-        residual, inner = take(state, "residual")
+        residual, inner = pop_entry(state, "residual")
         corrected = gradient + residual
         payload, inner = self.compressor.encode(corrected, inner)
-        remainder = corrected - self.compressor.decode(payload, shape_of(corrected))
+        remainder = corrected - self.compressor.decode(payload, static_or_dynamic_shape(corrected))
         finite = all_finite([corrected])
         return payload, {"residual": tf.cond(finite, lambda: remainder, lambda: residual), **inner}
 
@@ -48,16 +49,16 @@ class ErrorFeedback(Compressor):
         corrected, inner_states = list(gradients), list(states)
         for position, state in enumerate(states):
             if state is not None:
-                residual, inner_states[position] = take(state, "residual")
+                residual, inner_states[position] = pop_entry(state, "residual")
                 corrected[position] = gradients[position] + residual
         reduced = self.compressor.reduce(corrected, group, inner_states)
         new_states = [
             {} if state is None else {"residual": remainder, **new_state}
-            for state, remainder, new_state in zip(states, reduced.remainders, reduced.states, strict=True)
+            for state, remainder, new_state in zip(states, reduced.residuals, reduced.states, strict=True)
         ]
         return Reduced(reduced.sums, [tf.zeros_like(g) for g in gradients], new_states, reduced.finite)
 
 
-def take(state: State, name: str) -> tuple[tf.Tensor, State]:
-    """The entry `name` of a state, and the others."""
+def pop_entry(state: State, name: str) -> tuple[tf.Tensor, State]:
+    """Returns the entry `name` of a state, and a state of the other entries."""
     return state[name], {other: value for other, value in state.items() if other != name}

@@ -1,18 +1,19 @@
-"""Which variable is compressed how: rules by path, small tensors dense, dense warm-up, error feedback by default."""
+"""Chooses the compressor of each variable: rules by path, small tensors dense, dense warm-up, error feedback."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.compression.compressor import Compressor, elements_of
+from tfdist.compression.compressor import Compressor, num_elements
 from tfdist.compression.dense import Dense
 from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.momentum import MomentumCorrection
-from tfdist.compression.names import compressor_named
+from tfdist.compression.momentum_correction import MomentumCorrection
+from tfdist.compression.registry import get
 from tfdist.compression.warm_up import WarmUp
+from tfdist.utils.argument_checks import check_whole_number
 
 Rule = Compressor | str | None
 
-_WORTHWHILE = 0.9  # of the dense size; a payload above it is not worth its computation
+_WORTHWHILE = 0.9  # Of the dense size. A larger payload is not worth its computation.
 
 
 class Policy:
@@ -31,23 +32,21 @@ class Policy:
     def __init__(
         self, rules: Rule | Mapping[str, Rule] = None, *, dense_steps: int = 0, dense_below: int = 1024
     ) -> None:
-        """Makes a policy of rules.
+        """Creates a policy from rules.
 
         Args:
-          rules: a compressor, or its name ("bf16", "topk:0.01", "powersgd:4"; `compressor_named` has them all), for all
-            variables; or a mapping from regular expressions to compressors, names, or `None` for no compression. The
-            first expression that is found in a variable's path counts; variables that none is found in stay dense.
-          dense_steps: so many first updates travel uncompressed (`WarmUp`).
-          dense_below: variables of fewer elements stay uncompressed, as do those that a method would not make smaller.
+            rules: A compressor or its name (see `tfdist.compression.get`) for all variables; or a mapping from regular
+                expressions to compressors, names, or `None` for no compression. The first expression that matches a
+                part of a variable's path applies. Variables without a match are not compressed.
+            dense_steps: The number of first updates that are sent uncompressed (`WarmUp`).
+            dense_below: Variables with fewer elements are not compressed, nor are those that a method would not make
+                smaller.
 
         Raises:
-          ValueError: an argument is not what is expected.
+            ValueError: An argument is invalid.
         """
-        if isinstance(dense_below, bool) or not isinstance(dense_below, int) or dense_below < 0:
-            raise ValueError(
-                f"`dense_below` is no number of elements. Received: {dense_below!r}. Expected: a whole number of at "
-                "least 0."
-            )
+        check_whole_number("dense_below", dense_below, at_least=0)
+        check_whole_number("dense_steps", dense_steps, at_least=0)
         if isinstance(rules, Mapping):
             given = dict(rules)
         else:
@@ -58,18 +57,18 @@ class Policy:
 
     @property
     def compresses(self) -> bool:
-        """Whether any variable may be compressed."""
+        """Whether the policy compresses any variable."""
         return any(compressor != self._dense for _, compressor in self._rules)
 
     def compressor_for(self, path: str) -> Compressor:
-        """The compressor of the variable at `path`."""
+        """Returns the compressor of the variable at `path`, whatever its shape."""
         return next((compressor for pattern, compressor in self._rules if pattern.search(path)), self._dense)
 
-    def compressor_of(self, path: str, shape: Sequence[int]) -> tuple[Compressor, bool]:
-        """What reduces the variable at `path`, of `shape`, and whether that needs its state.
+    def resolve(self, path: str, shape: Sequence[int]) -> tuple[Compressor, bool]:
+        """Returns the compressor that reduces the variable at `path`, of `shape`, and whether it needs its state.
 
-        A variable that is not worth compressing travels uncompressed with those that are; but momentum correction,
-        which takes the place of the optimizer's momentum, holds for it too.
+        A variable that is not worth compressing is sent uncompressed, together with those that are. Momentum
+        correction, which replaces the optimizer's momentum, applies to it, too.
         """
         compressor = self.compressor_for(path)
         if self.is_worthwhile(path, shape):
@@ -78,23 +77,16 @@ class Policy:
         return (corrected.uncompressed(), True) if isinstance(corrected, MomentumCorrection) else (compressor, False)
 
     def is_worthwhile(self, path: str, shape: Sequence[int]) -> bool:
-        """Whether the variable at `path`, of `shape`, is compressed; otherwise it travels as it is."""
-        elements = elements_of(shape)
+        """Whether the variable at `path`, of `shape`, is compressed."""
+        elements = num_elements(shape)
         compressor = self.compressor_for(path)
         if compressor == self._dense or elements == 0 or elements < self.dense_below:
             return False
         return compressor.payload_bytes(shape) <= _WORTHWHILE * 4 * elements
 
     def _completed(self, rule: Rule) -> Compressor:
-        """The compressor of a rule, with error feedback where it needs it, and the warm-up."""
-        compressor = compressor_named(rule) if isinstance(rule, str) else rule
-        if compressor is None:
-            return Dense()
-        if not isinstance(compressor, Compressor):
-            raise ValueError(
-                f"This is no compressor. Received: {rule!r}. Expected: a tfdist.compression.Compressor such as "
-                "PowerSGD(rank=4), a name such as 'bf16', or None."
-            )
+        """Returns the compressor of a rule, with error feedback if it needs it, and with the warm-up."""
+        compressor = get(rule)
         if compressor.needs_error_feedback:
             compressor = ErrorFeedback(compressor)
         return WarmUp(compressor, self.dense_steps) if self.dense_steps and compressor != Dense() else compressor
@@ -105,6 +97,6 @@ def _pattern(expression: str) -> re.Pattern[str]:
         return re.compile(expression)
     except (re.error, TypeError) as error:
         raise ValueError(
-            f"A rule's key is no regular expression ({error}). Received: {expression!r}. Expected: an expression to be "
-            "found in a variable's path, such as 'embedding' or '.*'."
+            f"The key of a rule is not a regular expression ({error}). Received: {expression!r}. Expected: an "
+            "expression to search for in a variable's path, such as 'embedding' or '.*'."
         ) from error

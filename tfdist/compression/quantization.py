@@ -2,38 +2,38 @@
 
 import tensorflow as tf
 
-from tfdist.compression.blocks import BlockCompressor
+from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.compression.cast import codes_and_scales, scale_blocks, scales_of, words_with_scales
 
 
 class Quantize(BlockCompressor):
-    """Rounds the values of each block to equidistant levels between the block's extremes.
+    """Rounds the values of each block to equidistant levels.
 
-    With `L = 127` (8 bits) or `7` (4 bits) and the scale `s = max |x| / L` of a block, a value travels as the integer
-    `round(x / s)`. Rounded to the nearest the error is at most `s / 2` a value; error feedback is on by default. With
-    `stochastic=True` it is `floor(x / s + u)` with `u` uniform in [0, 1): unbiased, with an error below `s`, so that
-    no error feedback is needed (Alistarh et al. 2017, "QSGD"; the blocks are its buckets, with the maximum norm).
+    With `L = 127` (8 bits) or `7` (4 bits) and the scale `s = max |x| / L` of a block, a value is sent as the integer
+    `round(x / s)`. The error of a value is at most `s / 2`; error feedback is on by default. With `stochastic=True` the
+    integer is `floor(x / s + u)` with `u` uniform in [0, 1): unbiased, with an error below `s`, so that no error
+    feedback is needed (Alistarh et al. 2017, "QSGD"; the blocks are its buckets, with the maximum norm).
 
-    Payload: 1.016 or 0.516 bytes a value with blocks of 256. Cost: three passes over the values to encode, one to
-    decode; random numbers make encoding several times as costly.
+    Payload: 1.016 or 0.516 bytes for each value with blocks of 256. Cost: three passes over the values to encode, one
+    to decode; random numbers make encoding several times as costly.
 
     >>> Quantize(8).payload_bytes((1024,)), Quantize(4).payload_bytes((1024,))
     (1040, 528)
     """
 
     def __init__(self, bits: int = 8, block_size: int = 256, stochastic: bool = False) -> None:
-        """Quantizes to `bits` bits.
+        """Creates a quantization to `bits` bits.
 
         Args:
-          bits: 8 or 4.
-          block_size: how many values share a scale; a multiple of 8.
-          stochastic: whether values are rounded up or down at random, without bias.
+            bits: 8 or 4.
+            block_size: The number of values that share a scale, a multiple of 8.
+            stochastic: Whether to round up or down at random, without bias.
 
         Raises:
-          ValueError: an argument is not what is expected.
+            ValueError: An argument is invalid.
         """
         if bits not in (8, 4):
-            raise ValueError(f"Values cannot be quantized so. Received: bits={bits!r}. Expected: 8 or 4.")
+            raise ValueError(f"Invalid `bits`. Received: bits={bits!r}. Expected: 8 or 4.")
         check_block_size(block_size, 8)
         self.bits, self.block_size, self.stochastic = bits, block_size, bool(stochastic)
 
@@ -75,7 +75,7 @@ class Quantize(BlockCompressor):
         high = tf.bitwise.right_shift(pairs, tf.constant(4, tf.uint8))
         return (tf.cast(tf.concat([low, high], axis=1), tf.float32) - 8.0) * scales
 
-    def magnitudes(self, words: tf.Tensor) -> tf.Tensor:
+    def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
         return scales_of(words)
 
 
@@ -83,6 +83,5 @@ def check_block_size(block_size: int, multiple: int) -> None:
     """Raises a ValueError unless `block_size` is a positive multiple of `multiple`."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0 or block_size % multiple:
         raise ValueError(
-            f"This is no size of blocks. Received: block_size={block_size!r}. Expected: a positive multiple of "
-            f"{multiple}."
+            f"Invalid `block_size`. Received: block_size={block_size!r}. Expected: a positive multiple of {multiple}."
         )

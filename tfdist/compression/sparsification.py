@@ -1,27 +1,26 @@
-"""A few of the values: the largest, or random ones."""
+"""Sparsification: sends a few of the values, the largest or random ones."""
 
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.blocks import BlockCompressor
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, elements_of
-from tfdist.compression.group import Group
-from tfdist.compression.packing import flatten, unflatten
+from tfdist.compression.block_compressor import BlockCompressor
+from tfdist.compression.compressor import Compressor, Payload, Reduced, State, num_elements
+from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
+from tfdist.compression.replica_group import Group
 
 
 class TopK(BlockCompressor):
     """Sends the values of largest magnitude, with their positions.
 
-    The gradient is cut into blocks, and of each block the `ratio * block_size` largest values are sent: the
-    chunk-wise selection of Chen et al. 2020 ("ScaleCom"). So the payload has a static size, a position needs one byte
-    (two in blocks of more than 256), and no value of a million is compared with all the others: a block-wise choice of
-    1 % costs a tenth of a sorted one. Error feedback (on by default) keeps what is not sent (Stich et al. 2018,
-    "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient compression", whose momentum correction is
-    `MomentumCorrection`).
+    The gradient is split into blocks, and the `ratio * block_size` largest values of each block are sent: the
+    chunk-wise selection of Chen et al. 2020 ("ScaleCom"). The payload has a static size, a position needs one byte (two
+    in blocks of more than 256), and values are compared within a block only: the selection of 1 % by blocks costs a
+    tenth of one by sorting. Error feedback (on by default) keeps the other values (Stich et al. 2018, "Sparsified SGD
+    with memory"; Lin et al. 2018, "Deep gradient compression", whose momentum correction is `MomentumCorrection`).
 
-    Payload: 5 bytes for each value sent, 0.05 bytes a value with the ratio 0.01. All payloads go to all replicas: one
-    of N sends `N - 1` of them. Cost: two passes over the values to encode, one to decode.
+    Payload: 5 bytes for each value sent, 0.05 bytes for each value of the gradient with the ratio 0.01. Each replica
+    sends its payload to all others, `N - 1` payloads. Cost: two passes over the values to encode, one to decode.
 
     >>> TopK(0.01).payload_bytes((100_000,))
     5000
@@ -30,15 +29,16 @@ class TopK(BlockCompressor):
     two_phases = False
 
     def __init__(self, ratio: float = 0.01, block_size: int | None = None) -> None:
-        """Sends the part `ratio` of the values.
+        """Creates a compressor that sends the fraction `ratio` of the values.
 
         Args:
-          ratio: above 0 and at most 0.5.
-          block_size: from how many values `ratio * block_size` are chosen, at most 65536; by default so many that one
-            is chosen, `1 / ratio`. Larger blocks come closer to the largest values of all and cost more.
+            ratio: Above 0 and at most 0.5.
+            block_size: The number of values of which `ratio * block_size` are sent, at most 65536. By default
+                `1 / ratio`, of which one is sent. Larger blocks approximate the largest values of the gradient better
+                and cost more.
 
         Raises:
-          ValueError: an argument is not what is expected.
+            ValueError: An argument is invalid.
         """
         check_ratio(ratio)
         largest = 1 << 16
@@ -50,8 +50,8 @@ class TopK(BlockCompressor):
             or not 1 / ratio <= block_size + 1 <= largest + 1
         ):
             raise ValueError(
-                f"This is no size of blocks to choose {ratio:g} of. Received: block_size={block_size!r}. Expected: a "
-                f"whole number between {round(1 / ratio)} and {largest}, or None."
+                f"Invalid `block_size` for ratio={ratio:g}. Received: block_size={block_size!r}. Expected: an integer "
+                f"between {round(1 / ratio)} and {largest}, or None."
             )
         self.ratio, self.block_size = float(ratio), block_size
 
@@ -61,7 +61,7 @@ class TopK(BlockCompressor):
 
     @property
     def _chosen(self) -> int:
-        """Values chosen of a block."""
+        """The number of values that are sent of a block."""
         return max(1, round(self.ratio * self.block_size))
 
     @property
@@ -70,7 +70,7 @@ class TopK(BlockCompressor):
 
     @property
     def _group(self) -> int:
-        """How many blocks are encoded together, so that their indices fill whole words."""
+        """The number of blocks that are encoded together, so that their indices fill complete words."""
         in_a_word = 4 // self._index_dtype.size
         return next(blocks for blocks in (1, 2, 4) if blocks * self._chosen % in_a_word == 0)
 
@@ -85,13 +85,14 @@ class TopK(BlockCompressor):
 
     def encode_blocks(self, blocks: tf.Tensor, seed: tf.Tensor | None = None) -> tf.Tensor:
         blocks = tf.reshape(blocks, [-1, self.block_size])
-        # Comparisons pass by NaN; the sum does not. It is sent at the start of blocks, as their ends may be padding.
-        total = tf.reduce_sum(blocks)
+        # The selection may leave out NaN and Inf. If there is any, NaN is sent, at the start of blocks: the ends may be
+        # padding.
+        finite = all_finite([blocks])
         _, indices = tf.math.top_k(tf.abs(blocks), self._chosen, sorted=False)
-        indices *= tf.cast(tf.math.is_finite(total), tf.int32)
+        indices *= tf.cast(finite, tf.int32)
         starts = tf.range(tf.shape(blocks)[0])[:, tf.newaxis] * self.block_size
         values = tf.gather(tf.reshape(blocks, [-1]), indices + starts)
-        values = tf.reshape(values + (total - total), [-1, self._group * self._chosen])
+        values = tf.reshape(tf.where(finite, values, float("nan")), [-1, self._group * self._chosen])
         in_a_word = 4 // self._index_dtype.size
         codes = tf.reshape(tf.cast(indices, self._index_dtype), [-1, values.shape[1] // in_a_word, in_a_word])
         return tf.concat([tf.bitcast(values, tf.int32), tf.bitcast(codes, tf.int32)], axis=1)
@@ -107,11 +108,11 @@ class TopK(BlockCompressor):
         starts = tf.repeat(tf.range(size) * length, tf.size(positions) // size)
         return tf.reshape(tf.math.unsorted_segment_sum(values, positions - starts, length), [-1, self.block_values])
 
-    def magnitudes(self, words: tf.Tensor) -> tf.Tensor:
+    def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
         return tf.bitcast(words[:, : self._group * self._chosen], tf.float32)
 
     def _values_and_positions(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The values sent, and where they stand in the vector of all blocks."""
+        """Returns the values sent, and their positions in the vector of all blocks."""
         split = self._group * self._chosen
         values = tf.reshape(tf.bitcast(words[:, :split], tf.float32), [-1])
         indices = tf.reshape(tf.bitcast(words[:, split:], self._index_dtype), [-1, self._chosen])
@@ -120,27 +121,30 @@ class TopK(BlockCompressor):
 
 
 class RandomK(Compressor):
-    """Sends values at random positions, the same on all replicas, so that they can be summed by one all-reduce.
+    """Sends values at random positions, which are the same on all replicas, so that one all-reduce sums them.
 
-    Of every `1 / ratio` successive values one is sent; which one is drawn anew in each step from a seed that all
-    replicas share. Error feedback (on by default) keeps the others (Stich et al. 2018, "Sparsified SGD with memory";
+    Of each `1 / ratio` successive values one is sent. Its position is drawn in each step, from a seed that all replicas
+    share. Error feedback (on by default) keeps the other values (Stich et al. 2018, "Sparsified SGD with memory";
     Vogels et al. 2019, "PowerSGD", appendix G, "random block" and "random K").
 
-    Payload: 4 bytes for each value sent, 0.04 bytes a value with the ratio 0.01. Cost: a pass over the values each way.
+    Payload: 4 bytes for each value sent, 0.04 bytes for each value of the gradient with the ratio 0.01. Cost: one pass
+    over the values each way.
 
     >>> RandomK(0.01).payload_bytes((100_000,))
     4008
     """
 
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
-        """Sends the part `ratio` of the values, above 0 and at most 0.5, chosen by `seed`.
+        """Creates a compressor that sends the fraction `ratio` of the values, above 0 and at most 0.5.
+
+        `seed` determines the positions.
 
         Raises:
-          ValueError: an argument is not what is expected.
+            ValueError: An argument is invalid.
         """
         check_ratio(ratio)
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"`seed` is no seed. Received: seed={seed!r}. Expected: a whole number.")
+            raise ValueError(f"Invalid `seed`. Received: seed={seed!r}. Expected: an integer.")
         self.ratio, self.seed = float(ratio), seed
 
     @property
@@ -155,17 +159,18 @@ class RandomK(Compressor):
         return {"draws": tf.zeros([], tf.int32)}
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * -(-elements_of(shape) // self._block_size) + 8  # and the seed
+        return 4 * -(-num_elements(shape) // self._block_size) + 8  # 8 bytes for the seed.
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
         seed = tf.stack([tf.constant(self.seed & 0x7FFFFFFF), state["draws"]])
-        total = tf.reduce_sum(gradient)  # hands on a NaN that is not among the chosen
-        values = tf.gather(tf.reshape(gradient, [-1]), self._positions(gradient.shape, seed)) + (total - total)
+        values = tf.gather(tf.reshape(gradient, [-1]), self._positions(gradient.shape, seed))
+        # The selection may leave out NaN and Inf. If there is any, all sent values become NaN.
+        values = tf.where(all_finite([gradient]), values, float("nan"))
         return {"values": values, "seed": seed}, {"draws": state["draws"] + 1}
 
     def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
         positions = self._positions(shape, payload["seed"])
-        return tf.reshape(tf.math.unsorted_segment_sum(payload["values"], positions, elements_of(shape)), shape)
+        return tf.reshape(tf.math.unsorted_segment_sum(payload["values"], positions, num_elements(shape)), shape)
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
         sent, seeds, new_states = [], [], []
@@ -175,27 +180,26 @@ class RandomK(Compressor):
             seeds.append(payload.get("seed"))
             new_states.append(new_state)
         vector = group.sum(flatten(sent))
-        sums, remainders = unflatten(vector, sent), [tf.zeros_like(gradient) for gradient in gradients]
+        sums, residuals = unflatten(vector, sent), [tf.zeros_like(gradient) for gradient in gradients]
         for position, seed in enumerate(seeds):
             if seed is not None:
                 gradient = gradients[position]
                 sums[position] = self.decode({"values": sums[position], "seed": seed}, gradient.shape)
                 own = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
-                remainders[position] = gradient - own
-        return Reduced(sums, remainders, new_states, tf.reduce_all(tf.math.is_finite(vector)))
+                residuals[position] = gradient - own
+        return Reduced(sums, residuals, new_states, tf.reduce_all(tf.math.is_finite(vector)))
 
     def _positions(self, shape: Sequence[int], seed: tf.Tensor) -> tf.Tensor:
-        """One position in each block; in the last one, if it is shorter, the end stands for all that lie beyond."""
-        elements = elements_of(shape)
+        """Returns one position in each block. Positions beyond the end of the gradient become its last position."""
+        elements = num_elements(shape)
         starts = tf.range(0, elements, self._block_size)
         indices = tf.random.stateless_uniform(starts.shape, seed, maxval=self._block_size, dtype=tf.int32)
         return tf.minimum(starts + indices, elements - 1)
 
 
 def check_ratio(ratio: float) -> None:
-    """Raises a ValueError unless `ratio` is a part of at most a half."""
+    """Raises a ValueError unless `ratio` is above 0 and at most 0.5."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 0.5:
         raise ValueError(
-            f"`ratio` is not the part of the values to send. Received: ratio={ratio!r}. Expected: a number above 0 and "
-            "at most 0.5, such as 0.01 for 1 %."
+            f"Invalid `ratio`. Received: ratio={ratio!r}. Expected: a number above 0 and at most 0.5, such as 0.01."
         )

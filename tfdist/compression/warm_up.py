@@ -1,4 +1,4 @@
-"""Dense warm-up: the first steps travel uncompressed."""
+"""Dense warm-up: the gradients of the first steps are sent uncompressed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,28 +7,25 @@ import tensorflow as tf
 from tfdist.compression.compressor import Compressor, Payload, Reduced, State
 from tfdist.compression.dense import Dense
 from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.group import Group
-from tfdist.compression.momentum import MomentumCorrection
+from tfdist.compression.momentum_correction import MomentumCorrection
+from tfdist.compression.replica_group import Group
+from tfdist.utils.argument_checks import check_whole_number
 
 
 class WarmUp(Compressor):
-    """Sends the first `steps` gradients of a variable uncompressed, then goes on with `compressor`.
+    """Sends the first `steps` gradients of a variable uncompressed, later ones with `compressor`.
 
-    Gradients change fastest at the start of a training, where errors do most harm (Lin et al. 2018, section 3.3;
-    Tang et al. 2021, "1-bit Adam", whose variance needs exact gradients first).
+    Gradients change fastest at the start of a training, when errors do the most harm (Lin et al. 2018, section 3.3;
+    Tang et al. 2021, "1-bit Adam", whose variance needs exact gradients).
     """
 
     def __init__(self, compressor: Compressor, steps: int) -> None:
-        """Wraps `compressor`; `steps` counts the updates of the optimizer.
+        """Wraps `compressor`; `steps` is a number of optimizer updates.
 
         Raises:
-          ValueError: `steps` is no number of steps.
+            ValueError: `steps` is not an integer of at least 0.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ValueError(
-                f"The length of the dense warm-up is no number of steps. Received: {steps!r}. Expected: a whole number "
-                "of at least 0."
-            )
+        check_whole_number("steps", steps, at_least=0)
         self.compressor, self.steps = compressor, steps
 
     @property
@@ -42,7 +39,7 @@ class WarmUp(Compressor):
         return self.compressor.payload_bytes(shape)
 
     def uncompressed(self) -> "WarmUp":
-        """What sends all that this would have to send, and keeps its state."""
+        """Returns a compressor that sends everything that this one would send, uncompressed, and keeps its state."""
         inner = self.compressor
         if isinstance(inner, MomentumCorrection):
             return WarmUp(inner.uncompressed(), self.steps)
@@ -63,14 +60,14 @@ class WarmUp(Compressor):
 
         def reduce_by(compressor: Compressor) -> tuple[list[tf.Tensor], list[tf.Tensor], list[State], tf.Tensor]:
             reduced = compressor.reduce(gradients, group, inner_states)
-            # What a branch leaves alone stays as it was, so that both return the same tensors.
+            # Both branches must return the same tensors, so entries that a branch does not change are passed through.
             kept = [
                 {name: tf.identity(new.get(name, value)) for name, value in (old or {}).items()}
                 for old, new in zip(inner_states, reduced.states, strict=True)
             ]
-            return reduced.sums, reduced.remainders, kept, reduced.finite
+            return reduced.sums, reduced.residuals, kept, reduced.finite
 
-        sums, remainders, new_states, finite = tf.cond(
+        sums, residuals, new_states, finite = tf.cond(
             known[0]["warm_up_steps"] < self.steps,
             lambda: reduce_by(self.uncompressed().compressor),
             lambda: reduce_by(self.compressor),
@@ -78,7 +75,7 @@ class WarmUp(Compressor):
         for old, new in zip(states, new_states, strict=True):
             if old is not None:
                 new["warm_up_steps"] = old["warm_up_steps"] + 1
-        return Reduced(list(sums), list(remainders), list(new_states), finite)
+        return Reduced(list(sums), list(residuals), list(new_states), finite)
 
 
 def _inner(state: State) -> State:

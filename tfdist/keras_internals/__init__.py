@@ -1,1 +1,1 @@
-"""The only room that touches private Keras symbols: `symbols` lists them with their reasons."""
+"""Private symbols of Keras: everything that reads, calls or replaces one. `keras_symbols` lists most of them."""

@@ -1,17 +1,17 @@
-"""Gradient accumulation of a Keras optimizer: reads and changes how many micro-steps make an update."""
+"""Gradient accumulation of a Keras optimizer: reads and changes the number of micro-steps of an update."""
 
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LossScale, OptimizerUpdate
-from tfdist.keras_internals.symbols import LossScaleOptimizer
 
 
 class Accumulation:
-    """The accumulation of a model's optimizer, the inner one where that scales losses."""
+    """The accumulation of a model's optimizer; of the inner one under a `LossScaleOptimizer`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -21,17 +21,17 @@ class Accumulation:
 
     @property
     def strategy(self) -> Any:
-        """The strategy that the optimizer was made under."""
+        """The strategy in whose scope the optimizer was created."""
         return self._optimizer._distribution_strategy
 
     @property
     def steps(self) -> int:
-        """How many micro-steps make an update."""
+        """Number of micro-steps of an update."""
         return int(self._optimizer.gradient_accumulation_steps or 1)
 
     @property
     def remainder(self) -> int:
-        """How many micro-steps have been accumulated since the last update."""
+        """Number of micro-steps accumulated since the last update."""
         return int(self._micro_steps % self.steps)
 
     @property
@@ -46,18 +46,18 @@ class Accumulation:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's optimizer, then the inner one, if that is another."""
+        """The model's optimizer, and the inner one, if any."""
         return [self._outer] if self._outer is self._optimizer else [self._outer, self._optimizer]
 
     def update(self) -> OptimizerUpdate:
-        """An update of all trainable variables, to be used in a replica context."""
+        """Returns an update of all trainable variables, for use in a replica context."""
         loss_scale = None if self._outer is self._optimizer else LossScale(self._outer)
         return OptimizerUpdate(self._optimizer, self._trainable, loss_scale)
 
     def leave_to_tfdist(self) -> None:
-        """Prepares for micro-steps of tfdist's after some of Keras' own, with a step that is traced anew.
+        """Prepares for tfdist's micro-steps after some of Keras' own; the step is traced again.
 
-        tfdist accumulates gradients of the scaled loss, Keras has unscaled them before.
+        tfdist accumulates gradients of the scaled loss, Keras unscales them first.
         """
         if self._outer is not self._optimizer and self._optimizer.built and self.remainder:
             scale = LossScale(self._outer).value
@@ -67,10 +67,10 @@ class Accumulation:
         self._model.make_train_function(force=True)
 
     def change(self, steps: int) -> None:
-        """Makes `steps` micro-steps an update from the next one on; the accumulators must be empty.
+        """Changes the number of micro-steps of the next and later updates; the accumulators must be empty.
 
-        The number of updates (which schedules and Adam count) goes on where it was, and the optimizer has the
-        variables, in the order, of one that was made with `steps`, so that it loads what such a one has saved.
+        The number of updates, which schedules and Adam use, stays the same. The optimizer then has the same variables
+        in the same order as one that was created with `steps`, so it can load what such an optimizer has saved.
         """
         if steps == self.steps:
             return
@@ -83,7 +83,7 @@ class Accumulation:
         self._model.make_train_function(force=True)
 
     def complete(self) -> None:
-        """Counts a remainder that has been applied as a whole update."""
+        """Counts a remainder that has been applied as a full update."""
         missing = -self._micro_steps % self.steps
         self._optimizer._iterations.assign_add(missing)
 
@@ -104,7 +104,7 @@ class Accumulation:
                 for variable in self._trainable
             ]
         optimizer._accumulated_gradients = accumulators
-        # Keras makes them after the iterations, the learning rate and the averages, before the slots.
+        # Keras creates them after the iterations, the learning rate and the averages, before the slots.
         learning_rate = isinstance(optimizer._learning_rate, keras.Variable)
         averages = len(optimizer._model_variables_moving_average) if optimizer.use_ema else 0
         first = 1 + learning_rate + averages
@@ -117,7 +117,7 @@ class Accumulation:
         optimizer._accumulated_gradients = []
 
     def _order_variables(self, variables: list[Any]) -> None:
-        # The list that TensorFlow tracks must only grow, so that a new one takes its place, for Keras' tracker too.
+        # TensorFlow's tracked list can only grow, so a new list replaces it, in Keras' tracker, too.
         optimizer = self._optimizer
         optimizer._variables = variables
         is_variable, _ = optimizer._tracker.config["variables"]

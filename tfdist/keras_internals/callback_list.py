@@ -1,38 +1,101 @@
-"""Callbacks that run after all others, and know them."""
+"""Keras' callback list: one way to wrap its methods, and callbacks that know their list or run last in it."""
 
 import functools
+import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+Wrapper = Callable[..., None]
 
-class LastCallback(keras.callbacks.Callback):
-    """A callback that Keras calls after all others of its list, wherever it stands there.
+_wrappers: dict[str, list[Wrapper]] = {}
+_LOG_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.History,
+    keras.callbacks.ProgbarLogger,
+)
 
-    So it sees what the others have made of an epoch or a batch, and can put back what they had made.
+
+def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
+    """Wraps a method of all callback lists, also of those that exist. Adding the same wrapper again has no effect.
+
+    Keras has no hook around all callbacks.
+
+    Args:
+        method: The name of a method of `keras.callbacks.CallbackList`.
+        wrapper: Called as `wrapper(call, callback_list, *args, **kwargs)`; `call(*args, **kwargs)` calls the wrapper
+            that was added before, or Keras' method.
     """
+    if method not in _wrappers:
+        _wrappers[method] = []
+        stock = getattr(keras.callbacks.CallbackList, method)
 
-    others: tuple[keras.callbacks.Callback, ...] = ()
+        @functools.wraps(stock)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            call = functools.partial(stock, self)
+            for each in _wrappers[method]:
+                call = functools.partial(each, call, self)
+            call(*args, **kwargs)
+
+        setattr(keras.callbacks.CallbackList, method, wrapped)
+    if wrapper not in _wrappers[method]:
+        _wrappers[method].append(wrapper)
+
+
+class ListedCallback(keras.callbacks.Callback):
+    """A callback that knows the list of callbacks to which it belongs.
+
+    The list is known from the beginning of the first training on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        _install()
+        # Weak: a reference cycle would keep this callback, and a checkpoint's copies, until garbage is collected.
+        self._listed: tuple[weakref.ref[keras.callbacks.Callback], ...] = ()
+        wrap_callback_list("on_train_begin", _order_and_show_list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_listed": ()}  # weak references cannot be pickled
+
+    @property
+    def neighbours(self) -> tuple[keras.callbacks.Callback, ...]:
+        """The callbacks of the list that exist, including this one, in the order in which Keras calls them."""
+        return tuple(callback for reference in self._listed if (callback := reference()) is not None)
+
+    def warn_of_earlier_log_writers(self) -> None:
+        """Warns of callbacks that write the logs and run before this one, which adds to the logs."""
+        neighbours = self.neighbours
+        before = neighbours[: neighbours.index(self)] if neighbours else ()
+        earlier = [type(other).__name__ for other in before if isinstance(other, _LOG_WRITERS)]
+        if earlier:
+            name = type(self).__name__
+            warnings.warn(
+                f"Callbacks before {name} do not see what it adds to the logs. Received: {', '.join(earlier)} before "
+                f"it. Expected: {name} before them. Move it to the front of the list of callbacks.",
+                stacklevel=3,
+            )
 
 
-def _install() -> None:
-    # Keras has no order but that of the list, adds its own callbacks at the end, and tells none of the others.
-    begin = keras.callbacks.CallbackList.on_train_begin
-    if getattr(begin, "puts_last", False):
-        return
+class LastCallback(ListedCallback):
+    """A callback that Keras calls after all others, whatever its position in the list.
 
-    @functools.wraps(begin)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        last = [callback for callback in self.callbacks if isinstance(callback, LastCallback)]
-        others = [callback for callback in self.callbacks if not isinstance(callback, LastCallback)]
-        for callback in last:
-            callback.others = tuple(others)
-        self.callbacks[:] = others + last
-        begin(self, logs)
+    It sees the results of the other callbacks for a batch or an epoch, and can restore their state.
+    """
 
-    on_train_begin.puts_last = True  # type: ignore[attr-defined]
-    keras.callbacks.CallbackList.on_train_begin = on_train_begin
+    @property
+    def others(self) -> tuple[keras.callbacks.Callback, ...]:
+        """The callbacks of its list, except those of this kind."""
+        return tuple(callback for callback in self.neighbours if not isinstance(callback, LastCallback))
+
+
+def _order_and_show_list(call: Callable[..., None], callback_list: Any, logs: Any = None) -> None:
+    # Keras calls callbacks in the order of the list, and does not show them the list.
+    callback_list.callbacks.sort(key=lambda callback: isinstance(callback, LastCallback))
+    for callback in callback_list.callbacks:
+        if isinstance(callback, ListedCallback):
+            callback._listed = tuple(map(weakref.ref, callback_list.callbacks))
+    call(logs)

@@ -1,21 +1,124 @@
-"""Epoch iterators: all workers make the same number of steps, and a batch of data never crosses the network."""
+"""Keras' epoch iterator: how it is extended, and equal numbers of steps on all workers."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfdist.keras_internals.declared_batch import declared_batch
-from tfdist.keras_internals.symbols import trainer
+from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.private_symbols import private
+
+_EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
+for _method, _why in {
+    "_enumerate_iterator": "numbers the steps of an epoch from 0",
+    "_get_iterator": "creates the iterators",
+    "reset": "discards the iterator with which the model was built",
+}.items():
+    private(f"{_EPOCH_ITERATOR}.{_method}", _why)
 
 
-def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> None:
-    """Makes `fit`, `evaluate` and `predict` ask `agree(strategy, num_batches)` how many batches an epoch has.
+class EpochIteratorMixin:
+    """Base of extensions of Keras' epoch iterator, and their view of its private state.
 
-    Keras takes the number from the worker's own data set; a worker with fewer batches would stop while the others
+    Attributes:
+        data_adapter: Keras' adapter of the data.
+        steps_per_epoch: As given to `fit`.
+        steps_per_execution: As given to `compile`.
+    """
+
+    data_adapter: Any
+    steps_per_epoch: int | None
+    steps_per_execution: int
+    _current_iterator: Any
+    _distribute_strategy: Any
+    _distributed_dataset: Any
+    _num_batches: int | None
+    _steps_seen: int
+
+    def iterator_factory(self) -> Callable[[], Any] | None:
+        """Returns a function that creates the next iterator; `None` for Keras' own iterator."""
+        return None
+
+    def enumerate_steps(self, steps: Iterator[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Any]]:
+        """Yields the steps of an epoch.
+
+        Args:
+            steps: Keras' steps, each with its first and last number and the iterator. Not started yet.
+        """
+        return steps
+
+    def reset(self) -> None:
+        """Forgets the iterator in use, as Keras does before training."""
+        super().reset()  # type: ignore[misc]
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that iterators are created from, distributed under a strategy."""
+        return self._distributed_dataset
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy of the model."""
+        return self._distribute_strategy
+
+    @property
+    def num_batches_of_pass(self) -> int | None:
+        """Number of batches of one pass over the data; `None` if unknown."""
+        return self._num_batches
+
+    @num_batches_of_pass.setter
+    def num_batches_of_pass(self, number: int | None) -> None:
+        self._num_batches = number
+
+    @property
+    def batches_drawn(self) -> int:
+        """Number of batches drawn from the iterator in use."""
+        return self._steps_seen
+
+    @batches_drawn.setter
+    def batches_drawn(self, number: int) -> None:
+        self._steps_seen = number
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether Keras holds an iterator for the next epoch."""
+        return self._current_iterator is not None
+
+    def drop_iterator(self) -> None:
+        """Makes the next epoch create an iterator."""
+        self._current_iterator = None
+
+    def _get_iterator(self) -> Any:
+        factory = self.iterator_factory()
+        return super()._get_iterator() if factory is None else _Iterable(factory)  # type: ignore[misc]
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
+        return self.enumerate_steps(super()._enumerate_iterator())  # type: ignore[misc]
+
+
+class _Iterable:
+    """Stands for a dataset; `iter()` calls `create`."""
+
+    def __init__(self, create: Callable[[], Any]) -> None:
+        self._create = create
+
+    def __iter__(self) -> Any:
+        return self._create()
+
+
+def extend_epoch_iterator(mixin: type[EpochIteratorMixin]) -> None:
+    """Mixes `mixin` into the class of the epoch iterators that Keras creates from now on; once."""
+    stock = trainer.TFEpochIterator
+    if not issubclass(stock, mixin):
+        trainer.TFEpochIterator = type(stock.__name__, (mixin, stock), {"__module__": stock.__module__})
+
+
+def patch_number_of_batches(agree: Callable[[Any, int | None], int | None]) -> None:
+    """Makes `fit`, `evaluate` and `predict` use `agree(strategy, num_batches)` batches per epoch.
+
+    Keras takes the number from the worker's own dataset; a worker with fewer batches would stop while the others
     wait for it in a collective.
 
     Args:
-      agree: takes the strategy and the worker's own number (`None`: unknown), returns the number for all workers.
+        agree: Takes the strategy and the worker's number of batches (`None`: unknown), returns the number for all.
     """
     stock = trainer.TFEpochIterator
 
@@ -34,52 +137,3 @@ def install_epoch_iterator(agree: Callable[[Any, int | None], int | None]) -> No
 
     AgreedEpochIterator.__name__ = stock.__name__
     trainer.TFEpochIterator = AgreedEpochIterator
-
-
-def install_local_build(is_ours: Callable[[Any], bool], local_values: Callable[[Any], Any]) -> None:
-    """Makes Keras build models from the shapes that a data set declares.
-
-    Keras draws a batch of data and takes its mean over all replicas only to learn its shapes. That fails for strings
-    and for a first batch that is not even, sends a batch over the network, moves a seeded shuffle on, so that the
-    samples come in another order than in one process, and leaves a second iterator behind that writes the same
-    `Dataset.cache` as the one that is used.
-
-    Args:
-      is_ours: whether a strategy is one of tfdist's.
-      local_values: called with a strategy; a context in which its `reduce` returns a local value as it is. Where the
-        declared shapes are too vague to build from, a batch is drawn after all.
-    """
-    build = trainer.TensorFlowTrainer._maybe_symbolic_build
-
-    @functools.wraps(build)
-    def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        strategy = self.distribute_strategy
-        if iterator is not None:
-            _refuse_endless(iterator)
-        declared = _declared_batch(iterator) if iterator is not None and is_ours(strategy) else None
-        if declared is not None:
-            try:
-                with strategy.scope():
-                    return self._symbolic_build(data_batch=declared)
-            except (ValueError, TypeError, RuntimeError):
-                pass  # by a batch, Keras either builds or raises the error that the user should see
-        with local_values(strategy):
-            return build(self, iterator=iterator, data_batch=data_batch)
-
-    trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
-
-
-def _refuse_endless(iterator: Any) -> None:
-    if getattr(iterator.data_adapter, "is_drawn_by_workers", False) and iterator.steps_per_epoch is None:
-        raise ValueError(
-            "A data set that workers make for themselves has no end. Received: steps_per_epoch=None. Expected: the "
-            "number of steps of an epoch. Give `fit` a `steps_per_epoch`."
-        )
-
-
-def _declared_batch(iterator: Any) -> Any:
-    """A replica's batch as symbolic tensors, or `None` if a rank is not known."""
-    try:
-        return declared_batch(iterator._distributed_dataset.element_spec)
-    except (AttributeError, TypeError, ValueError):
-        return None

@@ -1,4 +1,4 @@
-"""Losses of a step: every replica's part weighs as much as its samples do in the global batch."""
+"""Losses of a step: scales each replica's loss by its share of the samples of the global batch."""
 
 import functools
 import types
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import compile_utils, losses, trainer
+from tfdist.keras_internals.keras_symbols import compile_utils, losses, trainer
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class LossStep(Protocol):
-    """What the losses need to know of the step that runs on this replica."""
+    """The step that runs on this replica, as the losses use it."""
 
     has_scaled: bool
     parts_of_replica: int
@@ -24,24 +24,25 @@ class LossStep(Protocol):
 
     @property
     def sum_scale(self) -> Any:
-        """What a sum over the replica's samples is multiplied by."""
+        """The factor of a sum over the replica's samples."""
 
     @property
     def samples_are_static(self) -> bool:
         """Whether the number of the replica's samples is known when the step is traced."""
 
     def share_of(self, divisor: tf.Tensor) -> Any:
-        """A context in which `fraction` is this replica's `divisor` divided by the sum of all replicas'."""
+        """A context in which `fraction` is this replica's `divisor` divided by the sum over all replicas."""
 
 
-def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
-    """Makes Keras scale losses by `current_step().fraction` where a step is running, and as ever elsewhere.
+def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes Keras scale losses by `current_step().fraction` while a step is running.
 
-    Keras divides every mean by the number of replicas: right if all replicas have as many samples (or valid mask
-    entries, or the same sum of weights). With the fraction of the divisor in its place the sum over the replicas is
-    the mean over the global batch, for the last partial batch, for a worker that has run out of data, and for masks.
+    Keras divides every mean by the number of replicas, which is right if all replicas have the same number of samples
+    (or valid mask entries, or the same sum of weights). Scaled by the fraction of the divisor instead, the sum over the
+    replicas is the mean over the global batch, also for the last partial batch, for a worker that has run out of data,
+    and with masks.
 
-    May be called more than once, each time for other steps.
+    May be called more than once, for different steps.
     """
     scale, unscale = losses.scale_loss_for_distribution, losses.unscale_loss_for_distribution
     unscale_output = compile_utils.loss_module.unscale_loss_for_distribution
@@ -66,8 +67,8 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
         step = current_step()
         if step is not None and reduction in _MEANS and tuple(values.shape) == ():
-            # The user's loss function has taken the mean over this replica's samples; Keras leaves it as it is, so
-            # that the replicas' gradients would add up to N times the gradient of one process.
+            # The user's loss function returns the mean over this replica's samples. Keras does not scale it, so
+            # the replicas' gradients would add up to N times the gradient of one process.
             step.has_scaled = True
             return _times(values, step.fraction)
         if step is not None and reduction == "sum":
@@ -99,8 +100,8 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
         parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
         return value * tf.cast(parts, value.dtype)
 
-    # The mean of an output's loss weighs all replicas alike where the batch dimension is not static, so that each
-    # must give its share.
+    # The mean of an output's loss weights all replicas equally if the batch dimension is not static, so each replica
+    # has to contribute its share.
     compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
     losses.scale_loss_for_distribution = scale_by_share
     losses.unscale_loss_for_distribution = unscale_by_share
@@ -113,9 +114,9 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
             return compute_loss(self, *args, **kwargs)
         step.has_scaled = False
         loss = compute_loss(self, *args, **kwargs)
-        if not _is_scalar(loss):  # its gradient is that of its sum
+        if not _is_scalar(loss):  # its gradient is the gradient of its sum
             return _times(loss, step.sum_scale)
-        # A `compute_loss` of the user's own that takes the mean by itself: no part of it was scaled.
+        # A custom `compute_loss` that takes the mean itself: no part of it was scaled.
         return loss if step.has_scaled else _times(loss, step.fraction)
 
     trainer.TensorFlowTrainer._compute_loss = compute_loss_by_share
@@ -124,7 +125,7 @@ def install_loss_scaling(current_step: Callable[[], LossStep | None]) -> None:
 
 
 def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
-    """The divisor of a mean that is not the number of samples: the valid entries of a mask, or the sum of weights."""
+    """Returns the divisor of a mean if it is not the number of samples: valid mask entries, or the sum of weights."""
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = losses.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
         return tf.reduce_sum(tf.cast(weights, tf.float32))
@@ -134,7 +135,7 @@ def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | N
 
 
 def means_of_outputs(model: Any) -> list[tuple[Any, Any]]:
-    """The variables (total, count) of the mean that Keras keeps of each output's loss, if there are several."""
+    """Returns the variables (total, count) of the mean of each output's loss, if the model has several outputs."""
     compiled = model._compile_loss
     return [] if compiled is None else [(mean.total, mean.count) for mean in compiled.metrics]
 
@@ -147,7 +148,7 @@ def _is_scalar(value: Any) -> bool:
 def _times(value: Any, fraction: Any) -> Any:
     if _is_one(fraction):
         return value
-    # A replica without samples has the fraction 0, and whatever its loss is (a mean over nothing is NaN), counts 0.
+    # A replica without samples has the fraction 0; its loss, which may be NaN (a mean over nothing), counts as 0.
     value = tf.convert_to_tensor(value)
     return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
 

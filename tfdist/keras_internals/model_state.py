@@ -1,7 +1,8 @@
-"""What a Keras model consists of, under keys that the same program finds again in another process.
+"""The variables of a Keras model and its optimizers, by keys that are the same in every process.
 
-Keras numbers the names of layers by what a process has made before, so that they differ between two processes. The keys
-here tell a layer's place in the model and its class: `3.Dense/0` is the first variable of the fourth layer.
+Keras numbers the names of layers by the layers that a process created before, so names differ between processes. The
+keys here consist of a layer's position in the model and its class: `3.Dense/0` is the first variable of the fourth
+layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,14 +12,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.declared_batch import declared_batch
 from tfdist.private_symbols import private
 
-private("keras.src.trainers.trainer:Trainer._symbolic_build", "builds model, metrics and optimizer without a batch")
 private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
-_MOST_ITEMS = 1000  # of a list or dictionary that is looked through: larger ones hold data
+_MOST_ITEMS = 1000  # of a list or dictionary that is searched: larger ones hold data
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,10 @@ class ModelVariable:
     """A variable of a model.
 
     Attributes:
-      kind: `WEIGHT` for what was made to be trained (also while it is frozen), `SEED` for the state of a seed
-        generator, `STATE` for the rest, such as moving statistics.
-      key: its place in the model.
-      variable: a `keras.Variable`.
+        kind: `WEIGHT` if it was created as trainable (also while frozen), `SEED` for the state of a seed generator,
+            `STATE` for others, such as moving statistics.
+        key: Its position in the model.
+        variable: The `keras.Variable`.
     """
 
     kind: str
@@ -38,7 +37,7 @@ class ModelVariable:
 
 
 def model_variables(model: Any) -> list[ModelVariable]:
-    """All variables of `model` but those of its metrics, each once."""
+    """Returns all variables of `model`, except those of its metrics, each once."""
     found: list[ModelVariable] = []
     seen: set[int] = set()
     listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
@@ -52,7 +51,7 @@ def model_variables(model: Any) -> list[ModelVariable]:
                 if id(variable) not in seen:
                     seen.add(id(variable))
                     found.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
-        # Keras does not list states of stateful RNNs, nor a layer's own `tf.Variable`s.
+        # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
         own = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
         for index, variable in enumerate(value for value in own if id(value) not in listed):
             if id(variable) not in seen:
@@ -63,7 +62,7 @@ def model_variables(model: Any) -> list[ModelVariable]:
 
 
 def metric_variables_by_key(model: Any) -> dict[str, Any]:
-    """The variables of the metrics of `model`, the trackers of its losses included, each once."""
+    """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for position, metric in enumerate(model.metrics):
@@ -74,41 +73,8 @@ def metric_variables_by_key(model: Any) -> dict[str, Any]:
     return found
 
 
-def build_for_training(model: Any, element_spec: Any = None) -> None:
-    """Makes the variables of the model, its metrics and its optimizer that are still missing, as Keras would.
-
-    Without a strategy Keras makes them only while it traces the first step.
-
-    Args:
-      model: a compiled Keras model.
-      element_spec: the structure of `tf.TypeSpec`s of its batches, `(inputs, targets)` or with sample weights: the
-        `element_spec` of a `tf.data.Dataset` or of a distributed one.
-
-    Raises:
-      RuntimeError: the model, its losses or its metrics have not been built, and the shapes of a batch are not known.
-    """
-    parts = [model._compile_metrics, model._compile_loss]
-    needs_shapes = not all(layer.built for layer in model._flatten_layers()) or not all(
-        part is None or part.built for part in parts
-    )
-    batch = None
-    if needs_shapes:
-        try:
-            if element_spec is None:
-                raise ValueError("no batch was described")
-            batch = declared_batch(element_spec)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise RuntimeError(
-                "The variables of the model or its metrics cannot be made before the first batch. Received: batches "
-                f"of {element_spec}. Expected: tensors of known rank. Build the model by calling it on a batch, and "
-                "train from data whose shapes are known (`tf.ensure_shape` in a `map`)."
-            ) from error
-    with model.distribute_strategy.scope():
-        model._symbolic_build(data_batch=batch)
-
-
 def components(strategy: Any, variable: Any) -> list[Any]:
-    """The `tf.Variable`s of this worker that a variable consists of: one a local replica, if it is distributed."""
+    """Returns this worker's `tf.Variable`s of a variable: one per local replica if it is distributed."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, tf.distribute.DistributedValues):
         return list(strategy.experimental_local_results(value))
@@ -116,12 +82,12 @@ def components(strategy: Any, variable: Any) -> list[Any]:
 
 
 def path_of(variable: Any) -> str:
-    """What people know a variable by."""
+    """Returns the name of a variable for messages."""
     return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:
-    """The optimizer of `model`, those that it consists of, and others in attributes of the model, each once."""
+    """Yields the optimizer of `model`, its inner optimizers, and those in attributes of the model, each once."""
     seen: set[int] = set()
 
     def each(optimizer: Any) -> Iterator[Any]:
@@ -139,9 +105,9 @@ def optimizers_of(model: Any) -> Iterator[Any]:
 
 
 def _within(owner: Any) -> list[Any]:
-    """What the attributes of a layer or model hold, also in lists, tuples and dictionaries."""
+    """Returns the values of the attributes of a layer or model, also those in lists, tuples and dictionaries."""
     found: list[Any] = []
-    # Those of TensorFlow's own bookkeeping hold the same once more.
+    # Attributes of TensorFlow's tracking hold the same values again.
     waiting = [value for name, value in vars(owner).items() if not name.startswith("_self_")]
     waiting.reverse()
     while waiting:
@@ -151,3 +117,61 @@ def _within(owner: Any) -> list[Any]:
         elif len(value) <= _MOST_ITEMS:
             waiting.extend(reversed(list(value.values()) if isinstance(value, Mapping) else value))
     return found
+
+
+class OptimizerState:
+    """The variables of one optimizer, without those of its inner optimizers."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def kind(self) -> str:
+        """The class name."""
+        return type(self._optimizer).__name__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration that gives the variables their meaning: all switches, the kind of schedule, the loss scale.
+
+        Numbers such as decays are left out: users may change them on purpose. (The learning rate is a variable.)
+        """
+        config = self._optimizer.get_config()
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        settings: dict[str, Any] = {name: value for name, value in config.items() if isinstance(value, bool)}
+        settings["learning_rate"] = "variable" if isinstance(rate, keras.Variable) else type(rate).__name__
+        if isinstance(config.get("loss_scale_factor"), int | float):
+            settings["loss_scale_factor"] = float(config["loss_scale_factor"])
+        return settings
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate if it is a variable; `None` if a schedule or a function returns it."""
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Number of micro-steps of an update."""
+        return int(self._optimizer.gradient_accumulation_steps or 1)
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of micro-steps made."""
+        return int(self._optimizer._iterations.numpy())
+
+    @property
+    def counter(self) -> Any:
+        """The variable that counts micro-steps."""
+        return self._optimizer._iterations
+
+    @property
+    def accumulators(self) -> list[Any]:
+        """The sums of a replica's gradients, one per trainable variable; they differ between replicas."""
+        return list(getattr(self._optimizer, "_accumulated_gradients", ()))
+
+    @property
+    def variables(self) -> list[Any]:
+        """All other variables: counters, learning rate, averages, slots, loss scale; equal on all replicas."""
+        own = {id(variable) for variable in self.accumulators}
+        return [variable for variable in self._optimizer._variables if id(variable) not in own]

@@ -1,4 +1,4 @@
-"""Keras optimizers, as an update over replicas sees them, and the place where Keras asks for one."""
+"""The parts of a Keras optimizer's update, and the patch that lets tfdist order them."""
 
 import contextvars
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 
 _loss_scaler: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_loss_scaler", default=None)
@@ -21,14 +21,14 @@ _paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.
 
 
 def _unique_path(strategy: Any, variable: Any) -> str:
-    """The variable's path, with a number where another variable of the strategy has or had the same."""
+    """Returns the variable's path, with a number if another variable of the strategy has or had the same path."""
     paths = _paths.setdefault(strategy, {})
     own = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
     for number in itertools.count():
         path = f"{own}_{number}" if number else own
         if path not in paths:
             paths[path] = weakref.ref(variable)
-        # The path of a variable that is gone is not given to another one: what is remembered of it would be, too.
+        # The path of a deleted variable is not used again, as compressors may hold state under it.
         if paths[path]() is variable:
             return path
     raise AssertionError("unreachable")
@@ -51,13 +51,13 @@ class LossScale:
         counter = tf.convert_to_tensor(optimizer.step_counter)
         grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
-        starts_anew = tf.logical_or(grown, tf.logical_not(finite))
+        restarts = tf.logical_or(grown, tf.logical_not(finite))
         optimizer.dynamic_scale.assign(self.value * factor)
-        optimizer.step_counter.assign(tf.where(starts_anew, tf.zeros_like(counter), counter + 1))
+        optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
 
 
 class OptimizerUpdate:
-    """The parts of one optimizer's update, each to be called in a replica context."""
+    """The parts of one optimizer's update. Call each of them in a replica context."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], loss_scale: LossScale | None = None) -> None:
         self._optimizer = optimizer
@@ -66,12 +66,12 @@ class OptimizerUpdate:
 
     @property
     def strategy(self) -> Any:
-        """The strategy that the optimizer was made under."""
+        """The strategy in whose scope the optimizer was created."""
         return self._optimizer._distribution_strategy
 
     @property
     def paths(self) -> list[str]:
-        """Names of the variables: their paths, with a number where another one of the strategy has or had the same."""
+        """The paths of the variables, with a number if another variable of the strategy has or had the same path."""
         return [_unique_path(self.strategy, variable) for variable in self._variables]
 
     @property
@@ -81,7 +81,7 @@ class OptimizerUpdate:
 
     @property
     def servers_variables(self) -> list[tf.Variable]:
-        """What holds the values of the variables."""
+        """The `tf.Variable`s behind the variables."""
         return [getattr(variable, "_value", variable) for variable in self._variables]
 
     @property
@@ -97,23 +97,23 @@ class OptimizerUpdate:
 
     @property
     def accumulation_steps(self) -> int:
-        """How many micro-steps make an update."""
+        """Number of micro-steps of an update."""
         return int(self._optimizer.gradient_accumulation_steps or 1)
 
     @property
     def accumulators(self) -> list[tf.Variable]:
-        """The variables that hold the sums of this replica's gradients, one a trainable variable."""
+        """The variables with the sums of this replica's gradients, one per trainable variable."""
         optimizer = self._optimizer
         indices = [optimizer._get_variable_index(variable) for variable in self._variables]
         return [optimizer._accumulated_gradients[index].value for index in indices]
 
     @property
     def micro_steps(self) -> tf.Tensor:
-        """The micro-steps so far, without the present one."""
+        """Number of micro-steps before the present one."""
         return tf.convert_to_tensor(self._optimizer._iterations)
 
     def take_back(self, micro_steps: int) -> None:
-        """Takes `micro_steps` from the count, for an update that is not made."""
+        """Subtracts `micro_steps` from the count, for a skipped update."""
         self.strategy.extended.update(
             self._optimizer._iterations.value,
             lambda count: count.assign_sub(tf.cast(micro_steps, count.dtype)),
@@ -127,7 +127,7 @@ class OptimizerUpdate:
         return list(self._optimizer._clip_gradients(list(gradients)))
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        """Decays the weights, updates the variables, and keeps their moving averages."""
+        """Decays the weights, updates the variables and their moving averages."""
         optimizer = self._optimizer
         optimizer._apply_weight_decay(self._variables)
         token = _reduced.set(True)
@@ -145,34 +145,33 @@ class OptimizerUpdate:
                 )
 
 
-def install_update(
+def patch_optimizers_of_strategies(
     is_ours: Callable[[Any], bool],
     update: Callable[[OptimizerUpdate, list[Any]], None],
     together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
     build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
 ) -> None:
-    """Gives the update of optimizers whose strategy `is_ours` to `update`; see `install_update_of`."""
-    install_update_of(lambda optimizer: is_ours(optimizer._distribution_strategy), update, together, build)
+    """Makes optimizers whose strategy `is_ours` update by `update`; see `patch_optimizers`."""
+    patch_optimizers(lambda optimizer: is_ours(optimizer._distribution_strategy), update, together, build)
 
 
-def install_update_of(
+def patch_optimizers(
     is_ours: Callable[[Any], bool],
     update: Callable[[OptimizerUpdate, list[Any]], None],
     together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
     build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
 ) -> None:
-    """Gives the update of optimizers that are `is_ours` to `update`; others go on as ever.
+    """Makes optimizers that are `is_ours` update by `update`; others are unchanged.
+
+    Keras' own order (clip, reduce, average on every micro-step; detect an overflow in a replica's own gradients) is
+    implemented in private methods of its optimizer classes, which custom loops call without involving the strategy.
 
     Args:
-      is_ours: whether an optimizer's update is tfdist's.
-      update: called with the optimizer and the gradients of a replica.
-      together: called with a function, gradients, and for each whether it is a new value of its variable instead;
-        calls the function once with the gradients of all micro-batches.
-      build: called with an optimizer that is not built yet, and its variables; if it does not
-        build it, Keras does.
-
-    Keras' own order (clip, reduce, average on every micro-step; decide on an overflow by a replica's own gradients)
-    lies in private methods of its optimizer classes, and custom loops reach them without passing the strategy.
+        is_ours: Whether tfdist updates an optimizer's variables.
+        update: Takes the optimizer and the gradients of a replica.
+        together: Takes a function, gradients, and for each gradient whether it is a new value of its variable instead;
+            calls the function once with the gradients of all micro-batches.
+        build: Takes an optimizer that is not built yet, and its variables; if it does not build it, Keras does.
     """
     apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
     current_learning_rate = TFOptimizer._get_current_learning_rate
@@ -243,6 +242,6 @@ def install_update_of(
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:
-    """The element-wise maximum over the replicas: of float8's scales and largest magnitudes."""
+    """Returns the element-wise maximum over the replicas, for float8's scales and largest magnitudes."""
     gathered = tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value)[tf.newaxis], axis=0)
     return tf.reduce_max(gathered, axis=0)

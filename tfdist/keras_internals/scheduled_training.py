@@ -1,38 +1,39 @@
-"""Where Keras asks for the functions of `fit`, `evaluate` and `predict`, and for the metrics that they count."""
+"""Patches for training that a chief schedules on workers: functions of `fit`, metrics, optimizers, gradients."""
 
 import concurrent.futures
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import trainer
+from tfdist.keras_internals.keras_symbols import TFOptimizer, trainer
 
 _ATTRIBUTE = "_tfdist_scheduled_training"
 _stock_result = trainer.TensorFlowTrainer.get_metrics_result
 
 
 def training_of(model: Any, make: Callable[[Any], Any] | None = None) -> Any:
-    """What trains `model` for its strategy: what `make` made of the model the first time, or `None` without it."""
+    """Returns the result of the first `make(model)`, which trains the model for its strategy; `None` before it."""
     training = getattr(model, _ATTRIBUTE, None)
     if training is None and make is not None:
         training = make(model)
-        object.__setattr__(model, _ATTRIBUTE, training)  # past Keras, which tracks attributes
+        object.__setattr__(model, _ATTRIBUTE, training)  # bypasses Keras' tracking of attributes
     return training
 
 
 def metrics_result(model: Any) -> dict[str, Any]:
-    """The results of the model's metrics, of the values that their variables have in the present scope."""
+    """Returns the results of the model's metrics, from the values of their variables in the present scope."""
     return dict(_stock_result(model))
 
 
-def install_scheduled_training(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) -> None:
-    """Gives models whose strategy `is_ours` the functions of `make(model)`: `train`, `test`, `predict`.
+def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) -> None:
+    """Makes models whose strategy `is_ours` use the functions `train`, `test` and `predict` of `make(model)`.
 
-    `begin` of it is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
-    been compiled anew.
+    Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
+    been compiled again.
     """
     stock = trainer.TensorFlowTrainer
     make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
@@ -73,29 +74,57 @@ def install_scheduled_training(is_ours: Callable[[Any], bool], make: Callable[[A
     stock.reset_metrics = reset_all
 
 
-def build_elsewhere(optimizer: Any, variables: list[Any]) -> None:
-    """Builds an optimizer while a step is traced in a stateless scope, where it would get no variables."""
+def build_outside_trace(optimizer: Any, variables: list[Any]) -> None:
+    """Builds an optimizer while a step is traced in a stateless scope, in which it could not create variables."""
 
     def build() -> None:
         with optimizer._distribution_strategy.scope(), keras.name_scope(optimizer.name):
             optimizer.build(variables)
         optimizer.built = True
 
-    # A thread of its own is in no scope, in no replica's context, and traces nothing.
+    # A new thread is in no scope and no replica context, and traces nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         thread.submit(build).result()
 
 
-def count_of_updates(optimizer: Any) -> tf.Variable:
-    """The variable that counts the updates of an optimizer."""
+def update_counter(optimizer: Any) -> tf.Variable:
+    """Returns the variable that counts the updates of an optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer)._iterations.value
 
 
 def server_variable(variable: keras.Variable) -> tf.Variable:
-    """What holds the value of a Keras variable, whatever scope is active."""
+    """Returns the `tf.Variable` behind a Keras variable, regardless of the active scope."""
     return variable._value
 
 
-def is_seed(variable: keras.Variable) -> bool:
+def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.endswith("seed_generator_state") and variable.shape.as_list() == [2]
+
+
+@dataclass(frozen=True)
+class EncodedGradient:
+    """An encoded gradient: its `tensors`, and the function that decodes them on the device of the variable."""
+
+    tensors: list[tf.Tensor]
+    decode: Callable[[Sequence[tf.Tensor]], Any]
+
+
+def patch_optimizer_update_step() -> None:
+    """Makes optimizers accept `EncodedGradient`s, which are decoded on the device of their variable."""
+    stock = TFOptimizer._distributed_tf_update_step
+
+    @functools.wraps(stock)
+    def update_where_decoded(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+        pairs = list(grads_and_vars)
+        if not any(isinstance(gradient, EncodedGradient) for gradient, _ in pairs):
+            return stock(self, distribution, pairs, learning_rate)
+        for gradient, variable in pairs:
+
+            def update(variable: Any, rate: Any, *tensors: tf.Tensor, encoded: EncodedGradient = gradient) -> None:
+                self.update_step(encoded.decode(tensors), variable, rate)
+
+            distribution.extended.update(variable, update, args=(learning_rate, *gradient.tensors), group=False)
+        return None
+
+    TFOptimizer._distributed_tf_update_step = update_where_decoded

@@ -1,28 +1,32 @@
-"""`tfdist run`: starts the workers of one host, watches them, starts them again, and says why a run failed.
+"""`tfdist run`: starts workers, supervises them, restarts them, and reports why a run failed.
 
-The launcher never imports TensorFlow; a warm spare, which is a worker to be, does (`spare_main.py`).
+- `cli`: the sub-commands `run`, `checkpoints` and `doctor`.
+- `processes`: worker processes, their output and heartbeats, and the supervisor.
+- `restart`: root causes, outcomes and the restart policy.
+- `rendezvous`: runs over several hosts.
+- `notebook`: `from_notebook`, which runs a function of a notebook on workers.
 
-The entry point is `tfdist.launch.main:main`; `python -m tfdist.launch` is the same. `from_notebook` does the same for a
-function of a notebook.
+The launcher never imports TensorFlow; only warm spares do (`processes/warm_spare_main.py`). The entry point is
+`tfdist.launch.cli.main:main`; `python -m tfdist.launch` is the same.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.launch.notebook import from_notebook as from_notebook
-    from tfdist.launch.notebook_errors import WorkerError as WorkerError
+    from tfdist.launch.notebook.from_notebook import from_notebook as from_notebook
+    from tfdist.launch.notebook.worker_error import WorkerError as WorkerError
 
 __all__ = ["WorkerError", "from_notebook"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that the command line, and each worker, load only what they need.
+    # Imported late, so that the command line and the workers load only what they need.
     if name == "from_notebook":
-        from tfdist.launch.notebook import from_notebook
+        from tfdist.launch.notebook.from_notebook import from_notebook
 
         return from_notebook
     if name == "WorkerError":
-        from tfdist.launch.notebook_errors import WorkerError
+        from tfdist.launch.notebook.worker_error import WorkerError
 
         return WorkerError
     raise AttributeError(f"module 'tfdist.launch' has no attribute {name!r}")

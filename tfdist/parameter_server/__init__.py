@@ -1,1 +1,5 @@
-"""Training by workers whose variables live on servers: what the chief schedules, and what workers push."""
+"""Training on a cluster of workers and parameter servers: what the chief schedules, what workers compute and push."""
+
+from tfdist.parameter_server.worker_stats import WorkerStats
+
+__all__ = ["WorkerStats"]

@@ -1,20 +1,20 @@
-"""`python -m tfdist.parameter_server`: serves the task of TF_CONFIG."""
+"""`python -m tfdist.parameter_server`: runs the server of the task that TF_CONFIG describes."""
 
 import sys
 
 from tfdist import cluster
-from tfdist.parameter_server.serving import serve
+from tfdist.parameter_server.server_process import serve
 
 
 def main() -> int:
-    """Serves until the chief is done."""
+    """Serves until the chief has ended; returns the exit code."""
     config = cluster.detect()
     if config is None or config.task.type not in ("worker", "ps"):
+        received = "no TF_CONFIG" if config is None else f"the task {config.task.type} {config.task.index}"
         sys.stderr.write(
-            "This process has nothing to serve. Received: "
-            f"{'no TF_CONFIG' if config is None else f'the task {config.task.type} {config.task.index}'}. Expected: "
-            "TF_CONFIG with a task of the job worker or ps. `tfdist run --workers N --parameter-servers M script.py` "
-            "starts workers and servers itself.\n"
+            f"This process has nothing to serve. Received: {received}. Expected: TF_CONFIG with a task of the job "
+            "worker or ps. `tfdist run --workers N --parameter-servers M script.py` starts workers and servers "
+            "itself.\n"
         )
         return 2
     serve(dict(config.cluster.jobs), config.task.type, config.task.index)

@@ -1,4 +1,4 @@
-"""The metrics of an epoch, summed up on the chief of what the workers count."""
+"""Sums the metrics of all workers on the chief."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,31 +11,39 @@ from tfdist.keras_internals.scheduled_training import metrics_result
 
 
 class MetricSums:
-    """The sums over all steps since the metrics were reset; each step counts once.
+    """The metrics' sums over all steps since the last reset; each step counts once.
 
-    Right for metrics whose variables are sums over samples, as all of Keras' are.
+    Correct for metrics whose variables are sums over samples, as those of all Keras metrics are.
+
+    Attributes:
+        has_results: Whether a step was added since the last reset. (A step may return no logs.)
     """
 
     def __init__(self, model: keras.Model) -> None:
-        """Begins with what the metrics hold."""
+        """Starts with the present values of the model's metrics."""
         self._model = model
         self._sums: list[np.ndarray] | None = None
         self._is_new = False
         self._known: dict[str, Any] = {}
         self._logs: dict[str, Any] = {}
         self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
-        self.has_results = False  # since the metrics were reset, though a step may return nothing
-        # Eagerly, a result takes longer than the chief has for a batch.
+        self.has_results = False
+        # Eagerly, computing a result takes longer than the chief may spend on a batch.
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
-        """Forgets all."""
+        """Discards all sums."""
         self._sums, self._known, self._logs = None, {}, {}
         self._numbers, self._next, self._early = 0, 0, {}
         self.has_results = False
 
     def add(self, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
-        """Takes what a step has added to the variables of the metrics, and what it returned."""
+        """Adds a step.
+
+        Args:
+            metrics: What the step has added to the variables of the metrics.
+            logs: What the step returned.
+        """
         if self._sums is None:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]
         self._sums = [total + np.asarray(part) for total, part in zip(self._sums, metrics, strict=True)]
@@ -43,22 +51,22 @@ class MetricSums:
         self._is_new = self.has_results = True
 
     def next_number(self) -> int:
-        """The number of another step that `add_in_order` will be given."""
+        """Returns the number by which a step is later given to `add_in_order`."""
         self._numbers += 1
         return self._numbers - 1
 
     def add_in_order(self, number: int, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
-        """As `add`, but steps count in the order of their numbers: rounding does not tell which of them came first."""
+        """As `add`, but in the order of the numbers, so that rounding does not depend on which step ended first."""
         self._early[number] = metrics, logs
         while self._next in self._early:
             self.add(*self._early.pop(self._next))
             self._next += 1
 
     def results(self) -> dict[str, Any]:
-        """What the last step returned, and of metrics the result over all steps."""
+        """Returns the last step's logs, in which the metrics have their results over all steps."""
         if self._is_new and self._sums is not None:
             results = self._result_of([tf.constant(total) for total in self._sums])
-            # A step of the user's own may return some of the metrics only.
+            # A custom step may return some of the metrics only.
             self._known = {name: results.get(name, value) for name, value in self._logs.items()}
             self._is_new = False
         return dict(self._known)

@@ -1,23 +1,23 @@
-"""Data sets that each worker makes for itself."""
+"""Datasets that each worker creates for itself."""
 
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.symbols import DataAdapter
+from tfdist.keras_internals.keras_symbols import DataAdapter
 
 
 class WorkerIterator:
-    """What `fit` draws from: each worker draws from its own iterator instead."""
+    """Stands for the workers' iterators where `fit` expects an iterator of the chief."""
 
     def __init__(self, dataset: "WorkerDatasets") -> None:
-        """Draws from `dataset`."""
+        """Creates an iterator over `dataset`."""
         self._dataset = dataset
 
     @property
     def on_workers(self) -> Any:
-        """One iterator a worker, which goes on where it was in the epoch before."""
+        """The workers' iterators; a new epoch continues where the previous one ended."""
         return self._dataset.iterators
 
     def __iter__(self) -> "WorkerIterator":
@@ -25,38 +25,38 @@ class WorkerIterator:
 
     def __next__(self) -> Any:
         raise ValueError(
-            "A data set that workers make for themselves can only be trained on. Received: such a data set for "
-            "`evaluate` or `validation_data`. Expected: data that the chief draws, each sample once: arrays, a "
+            "Datasets that are created on the workers can only be used for training. Received: such a dataset for "
+            "`evaluate` or `validation_data`. Expected: data of the chief, which yield each sample once: arrays, a "
             "tf.data.Dataset or a PyDataset."
         )
 
 
 class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
-    """A data set on each worker, made there by the same function; no sample passes the chief.
+    """A dataset on each worker, created there by the same function; no sample passes through the chief.
 
-    Keras takes it as its own adapter of data, which adapts nothing.
+    It is its own Keras data adapter.
     """
 
-    is_drawn_by_workers = True  # so that it has no position, and no end
+    is_drawn_by_workers = True  # it has no position on the chief, and no end
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset], coordinator: Any) -> None:
         """Has each worker call `dataset_fn`.
 
         Args:
-          dataset_fn: takes a `tf.distribute.InputContext`; returns an infinite data set of batches.
-          coordinator: of the strategy.
+            dataset_fn: Takes a `tf.distribute.InputContext`; returns an infinite dataset of batches.
+            coordinator: Of the strategy.
 
         Raises:
-          ValueError: the data set ends.
+            ValueError: The dataset is finite.
         """
 
-        def made() -> tf.data.Dataset:
+        def create() -> tf.data.Dataset:
             return dataset_fn(tf.distribute.InputContext(1, 0, 1))
 
         with tf.device("/job:chief/device:CPU:0"):
-            # Once here: on the workers it is made in a function, in which its cardinality is not known.
-            self._spec = _checked(made()).element_spec
-        self._per_worker = coordinator.create_per_worker_dataset(made)
+            # Once on the chief: workers create it in a function, in which its cardinality is unknown.
+            self._spec = _checked(create()).element_spec
+        self._per_worker = coordinator.create_per_worker_dataset(create)
         self._iterators: Any = None
 
     @property
@@ -71,7 +71,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
     @property
     def num_batches(self) -> None:
-        """Not to be known."""
+        """Unknown."""
         return None
 
     @property
@@ -85,7 +85,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
     @property
     def iterators(self) -> Any:
-        """One iterator a worker."""
+        """One iterator on each worker."""
         if self._iterators is None:
             self._iterators = iter(self._per_worker)
         return self._iterators
@@ -97,13 +97,13 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 def _checked(dataset: Any) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
-            f"The function makes no data set. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset of "
-            "batches."
+            f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset "
+            "of batches."
         )
     if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            f"The data set of a worker ends. Received: cardinality {int(dataset.cardinality())}. Expected: an infinite "
-            "one, as it is not known which worker trains how many of its batches. End it with `.repeat()` and give "
+            f"A worker's dataset is finite. Received: cardinality {int(dataset.cardinality())}. Expected: an infinite "
+            "one, as it is not known which worker trains on how many of its batches. End it with `.repeat()` and give "
             "`fit` a `steps_per_epoch`."
         )
     return dataset

@@ -1,4 +1,4 @@
-"""What a Keras step does on a worker: it reads variables of the servers, and changes none of them."""
+"""The scope of a Keras step on a worker: reads the servers' variables, and collects changes instead of making them."""
 
 import contextvars
 from collections.abc import Iterator, Sequence
@@ -9,28 +9,34 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.losses import LossStep
-from tfdist.keras_internals.scheduled_training import is_seed, server_variable
-from tfdist.tensorflow_internals.parameter_server import pulled
+from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.tensorflow_internals.low_precision_transfer import pull_as
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
-_SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have seeds of their own
+_SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have distinct seeds
 
 
 class WorkerScope(keras.StatelessScope):
     """Collects the changes that one or more steps of a Keras model would make.
 
-    Variables are read from the servers as ever, but for the metrics, which begin at zero, and the states of seed
-    generators, which depend on the number of the step. What a step assigns is seen by what it reads after that, and is
-    otherwise kept back; so are the updates of optimizers (`push`).
+    Variables are read from the servers, with two exceptions: metrics start at zero, and the states of seed generators
+    depend on the number of the step. What a step assigns is visible to its later reads and to nobody else; the same
+    holds for the updates of optimizers (`push`).
+
+    Attributes:
+        bytes_pulled: Payload bytes of the variables that were read.
+        rows_bytes_pulled: Payload bytes of the rows that were looked up, int64 scalars.
+        pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
+        loss_step: How the losses of the present step are scaled.
     """
 
     def __init__(self, metrics: Sequence[keras.Variable], number: tf.Tensor, pull_dtype: tf.DType | None) -> None:
-        """Begins with no changes.
+        """Creates a scope without changes.
 
         Args:
-          metrics: the variables of the model's metrics.
-          number: of the step in this training, an int64 scalar.
-          pull_dtype: as which trainable float32 variables cross the network; `None`: as they are.
+            metrics: The variables of the model's metrics.
+            number: Of the step in this training, an int64 scalar.
+            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
         super().__init__(zeros, collect_losses=True, initialize_variables=False)
@@ -54,7 +60,7 @@ class WorkerScope(keras.StatelessScope):
 
     @contextmanager
     def step(self, loss_step: LossStep | None = None) -> Iterator[None]:
-        """One step of the model runs in this; `loss_step` says how its losses weigh in a larger batch."""
+        """Encloses one step of the model; `loss_step` says how its losses are scaled."""
         self._pushed.append([])
         self.loss_step = loss_step
         self.losses: list[Any] = []  # what layers add by `add_loss`
@@ -67,50 +73,59 @@ class WorkerScope(keras.StatelessScope):
         finally:
             _current.reset(token)
 
+    # What Keras and the optimizers call during a step.
+
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """What `variable` is in this scope; `None`: what the server has."""
+        """Returns the value of `variable` in this scope; `None`: read it from the server."""
         known = super().get_current_value(variable)
         if known is not None:
             return known
-        if is_seed(variable):
+        if is_seed_state(variable):
             value = tf.convert_to_tensor(server_variable(variable))
             seed = tf.cast(tf.bitwise.bitwise_and(self._number * _SEED_STEP, 0xFFFFFFFF), value.dtype)
             self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
             return seeded
         self._count(variable)
         if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
-            return pulled(server_variable(variable), self.pull_dtype)
+            return pull_as(server_variable(variable), self.pull_dtype)
         if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
-            # Read once, so that what a step changes is counted from what it has seen.
+            # Read once, so that a step's change is the difference to the value that the step has read.
             value = server_variable(variable).read_value()
             self.state_mapping[id(variable)] = self._before[id(variable)] = value
             return value
-        if variable.regularizer is not None:  # Keras gives it what this returns
-            return pulled(server_variable(variable), tf.as_dtype(variable.dtype))
+        if variable.regularizer is not None:  # Keras passes the returned value to it
+            return pull_as(server_variable(variable), tf.as_dtype(variable.dtype))
         return None
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Takes what is assigned to a variable."""
+        """Collects what is assigned to a variable."""
         variable, value = update
         if id(variable) in self._constrained:
-            return  # a constraint on the value before the update; `OptimizerUpdate.constrain` has the one after
+            return  # a constraint on the value before the update; `OptimizerUpdate.constrain` applies it after that
         super().add_update((variable, tf.cast(value, variable.dtype)))
-        if id(variable) not in self._metrics and not is_seed(variable):
+        if id(variable) not in self._metrics and not is_seed_state(variable):
             self._changed[id(variable)] = variable
 
     def push(self, optimizer: Any, gradients: list[Any]) -> None:
-        """Takes the gradients that an optimizer is given."""
+        """Collects the gradients that an optimizer is given."""
         self._pushed[-1].append((optimizer, gradients))
         self._constrained |= {id(variable) for variable in optimizer.constrained_variables}
+
+    def count_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:
+        """Counts the bytes of rows that are looked up in `table`, which is not pulled itself."""
+        self._read.add(id(table))
+        self.rows_bytes_pulled.append(tf.size(ids, out_type=tf.int64) * row_bytes)
+
+    # What the steps have computed.
 
     @property
     def pushed(self) -> list[list[tuple[Any, list[Any]]]]:
         """By step, the optimizers and their gradients, in order."""
         return self._pushed
 
-    def changes(self, aside: Sequence[tf.Variable]) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Variables of the servers, and by how much the steps would change them; but for those in `aside`."""
-        known = {id(variable) for variable in aside}
+    def changes(self, excluded: Sequence[tf.Variable]) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """The servers' variables that the steps would change, and by how much, without those in `excluded`."""
+        known = {id(variable) for variable in excluded}
         found = []
         for variable in self._changed.values():
             server = server_variable(variable)
@@ -120,13 +135,19 @@ class WorkerScope(keras.StatelessScope):
                 found.append((server, after - (server.read_value() if before is None else before)))
         return found
 
-    def count_as(self, share: Any, means: Sequence[tuple[keras.Variable, keras.Variable]], before: list[Any]) -> None:
-        """Makes what a step has added to means over batches count as `share` of a batch.
+    def mean_values(self, means: Sequence[tuple[keras.Variable, keras.Variable]]) -> list[Any]:
+        """The values of the variables (total, count) of means."""
+        return [tuple(tf.convert_to_tensor(self.get_current_value(variable)) for variable in mean) for mean in means]
+
+    def weigh_means(
+        self, weight: Any, means: Sequence[tuple[keras.Variable, keras.Variable]], before: list[Any]
+    ) -> None:
+        """Makes what a step has added to means over batches count as `weight` batches.
 
         Args:
-          share: a float scalar.
-          means: the variables (total, count) of each; counted by the step as if its part were a batch.
-          before: the values that they had before the step.
+            weight: A float scalar, the fraction of the batch in this step.
+            means: The variables (total, count) of each mean, to which the step has added its part as one batch.
+            before: The values of these variables before the step.
         """
         for (total, count), (total_before, count_before) in zip(means, before, strict=True):
             sum_of_step, count_of_step = (
@@ -134,18 +155,9 @@ class WorkerScope(keras.StatelessScope):
                 for variable, value in ((total, total_before), (count, count_before))
             )
             mean = tf.math.divide_no_nan(sum_of_step, count_of_step)
-            part = tf.cast(share, mean.dtype)
+            part = tf.cast(weight, mean.dtype)
             self.add_update((total, total_before + part * mean))
             self.add_update((count, count_before + part))
-
-    def values_of(self, means: Sequence[tuple[keras.Variable, keras.Variable]]) -> list[Any]:
-        """The values of the variables (total, count) of means."""
-        return [tuple(tf.convert_to_tensor(self.get_current_value(variable)) for variable in mean) for mean in means]
-
-    def note_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:
-        """Counts rows that are pulled of `table`, which as a whole is not."""
-        self._read.add(id(table))
-        self.rows_bytes_pulled.append(tf.size(ids, out_type=tf.int64) * row_bytes)
 
     def _count(self, variable: keras.Variable) -> None:
         if id(variable) not in self._read:
@@ -157,6 +169,6 @@ class WorkerScope(keras.StatelessScope):
 
 
 def current_loss_step() -> LossStep | None:
-    """How the losses weigh of the step that is being traced, if there is one."""
+    """How the losses of the step that is being traced are scaled; `None` outside of a step."""
     scope = _current.get()
     return None if scope is None else scope.loss_step

@@ -1,1 +1,1 @@
-"""What a training consists of beside its weights, and how it goes on from there: data, generators, callbacks."""
+"""The state of a training besides the data position: variables, callbacks, random generators; when and how it saves."""

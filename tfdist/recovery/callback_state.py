@@ -1,28 +1,27 @@
-"""What callbacks remember: saved as JSON and tensors, and put back into the callbacks of a program that starts again.
+"""Saves the state of callbacks as JSON and tensors, and restores it in a program that starts again.
 
-Kept are, for Keras' own callbacks and their subclasses:
+Saved for Keras' callbacks and their subclasses:
 
-| callback | what |
+| callback | state |
 |---|---|
-| `EarlyStopping`, `ReduceLROnPlateau` | the best value, its epoch and weights, the waiting, the cool-down |
+| `EarlyStopping`, `ReduceLROnPlateau` | the best value, its epoch and weights, the wait and cool-down counts |
 | `ModelCheckpoint` | the best value, the batches since the last save |
-| `History` | all epochs, so that `fit` returns what it would have returned |
-| `CSVLogger` | the text of its file: lines of epochs that come again are taken out, there is one header |
-| `TensorBoard` | its counts of batches; what was written of steps that come again stays in the event files, twice |
+| `History` | all epochs, so that `fit` returns the complete history |
+| `CSVLogger` | the text of its file: one header, no lines of epochs that are repeated |
+| `TensorBoard` | its counts of batches; event files contain repeated steps twice |
 | `SwapEMAWeights` | which weights are in the model |
 | any callback with `get_state` and `set_state` | what these return and take, see below |
 
-`LearningRateScheduler`, `TerminateOnNaN`, `LambdaCallback`, `RemoteMonitor` and the progress bar remember nothing.
-`BackupAndRestore` is refused. Any other callback starts anew; `without_state` names those but for the ones that say, by
-an attribute `remembers_nothing = True`, that it does not matter.
+`LearningRateScheduler`, `TerminateOnNaN`, `LambdaCallback`, `RemoteMonitor` and the progress bar have no state.
+`BackupAndRestore` is rejected. Any other callback loses its state; `callbacks_without_state` names it unless it has an
+attribute `is_stateless = True`.
 
-**A callback of one's own** takes part by two methods: `get_state()` returns what is to be saved (None, bool, int,
-float, str, NumPy's numbers and arrays, and lists, tuples and dictionaries of these), and `set_state(state)` takes it.
-Arrays must be equal on all workers, as they are saved once. In a subclass of a known callback the methods add to what
-is kept for that.
+**Custom callbacks** take part by two methods: `get_state()` returns what to save (None, bool, int, float, str, NumPy's
+numbers and arrays, and lists, tuples and dictionaries of these), and `set_state(state)` takes it. Arrays must be equal
+on all workers, because they are saved once. In a subclass of a Keras callback the methods add to the state above.
 
-**Matching.** The n-th callback of a class gets what the n-th of that class has saved, by the class's name. Callbacks
-that remember nothing may come and go.
+**Matching.** The n-th callback of a class gets the state of the n-th saved one, by the name of the class. Callbacks
+without state may be added and removed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,156 +29,188 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfdist.keras_internals.callbacks import attributes_of, find_direction, knows_direction
-from tfdist.recovery.csv_log import restore_log, state_of_log
-from tfdist.recovery.json_values import from_json, to_json
+from tfdist.keras_internals.stock_callbacks import find_monitor_direction, has_monitor_direction, state_attributes
+from tfdist.utils.json_state import from_json, to_json
 
 Json = dict[str, Any]
 
-_REMEMBER_NOTHING = (
+_STATELESS = (
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.TerminateOnNaN,
     keras.callbacks.LambdaCallback,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+_ENCODING = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 
 class CallbackStates(NamedTuple):
-    """What callbacks remember.
+    """The states of the callbacks of a `fit`.
 
     Attributes:
-      notes: each rank's own, as JSON.
-      tensors: equal on all ranks; the notes refer to them by name.
+        values: The states of this rank, as JSON, by class name and number.
+        tensors: Arrays, equal on all ranks, to which `values` refers by name.
     """
 
-    notes: Json
+    values: Json
     tensors: dict[str, np.ndarray]
 
 
-def refuse_others(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+def reject_backup_and_restore(callbacks: Sequence[keras.callbacks.Callback]) -> None:
     """Raises an error for callbacks that restore a training themselves.
 
     Raises:
-      ValueError: there is a `BackupAndRestore`.
+        ValueError: If `callbacks` contains a `BackupAndRestore`.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
-                "Two callbacks would restore the training. Received: keras.callbacks.BackupAndRestore beside tfdist's "
-                "recovery. Expected: one of them. Take BackupAndRestore out of the list; what it does is done."
+                "BackupAndRestore cannot be combined with FailureRecovery. Received: both in the list of callbacks. "
+                "Expected: one of them. Remove BackupAndRestore; FailureRecovery does all that it does."
             )
 
 
-def without_state(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
-    """The names of the classes of callbacks that start anew, as nothing tells what they remember."""
+def callbacks_without_state(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
+    """Returns the class names of callbacks that lose their state because it is not known."""
     return sorted(
         {
-            _name(callback)
+            _class_name(callback)
             for callback in callbacks
-            if not _remembers(callback)
-            and not isinstance(callback, _REMEMBER_NOTHING)
-            and not getattr(callback, "remembers_nothing", False)
+            if not _has_state(callback)
+            and not isinstance(callback, _STATELESS)
+            and not getattr(callback, "is_stateless", False)
         }
     )
 
 
-def state_of(callbacks: Sequence[keras.callbacks.Callback]) -> CallbackStates:
-    """What `callbacks` remember now; to be called when all others have been called, by the last of the list.
+def save_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> CallbackStates:
+    """Returns the present states. Only the last callback of a list sees the states after a step or an epoch.
 
     Raises:
-      ValueError: `get_state` of a callback returned what cannot be saved; the message names it.
+        ValueError: If `get_state` of a callback returns what cannot be saved; the message names the callback.
 
     >>> import keras
-    >>> from tfdist.recovery.callback_state import state_of
+    >>> from tfdist.recovery.callback_state import save_callbacks
     >>> stopping = keras.callbacks.EarlyStopping(patience=3)
     >>> stopping.on_train_begin()
     >>> stopping.wait = 2
-    >>> state_of([stopping]).notes["EarlyStopping/0"]["dict"]["wait"]
+    >>> save_callbacks([stopping]).values["EarlyStopping/0"]["dict"]["wait"]
     2
     """
-    notes: Json = {}
+    values: Json = {}
     tensors: dict[str, np.ndarray] = {}
     for key, callback in _by_key(callbacks).items():
-        state: Json = {name: getattr(callback, name) for name in attributes_of(callback)}
-        if knows_direction(callback):
+        state: Json = {name: getattr(callback, name) for name in state_attributes(callback)}
+        if has_monitor_direction(callback):
             state["direction"] = "known"
         if isinstance(callback, keras.callbacks.CSVLogger):
-            state["log"] = state_of_log(callback)
-        if (get_state := _method(callback, "get_state")) is not None:
+            state["log"] = _log_state(callback)
+        if (get_state := _state_method(callback, "get_state")) is not None:
             state["state"] = get_state()
-        notes[key] = to_json(state, tensors, f"callbacks/{key}")
-    return CallbackStates(notes, tensors)
+        values[key] = to_json(state, tensors, f"callbacks/{key}")
+    return CallbackStates(values, tensors)
 
 
-def check(callbacks: Sequence[keras.callbacks.Callback], notes: Json, *, all_present: bool = True) -> None:
-    """Compares the callbacks with those of a checkpoint, without touching one.
+def check_callbacks(callbacks: Sequence[keras.callbacks.Callback], values: Json, *, all_present: bool = True) -> None:
+    """Compares the callbacks with those of a checkpoint, without changing one.
 
     Args:
-      callbacks: those that `fit` calls, History included.
-      notes: `CallbackStates.notes` of this rank, or of another one.
-      all_present: whether all that the notes tell of must be there; not on a rank that takes over the notes of the
-        chief, which may have callbacks of its own.
+        callbacks: The callbacks of `fit`, including History.
+        values: `CallbackStates.values` of this rank, or of another one.
+        all_present: Whether every saved callback must exist. False on a rank that restores the states of the chief,
+            which may have additional callbacks.
 
     Raises:
-      ValueError: callbacks that remember something were added or taken out; the message names the first.
+        ValueError: If callbacks with state were added or removed; the message names the first.
     """
     present = _by_key(callbacks)
-    for key in [*present, *notes]:
-        if (key in present) == (key in notes) or (key in notes and not all_present):
+    for key in [*present, *values]:
+        if (key in present) == (key in values) or (key in values and not all_present):
             continue
-        name, _, number = key.rpartition("/")
-        sides = [sum(other.rpartition("/")[0] == name for other in side) for side in (notes, present)]
+        name, _, _ = key.rpartition("/")
+        counts = [sum(other.rpartition("/")[0] == name for other in side) for side in (values, present)]
         raise ValueError(
-            f"The list of callbacks has changed. Received: {sides[0]} of class {name} in the checkpoint. Expected: "
-            f"{sides[1]}, as in this program. Give the callbacks that the training began with, or another directory."
+            f"The list of callbacks has changed. Received: {counts[0]} of class {name} in the checkpoint. Expected: "
+            f"{counts[1]}, as in this program. Pass the callbacks with which the training started, or use another "
+            "directory."
         )
 
 
-def restore(callbacks: Sequence[keras.callbacks.Callback], notes: Json, tensors: Mapping[str, np.ndarray]) -> None:
-    """Puts back what `callbacks` remembered; to be called after their `on_train_begin`, where most forget everything.
+def restore_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback], values: Json, tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Restores the states. Call this after `on_train_begin` of the callbacks, where most of them reset their state.
 
     The metrics of the model must be built (`TrainingVariables.build`).
 
     Args:
-      callbacks: those that `fit` calls, History included.
-      notes: what `check` has compared.
-      tensors: `CallbackStates.tensors`, or any mapping that contains them.
+        callbacks: The callbacks of `fit`, including History.
+        values: What `check_callbacks` has compared.
+        tensors: `CallbackStates.tensors`, or a mapping that contains them.
     """
     for key, callback in _by_key(callbacks).items():
-        state = from_json(notes[key], tensors)
-        direction, log, own = (state.pop(name, None) for name in ("direction", "log", "state"))
+        state = from_json(values[key], tensors)
+        direction, log, custom = (state.pop(name, None) for name in ("direction", "log", "state"))
         for name, value in state.items():
             setattr(callback, name, value)
         if direction is not None:
-            find_direction(callback)
+            find_monitor_direction(callback)
         if log is not None:
-            restore_log(callback, log)
-        if (set_state := _method(callback, "set_state")) is not None:
-            set_state(own)
+            _restore_log(callback, log)
+        if (set_state := _state_method(callback, "set_state")) is not None:
+            set_state(custom)
 
 
 def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
     found: dict[str, keras.callbacks.Callback] = {}
     counts: dict[str, int] = {}
     for callback in callbacks:
-        if _remembers(callback):
-            name = _name(callback)
+        if _has_state(callback):
+            name = _class_name(callback)
             found[f"{name}/{counts.get(name, 0)}"] = callback
             counts[name] = counts.get(name, 0) + 1
     return found
 
 
-def _remembers(callback: keras.callbacks.Callback) -> bool:
-    known = bool(attributes_of(callback)) or isinstance(callback, keras.callbacks.CSVLogger)
-    return known or _method(callback, "get_state") is not None
+def _has_state(callback: keras.callbacks.Callback) -> bool:
+    known = bool(state_attributes(callback)) or isinstance(callback, keras.callbacks.CSVLogger)
+    return known or _state_method(callback, "get_state") is not None
 
 
-def _method(callback: keras.callbacks.Callback, name: str) -> Callable[..., Any] | None:
-    both = all(callable(getattr(callback, method, None)) for method in ("get_state", "set_state"))
-    return getattr(callback, name) if both else None
+def _state_method(callback: keras.callbacks.Callback, name: str) -> Callable[..., Any] | None:
+    has_both = all(callable(getattr(callback, method, None)) for method in ("get_state", "set_state"))
+    return getattr(callback, name) if has_both else None
 
 
-def _name(callback: keras.callbacks.Callback) -> str:
+def _class_name(callback: keras.callbacks.Callback) -> str:
     return type(callback).__qualname__
+
+
+def _log_state(logger: keras.callbacks.CSVLogger) -> Json:
+    """Returns the text of the log and its columns.
+
+    The text is needed because a logger that does not append empties its file in `on_train_begin`, before anything can
+    be restored.
+    """
+    text = ""
+    if tf.io.gfile.exists(logger.filename):
+        with tf.io.gfile.GFile(logger.filename, "rb") as file:
+            text = file.read().decode(**_ENCODING)
+    return {"text": text, "keys": logger.keys}
+
+
+def _restore_log(logger: keras.callbacks.CSVLogger, state: Json) -> None:
+    """Writes the saved log, without the lines of epochs that are repeated, and opens it for appending."""
+    if logger.csv_file is not None and not logger.csv_file.closed:
+        logger.csv_file.close()
+    with tf.io.gfile.GFile(logger.filename, "wb") as file:
+        file.write(state["text"].encode(**_ENCODING))
+    appends = logger.append
+    logger.append = True
+    try:
+        keras.callbacks.CSVLogger.on_train_begin(logger)  # checks whether the file has a header
+    finally:
+        logger.append = appends
+    logger.keys = state["keys"]

@@ -1,4 +1,4 @@
-"""Copies of variables in the host's memory, into arrays that are used again."""
+"""Copies variables to host memory, into arrays that are reused for the next copy."""
 
 from collections import deque
 from typing import Any
@@ -7,61 +7,60 @@ import numpy as np
 
 
 class HostCopies:
-    """Copies of variables, each with a name: asked for at once, made later, as by another thread during the next step.
+    """Copies of variables by name. A copy is requested at once and made later, for example by another thread.
 
-    They hold what the variables held when they were asked for. What TensorFlow has read is never written to: where an
-    update meets a variable that is not copied yet, it takes new memory for it.
+    A copy has the value at the time of the request. TensorFlow never writes to memory that was read: an update of a
+    variable that is not copied yet takes new memory.
 
-    Memory that the process touches for the first time costs several times the copy itself. So an array is written
-    again when the same variable is copied the next time; whoever uses the copies must have done with them by then.
+    Memory that the process touches for the first time costs several times the copy itself, so the array of a variable
+    is reused for its next copy. Finish using the copies before requesting the next ones.
 
     >>> import tensorflow as tf
     >>> variable, copies = tf.Variable([1.0, 2.0]), HostCopies()
-    >>> first = copies.of("kernel", variable)
+    >>> first = copies.request("kernel", variable)
     >>> changed = variable.assign_add([1.0, 1.0])
     >>> copies.finish()
     >>> first
     array([1., 2.], dtype=float32)
-    >>> again = copies.of("kernel", variable)
+    >>> again = copies.request("kernel", variable)
     >>> copies.finish()
     >>> again is first, first
     (True, array([2., 3.], dtype=float32))
     """
 
     def __init__(self) -> None:
-        """Nothing is held at first."""
         self._arrays: dict[str, np.ndarray] = {}
-        self._left: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self._requested: deque[tuple[np.ndarray, np.ndarray]] = deque()
 
-    def of(self, name: str, variable: Any) -> np.ndarray:
-        """Asks for a copy of `variable`, a `tf.Variable`.
+    def request(self, name: str, variable: Any) -> np.ndarray:
+        """Requests a copy of `variable`.
 
         Args:
-          name: of the variable; the array of this name is written again if it has the shape and dtype.
-          variable: what is copied; it is not changed.
+            name: Its name. The array of this name is reused if it has the same shape and dtype.
+            variable: A `tf.Variable`. It is not changed.
 
         Returns:
-          An array of its shape and dtype, which holds its value after `finish`.
+            An array of its shape and dtype that has its present value after `finish`.
         """
         value = _view(variable)
         array = self._arrays.get(name)
         if array is None or (array.shape, array.dtype) != (value.shape, value.dtype):
             array = self._arrays[name] = np.empty(value.shape, value.dtype)
-        self._left.append((array, value))
+        self._requested.append((array, value))
         return array
 
     def finish(self) -> None:
-        """Makes the copies that were asked for, in this order, and lets go of what was read."""
-        while self._left:
-            np.copyto(*self._left.popleft())
+        """Makes the requested copies, in order, and releases the memory of the variables."""
+        while self._requested:
+            np.copyto(*self._requested.popleft())
 
 
 def _view(variable: Any) -> np.ndarray:
-    """The value: in the variable's own memory where NumPy can look into it, from other devices (GPU, TPU) a copy."""
+    """Returns the value: a view of the variable's memory if NumPy can read it, a copy from other devices (GPU, TPU)."""
     value = variable.read_value()
     if "CPU" in value.device:
         try:
             return np.asarray(memoryview(value))
-        except (ValueError, TypeError, BufferError):  # bfloat16 and float8 are no formats of buffers
+        except (ValueError, TypeError, BufferError):  # buffers have no format for bfloat16 and float8
             pass
     return np.asarray(value.numpy())

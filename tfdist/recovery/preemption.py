@@ -1,116 +1,149 @@
-"""Signals that ask the training to save and end, and the step at which all workers do."""
+"""Handles preemption signals: all workers save after the same step and exit."""
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from tfdist.recovery.agreement import Agreement
+from tfdist.keras_internals.stock_callbacks import open_files
+from tfdist.recovery.worker_coordination import WorkerCoordination
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what Slurm sends by `--signal=USR1@60`
-# A scheduler may signal every process, and the supervisor pass its own signal on: that is one notice.
-_ONE_NOTICE_SECONDS = 1.0
-_STOP, _CLOSED = "stop", "closed"  # what is said to the listening threads: a step, or that there is none
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 with `--signal=USR1@60`
+# A scheduler may signal every process while the supervisor forwards its own signal; both are one notice.
+_SAME_NOTICE_SECONDS = 1.0
+_STOP_STEP, _CLOSED = "stop", "closed"  # a key, and its value if training ends without a preemption
+_log = logging.getLogger("tfdist")
 
 
-class Preemption:
-    """Hears the signals on any worker and finds the next step that all workers have in common.
+class PreemptionHandler:
+    """Receives the signals on any worker and finds the next step that all workers have in common.
 
-    The worker that is told proposes the step after its present one and goes on only when all have heard of it. Steps
-    of synchronous training hold each other: no worker can have passed that step. TensorFlow's coordination service
-    swallows SIGTERM, so handlers must be set after the strategy is made. A second signal, a second later or more, ends
-    the process at once. A signal after `fit` has been left by an exception does what it did before `fit`. One that
-    came too late to end a `fit` ends the next one.
+    The signalled worker proposes the step after its current one and continues only when all workers know it. The
+    workers of a synchronous training wait for each other in every step, so none can have passed that step.
+
+    TensorFlow's coordination service swallows SIGTERM, so the handlers must be set after the strategy is created. A
+    second signal, at least a second after the first, ends the process at once. If an exception has ended `fit`, a
+    signal has its previous effect. A signal that arrives too late to end a `fit` ends the next one.
     """
 
-    _owed_since: float | None = None  # when a signal has asked this process to end, which has not begun to
+    _pending_since: float | None = None  # when a signal asked this process to exit; None once it has begun to
 
-    def __init__(self, agreement: Agreement, is_in_fit: Callable[[FrameType | None], bool] | None = None) -> None:
-        """Hears nothing before `listen`.
+    def __init__(
+        self, coordination: WorkerCoordination, is_in_fit: Callable[[FrameType | None], bool] | None = None
+    ) -> None:
+        """Handles nothing until `install`.
 
         Args:
-          agreement: between the workers.
-          is_in_fit: whether a frame that a signal has interrupted was called by `fit`; `None` if all are.
+            coordination: Between the workers.
+            is_in_fit: Returns whether `fit` called the frame that a signal interrupts. None: every frame counts.
         """
-        self._agreement, self._is_in_fit = agreement, is_in_fit
-        self._told = threading.Event()
-        self._told_at = 0.0
+        self._coordination, self._is_in_fit = coordination, is_in_fit
+        self._signalled = threading.Event()
+        self._signalled_at = 0.0
         self._stop_step: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def listen(self) -> bool:
-        """Sets the handlers; returns whether this thread may (only the main thread can)."""
+    def install(self) -> bool:
+        """Sets the handlers and listens to other workers.
+
+        Returns:
+            Whether the handlers are set: only the main thread can set them.
+        """
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
-            self._previous = {number: _beneath(number, signal.signal(number, self._heed)) for number in _SIGNALS}
-            if Preemption._owed_since is not None:
-                self._told_at = Preemption._owed_since
-                self._told.set()
-        if self._agreement.workers > 1:
-            threading.Thread(target=self._hear_others, name="tfdist-preemption", daemon=True).start()
+            self._previous = {number: _outside_fit(number, signal.signal(number, self._handle)) for number in _SIGNALS}
+            if PreemptionHandler._pending_since is not None:
+                self._signalled_at = PreemptionHandler._pending_since
+                self._signalled.set()
+        if self._coordination.num_workers > 1:
+            threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
         return can_handle
 
     def is_due(self, step: int) -> bool:
-        """Whether the training should save and end after `step`; to be asked by all workers after every step."""
-        if self._told.is_set() and self._stop_step is None:
+        """Returns whether to save and exit after `step`. All workers must ask after every step."""
+        if self._signalled.is_set() and self._stop_step is None:
             self._propose(step)
         return self._stop_step is not None and step >= self._stop_step
 
-    def stop_listening(self) -> None:
-        """Puts the former handlers back, where nobody has set others since."""
+    def uninstall(self) -> None:
+        """Restores the previous handlers unless others were set since."""
         for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._heed:
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
-    def leave(self) -> None:
-        """To be called when the process begins to end, as it was asked to."""
-        Preemption._owed_since = None
-        if self._agreement.workers == 1:
-            self.stop_listening()
+    def mark_exiting(self) -> None:
+        """Notes that the process begins to exit as the signal asked."""
+        PreemptionHandler._pending_since = None
+        if self._coordination.num_workers == 1:
+            self.uninstall()
 
     def close(self) -> None:
-        """To be called by all workers when the training is over, so that nobody waits for a step any more."""
-        if self._agreement.workers > 1 and self._agreement.rank == 0:
-            self._agreement.first(_STOP, _CLOSED)  # ends the others' threads
+        """Ends the listening threads. All workers call this when the training is over."""
+        if self._coordination.num_workers > 1 and self._coordination.rank == 0:
+            self._coordination.propose(_STOP_STEP, _CLOSED)
 
-    def _heed(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_in_fit is not None and not self._is_in_fit(frame):
-            self.stop_listening()
+            self.uninstall()
             os.kill(os.getpid(), number)
             return
         now = time.monotonic()
-        if not self._told.is_set():
-            self._told_at = Preemption._owed_since = now
-            self._told.set()
-        elif now > self._told_at + _ONE_NOTICE_SECONDS:
+        if not self._signalled.is_set():
+            self._signalled_at = PreemptionHandler._pending_since = now
+            self._signalled.set()
+        elif now > self._signalled_at + _SAME_NOTICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _propose(self, step: int) -> None:
-        if self._agreement.workers == 1:
+        if self._coordination.num_workers == 1:
             self._stop_step = step
             return
-        agreed = self._agreement.first(_STOP, step + 1)  # or the first one behind it that they ask at
+        agreed = self._coordination.propose(_STOP_STEP, step + 1)  # or the first later step at which they ask
         if agreed == _CLOSED:
-            self._told.clear()
+            self._signalled.clear()
             return
-        self._agreement.wait_for_all("heard")  # by the threads below, this worker's, too
+        self._coordination.wait_for_all("heard")  # the threads below answer, also that of this worker
 
-    def _hear_others(self) -> None:
+    def _wait_for_proposal(self) -> None:
         try:
-            agreed = self._agreement.hear(_STOP)
-        except Exception:  # the cluster has ended
+            agreed = self._coordination.wait_for(_STOP_STEP)
+        except Exception:  # the cluster has shut down
             return
         if agreed != _CLOSED:
             self._stop_step = int(agreed)
-            self._agreement.arrive("heard")
+            self._coordination.arrive("heard")
 
 
-def _beneath(number: int, handler: Any) -> Any:
-    """`handler`, or what was there before it if it belongs to a `fit` that an exception has ended."""
+def _outside_fit(number: int, handler: Any) -> Any:
+    """Returns `handler`, or the handler it replaced if it belongs to a `fit` that an exception has ended."""
     owner = getattr(handler, "__self__", None)
-    return owner._previous.get(number, signal.SIG_DFL) if isinstance(owner, Preemption) else handler
+    return owner._previous.get(number, signal.SIG_DFL) if isinstance(owner, PreemptionHandler) else handler
+
+
+def exit_process(exit_code: int, callbacks: Iterable[Any], *, is_alone: bool) -> NoReturn:
+    """Flushes the files of `callbacks` and ends this process.
+
+    Keras does not call `on_train_end` of the callbacks: the training is not over.
+
+    Args:
+        exit_code: The exit code of the process.
+        callbacks: The callbacks of `fit`.
+        is_alone: Whether there are no other workers. TensorFlow's shutdown would wait for those, which are here, too.
+    """
+    for file in (file for callback in callbacks for file in open_files(callback)):
+        try:
+            file.flush()
+        except Exception as error:
+            _log.warning("FailureRecovery: the output of a callback may be incomplete: %s", error)
+    if is_alone:
+        raise SystemExit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

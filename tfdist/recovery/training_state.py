@@ -1,6 +1,5 @@
-"""All that a training consists of beside its data, as the shards of a checkpoint."""
+"""The state of a training besides the data position, as the shards of a checkpoint."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,98 +7,107 @@ import keras
 
 from tfdist.checkpoint import Checkpoint, Shard
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.recovery import callback_state, generators
+from tfdist.keras_internals.scheduled_training import training_of
+from tfdist.recovery.callback_state import (
+    check_callbacks,
+    reject_backup_and_restore,
+    restore_callbacks,
+    save_callbacks,
+)
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.replicas import merge
-from tfdist.recovery.variables import TrainingVariables
+from tfdist.recovery.random_generators import (
+    check_python_and_numpy,
+    python_and_numpy_state,
+    restore_python_and_numpy,
+)
+from tfdist.recovery.resharding import merge_ranks
+from tfdist.recovery.training_variables import TrainingVariables
 
 
 class TrainingState:
     """The variables of a model's training, its callbacks, and the random generators of this process."""
 
     def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any) -> None:
-        """Makes the variables that Keras would make in the first step.
+        """Creates the variables that Keras would create in the first step.
 
         Args:
-          model: a compiled model.
-          callbacks: those that `fit` calls, but for the one that recovers.
-          element_spec: of the batches; see `TrainingVariables.build`.
+            model: A compiled model.
+            callbacks: The callbacks of `fit` without FailureRecovery.
+            element_spec: The spec of the batches, see `TrainingVariables.build`.
 
         Raises:
-          ValueError: a callback would restore the training, too.
-          RuntimeError: the shapes of a batch are not known.
+            ValueError: If a callback would restore the training, too.
+            RuntimeError: If the shapes of a batch are not known.
         """
-        callback_state.refuse_others(callbacks)
+        reject_backup_and_restore(callbacks)
         self._model, self._callbacks = model, callbacks
-        self._replicas = int(model.distribute_strategy.num_replicas_in_sync)
+        self._num_replicas = int(model.distribute_strategy.num_replicas_in_sync)
         self._copies = HostCopies()
         self._variables = TrainingVariables(model, self._copies)
         self._variables.build(element_spec)
 
-    def warn_of_callbacks(self) -> None:
-        """Warns of callbacks of which nothing tells what they remember."""
-        if unknown := callback_state.without_state(self._callbacks):
-            warnings.warn(
-                f"After a restart these callbacks start anew: {', '.join(unknown)}. If they remember something between "
-                "steps, give them the methods `get_state` and `set_state` (tfdist.recovery.callback_state).",
-                stacklevel=3,
-            )
+    def wait_for_steps(self) -> None:
+        """Waits for the steps that workers of parameter servers still compute."""
+        if (training := training_of(self._model)) is not None:
+            training.wait()
 
-    def snapshot(self, notes: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
-        """Holds on to what all ranks share, of which the chief takes care, and what this one has.
+    def snapshot(self, metadata: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
+        """Returns the shared shard (None on other ranks than the chief) and the shard of this rank.
 
-        The arrays are filled by `finish_snapshot`, with the values of now. The next snapshot writes over them.
+        `finish_snapshot` fills the arrays with the present values. The next snapshot overwrites them.
 
         Args:
-          notes: of this rank, to be saved with it.
-          is_chief: whether this is rank 0.
+            metadata: JSON to save in the shard of this rank.
+            is_chief: Whether this is rank 0.
         """
-        remembered = callback_state.state_of(self._callbacks)
-        random_state = generators.python_and_numpy_state()
-        own_notes = {**notes, "generators": random_state, "callbacks": remembered.notes}
+        callbacks = save_callbacks(self._callbacks)
+        rank_metadata = {**metadata, "generators": python_and_numpy_state(), "callbacks": callbacks.values}
         if not is_chief:
-            return None, Shard(self._variables.own(), own_notes)
-        shared, own, description = self._variables.everything()
-        return Shard({**shared, **remembered.tensors}, {"description": description}), Shard(own, own_notes)
+            return None, Shard(self._variables.per_replica(), rank_metadata)
+        shared, per_replica, description = self._variables.snapshot()
+        shared_shard = Shard({**shared, **callbacks.tensors}, {"description": description})
+        return shared_shard, Shard(per_replica, rank_metadata)
 
     def finish_snapshot(self) -> None:
-        """Copies to host memory, in any thread; until then what the next steps change takes additional memory."""
+        """Copies the values to host memory, in any thread. Until then steps need memory for what they change."""
         self._copies.finish()
 
-    def accumulate_as_in(self, checkpoint: Checkpoint) -> None:
-        """Makes an update of as many micro-steps as when the checkpoint was saved."""
+    def adopt_accumulation_steps(self, checkpoint: Checkpoint) -> None:
+        """Sets the number of micro-steps per update to that of the checkpoint."""
         accumulation = Accumulation(self._model)
-        saved_steps = checkpoint.shared().notes["description"]["accumulation_steps"]
+        saved_steps = checkpoint.read_shared().metadata["description"]["accumulation_steps"]
         if accumulation.steps != saved_steps:
             accumulation.change(saved_steps)
 
-    def restore(self, checkpoint: Checkpoint, rank: int, workers: int, *, metrics: bool) -> None:
-        """Puts back what a checkpoint has, for other ranks and replicas than saved it, too.
+    def restore(self, checkpoint: Checkpoint, rank: int, num_workers: int, *, metrics: bool) -> None:
+        """Restores a checkpoint, also one that another number of ranks or replicas saved.
 
         Args:
-          checkpoint: whole.
-          rank: of this worker.
-          workers: how many there are now.
-          metrics: whether the metrics, too, of an epoch that goes on.
+            checkpoint: A complete checkpoint.
+            rank: The rank of this worker.
+            num_workers: The present number of workers.
+            metrics: Whether to restore the metrics, for an epoch that resumes.
 
         Raises:
-          ValueError: the checkpoint is of another training; nothing was touched then.
+            ValueError: If the checkpoint does not match this program; nothing is changed in that case.
         """
-        shared = checkpoint.shared()
-        description = shared.notes["description"]
-        same_workers = checkpoint.world == workers and description["replicas"] == self._replicas
-        shard = checkpoint.of_rank(rank if same_workers else 0)
-        own = shard.tensors
+        shared = checkpoint.read_shared()
+        description = shared.metadata["description"]
+        same_workers = checkpoint.num_ranks == num_workers and description["replicas"] == self._num_replicas
+        rank_shard = checkpoint.read_rank(rank if same_workers else 0)
+        per_replica = rank_shard.tensors
         if not same_workers:
-            own = merge([checkpoint.of_rank(other).tensors for other in range(checkpoint.world)])
+            per_replica = merge_ranks([checkpoint.read_rank(other).tensors for other in range(checkpoint.num_ranks)])
         variables = {name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")}
-        self._variables.check(variables, own, description)
-        callback_state.check(self._callbacks, shard.notes["callbacks"], all_present=same_workers)
-        generators.check(shard.notes["generators"])
+        callback_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
+
+        self._variables.check(variables, per_replica, description)
+        check_callbacks(self._callbacks, callback_values, all_present=same_workers)
+        check_python_and_numpy(generators)
 
         self._variables.restore_shared(variables, description)
-        self._variables.restore_own(own, description)
+        self._variables.restore_per_replica(per_replica, description)
         if metrics:
-            self._variables.restore_metrics(own, description)
-        callback_state.restore(self._callbacks, shard.notes["callbacks"], shared.tensors)
-        generators.restore(shard.notes["generators"])
+            self._variables.restore_metrics(per_replica, description)
+        restore_callbacks(self._callbacks, callback_values, shared.tensors)
+        restore_python_and_numpy(generators)

@@ -1,1 +1,1 @@
-"""The only room that touches private TensorFlow symbols: `symbols` lists them with their reasons."""
+"""Private symbols of TensorFlow: everything that reads, calls or replaces one. `tensorflow_symbols` lists most."""

@@ -1,4 +1,4 @@
-"""The numbers by which the replicas' collectives find each other: drawn in the graph, and used again."""
+"""The instance keys that match the collectives of different replicas: drawn in the graph, and reused."""
 
 import hashlib
 from collections import Counter
@@ -8,38 +8,38 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.symbols import ResourceVariable
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
-# TensorFlow numbers eager collectives from 100 upward. Above come two ranges of keys that are used by turns, then keys
-# that are used once.
+# TensorFlow numbers eager collectives from 100 upward. Above these are two ranges of keys that are used alternately,
+# then keys that are used once.
 _FIRST_KEY = 1 << 24
 _RANGE = 1 << 24
 _RANGES = 2
 _FIRST_KEY_USED_ONCE = _FIRST_KEY + _RANGES * _RANGE
-_KEYS_USED_ONCE = 1 << 30  # after that many they start anew
+_KEYS_USED_ONCE = 1 << 30  # after that number they repeat
 
 
 class InstanceKeys:
     """Draws the instance keys of one replica's collectives when they run.
 
-    Stock TensorFlow feeds the keys of a function's collectives when the function is called. A `tf.while_loop` around
-    a nested function cannot be fed (`steps_per_execution` fails: "You must feed a value for placeholder tensor"), a
-    loop would use one key for all its rounds, and every collective of every step has a new key, for which the workers
-    must agree anew on its members: one more round trip, and a record that TensorFlow keeps for ever.
+    Stock TensorFlow feeds the keys of a function's collectives when the function is called. It cannot feed a nested
+    function in a `tf.while_loop` (`steps_per_execution` fails: "You must feed a value for placeholder tensor"), a loop
+    would use one key for all its iterations, and every collective of every step has a new key, for which the workers
+    must agree on the members again: one more round trip, and a record that TensorFlow never deletes.
 
-    Here collectives of known shapes use their keys again. TensorFlow remembers kind, dtype and shape with a key. So
-    what has a key is a *site*: kind, dtype, shape, and how many of these stand before it in its graph (of a function,
-    a branch or the body of a loop). A table of the replica numbers the sites in the order in which they are first
-    executed. All replicas execute the same sites in the same order, whenever each of them traced its own graphs, so
+    Here collectives of known shapes reuse their keys. TensorFlow records kind, dtype and shape with a key. So a key
+    belongs to a *site*: kind, dtype, shape, and the number of equal ones before it in its graph (of a function, a
+    branch or the body of a loop). Each replica has a table that numbers the sites in the order of their first
+    execution. All replicas execute the same sites in the same order, regardless of when each traced its graphs, so
     their tables are equal.
 
-    Two collectives of a replica never share a key at one time: sites of one graph differ, and the start of a graph
-    waits for all that the replica launched before. A collective is done when its peers have taken all it had to send,
-    so whatever comes later under its key cannot be mistaken for it. The two ranges are a second fence.
+    Two collectives of a replica never use a key at the same time: sites of one graph differ, and the start of a graph
+    waits for all collectives that the replica launched before. A collective is complete when its peers have received
+    everything, so a later one with the same key cannot be mistaken for it. The two ranges are a second safeguard.
     """
 
     def __init__(self, host: str, tokens: Sequence[Any]) -> None:
-        """Counts on the device `host`; `tokens` are the ordering tokens, variables, of the replica's collectives."""
+        """Creates the table on the device `host`; `tokens` are the ordering tokens of the replica's collectives."""
         self._host = host
         self._tokens = tokens
         with tf.init_scope(), tf.device(host):
@@ -53,8 +53,8 @@ class InstanceKeys:
         """Returns the key, an int32 scalar, of the next collective that is being traced.
 
         Args:
-          signature: its kind, dtype and shape; `None` if another replica, which has traced for other data, may know
-            the shape where this one does not.
+            signature: Its kind, dtype and shape; `None` if another replica, which has traced with other data, may know
+                the shape when this one does not.
         """
         if signature is None:
             with tf.device(self._host):
@@ -74,7 +74,7 @@ class InstanceKeys:
         self._variables.append(hashes)
         with tf.control_dependencies([token.read_value() for token in self._tokens]), tf.device(self._host):
             turn = tf.math.floormod(self._graphs_executed.assign_add(1, read_value=True), _RANGES)
-            sites = hashes.read_value()  # when it runs, all of them are there
+            sites = hashes.read_value()  # complete when the graph runs
             numbers = self._numbers.lookup(sites)
             is_new = tf.cast(numbers < 0, tf.int32)
             new_numbers = tf.cast(self._numbers.size(), tf.int32) + tf.cumsum(is_new, exclusive=True)
@@ -85,7 +85,7 @@ class InstanceKeys:
 
 
 class _GraphSites:
-    """The sites of one graph: their hashes, in a variable that grows while it is traced, and the tensor of keys."""
+    """The sites of one graph: their hashes, in a variable that grows during tracing, and the tensor of keys."""
 
     def __init__(self, hashes: tf.Variable, keys: str) -> None:
         self.keys = keys

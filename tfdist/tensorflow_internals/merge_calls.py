@@ -1,8 +1,8 @@
-"""Sums over replicas and conditions around them, wherever TensorFlow's own replicas can make them.
+"""Sums over replicas, and conditions around them, also for the threads of TensorFlow's MirroredStrategy.
 
-The replicas of TensorFlow's MirroredStrategy are threads. To reduce they meet in a merge call, which has to be made in
-the graph that they began in, so not in a branch of a condition. But the place where they meet may hold a condition, in
-whose branches they begin anew: Keras' LossScaleOptimizer does the same.
+The replicas of TensorFlow's MirroredStrategy are threads. They reduce in a merge call, which must be in the graph in
+which they started, so not in a branch of a condition. But the merge call may contain a condition, whose branches run
+the replicas again, as in Keras' LossScaleOptimizer.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,25 +13,26 @@ import tensorflow as tf
 from tfdist.private_symbols import private
 
 _ThreadContext = private(
-    "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext", "tells whether replicas meet in one graph"
+    "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext",
+    "whether the replicas are threads that trace one graph",
 )
 _reduces_in_replicas = private(
     "tensorflow.python.distribute.merge_call_interim:strategy_supports_no_merge_call",
-    "tells whether a replica reduces by itself",
+    "whether a replica reduces without a merge call",
 )
 
 Branch = Callable[[], object]
 
 
 def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) -> None:
-    """Calls one of two functions, which may reduce over the replicas; to be called in a replica context.
+    """Calls one of two functions, which may reduce over the replicas. Call this in a replica context.
 
     Args:
-      predicate: a bool scalar, equal on all replicas.
-      if_true: called on every replica, for its effects, where the predicate holds.
-      if_false: likewise where it does not.
+        predicate: A bool scalar, equal on all replicas.
+        if_true: Called on every replica, for its effects, if the predicate is true.
+        if_false: Called likewise if it is false.
     """
-    if not _must_meet():
+    if not _needs_merge_call():
         tf.cond(predicate, if_true, if_false)
         return
 
@@ -49,7 +50,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     `steps_per_execution`) does not pass them on. So replicas that meet add up on the first one's device, and send back.
     """
     context = tf.distribute.get_replica_context()
-    if not _must_meet():
+    if not _needs_merge_call():
         return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
     def add(strategy: tf.distribute.Strategy, *values: Any) -> Any:
@@ -60,8 +61,8 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     return list(context.merge_call(add, args=tuple(tensors)))
 
 
-def _must_meet() -> bool:
-    """Whether this replica is a thread that reduces in merge calls, in a function that is being traced."""
+def _needs_merge_call() -> bool:
+    """Whether this replica is a thread that reduces in merge calls, while a function is traced."""
     is_thread = isinstance(tf.distribute.get_replica_context(), _ThreadContext)
     return is_thread and not tf.executing_eagerly() and not _reduces_in_replicas()
 

@@ -1,1 +1,1 @@
-"""How a Keras step and its optimizer run on many replicas: sample shares, the order of an update, shared state."""
+"""A Keras step on many replicas: sample shares, micro-batches, optimizer updates, synchronized metrics."""

@@ -1,8 +1,8 @@
-"""Replicas without samples: the end of the data, or a last batch smaller than the number of replicas.
+"""Replicas without samples: at the end of the data, or if the last batch is smaller than the number of replicas.
 
-Such a replica must take part in the collectives of its step. Many operations cannot compute with no samples (with
-oneDNN, TensorFlow 2.21's `Conv2D` returns a wrong shape), so that it computes with one sample of zeros instead, and
-nothing of that is kept.
+Such a replica must take part in the collectives of its step. Many operations cannot compute without samples (with
+oneDNN, TensorFlow 2.21's `Conv2D` returns a wrong shape), so the replica computes with one sample of zeros, and its
+results are discarded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.training.step import count_samples
+from tfdist.training.sample_shares import count_samples
 
 
-def filled(data: Any, samples: Any) -> Any:
-    """Returns `data`, or one sample of zeros in its place.
+def zeros_if_empty(data: Any, samples: Any) -> Any:
+    """Returns `data`, or one sample of zeros if there are no samples.
 
     Args:
-      data: a structure of tensors. Ragged and sparse ones stay as they are.
-      samples: how many samples there are, an int or an int32 scalar.
+        data: A structure of tensors. Ragged and sparse tensors are returned unchanged.
+        samples: The number of samples, an int or an int32 scalar.
     """
     leaves = tf.nest.flatten(data)
     dense = [position for position, leaf in enumerate(leaves) if tf.is_tensor(leaf) and _has_samples(leaf)]
@@ -37,8 +37,8 @@ def filled(data: Any, samples: Any) -> Any:
 
 
 @contextmanager
-def kept_if(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
-    """Takes back what is assigned to `variables` of this replica unless it `contributes`."""
+def revert_unless(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Reverts what this replica assigns to `variables` in this context, unless it `contributes`."""
     if contributes is True:
         yield
         return
@@ -48,8 +48,8 @@ def kept_if(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
         variable.assign(tf.where(contributes, tf.convert_to_tensor(variable.value), value))
 
 
-def without_filling(outputs: Any, samples: Any) -> Any:
-    """`outputs`, or none of their rows if they were computed of `filled` data though there were no `samples`."""
+def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
+    """Returns `outputs`, or none of their rows if there are no samples and `zeros_if_empty` has replaced the data."""
 
     def kept(output: Any) -> Any:
         if not (tf.is_tensor(output) and _has_samples(output)):
@@ -60,11 +60,11 @@ def without_filling(outputs: Any, samples: Any) -> Any:
 
 
 def predict_on_replica(step_function: Any, input_of: Any) -> Any:
-    """Wraps Keras' prediction of a batch so that a replica without samples predicts none.
+    """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
 
     Args:
-      step_function: predicts a replica's data.
-      input_of: returns the input of a replica's data whose first dimension counts the samples.
+        step_function: Predicts a replica's data.
+        input_of: Returns the input, in a replica's data, whose first dimension is the number of samples.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -73,7 +73,7 @@ def predict_on_replica(step_function: Any, input_of: Any) -> Any:
         if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
             return step_function(replica_data)
         samples = count_samples(value)
-        return without_filling(step_function(filled(replica_data, samples)), samples)
+        return drop_rows_if_empty(step_function(zeros_if_empty(replica_data, samples)), samples)
 
     return replica_predict
 

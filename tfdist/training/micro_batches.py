@@ -1,10 +1,10 @@
 """Micro-batches: a replica computes its part of a step as several replicas would, one after another.
 
-Each micro-batch runs in a thread of its own and only one thread runs at a time, as TensorFlow runs the replicas of a
-process. They take turns where replicas would meet: at a reduction and at an optimizer's update. What they hand over
-there is added up; then the replica reduces or updates once, and each goes on. So whatever a step may hold (several
-optimizers that depend on each other, masks, synchronized batch normalization), k micro-batches on M replicas compute
-what k * M replicas compute.
+Each micro-batch runs in a separate thread, and one thread runs at a time, as TensorFlow runs the replicas of a process.
+A thread pauses where replicas synchronize: at a reduction and at an optimizer's update. The values of all micro-batches
+are added up there, the replica reduces or updates once, and each thread resumes with the result. So k micro-batches on
+M replicas compute what k * M replicas compute, whatever the step contains (several optimizers that depend on each
+other, masks, synchronized batch normalization).
 """
 
 import contextlib
@@ -18,28 +18,28 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.gradients import divided
+from tfdist.compression.gradient_tensors import divided
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """What a micro-batch hands over, and what is to be made of it."""
+class _SyncPoint:
+    """A value that a micro-batch passes on, and how the values of all micro-batches become one result."""
 
     name: str
     value: Any
     combine: Callable[[Any, Any], Any]
     finish: Callable[[Any], Any]
-    is_shared: bool = True  # else it concerns this micro-batch alone
+    is_shared: bool = True  # False: the point concerns this micro-batch alone.
 
 
-class _Ended(BaseException):
-    """Ends a micro-batch whose step has failed elsewhere."""
+class _Cancelled(BaseException):
+    """Ends the thread of a micro-batch whose step has failed in another thread."""
 
 
 class MicroBatchContext(tf.distribute.ReplicaContext):
-    """The replica context of a micro-batch: its reductions are over all micro-batches of all replicas."""
+    """The replica context of a micro-batch. Its reductions are over all micro-batches of all replicas."""
 
     def __init__(self, replica: tf.distribute.ReplicaContext, index: int, count: int, thread: "_Thread") -> None:
         number = int(tf.get_static_value(replica.replica_id_in_sync_group))
@@ -47,17 +47,19 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
         self._replica, self._count, self._thread = replica, count, thread
         self.part = number * count + index
 
-    def meet(self, name: str, value: Any, combine: Callable[[Any, Any], Any], finish: Callable[[Any], Any]) -> Any:
-        """Waits for the other micro-batches of this replica; returns `finish` of what they `combine` to."""
-        return self._thread.pause(_Meeting(name, value, combine, finish))
+    def synchronize(
+        self, name: str, value: Any, combine: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+    ) -> Any:
+        """Waits for the other micro-batches of this replica, and returns `finish` of their combined values."""
+        return self._thread.pause(_SyncPoint(name, value, combine, finish))
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As the replica's: this micro-batch meets its like on the other replicas."""
+        """Calls `merge_fn` once for the micro-batches of this index on all replicas."""
         call = functools.partial(self._replica.merge_call, merge_fn, args, kwargs)
-        return self._thread.pause(_Meeting("merge_call", None, _first, lambda _: call(), is_shared=False))
+        return self._thread.pause(_SyncPoint("merge_call", None, _first, lambda _: call(), is_shared=False))
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduces over all micro-batches of all replicas; differentiable, as the replica's is."""
+        """Reduces over all micro-batches of all replicas. Differentiable, as in any replica context."""
         flat = tf.nest.flatten(value)
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
 
@@ -67,7 +69,7 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
             return list(self._replica.all_reduce(reduce_op, summed, options))
 
         def reduced(*tensors: Any) -> list[Any]:
-            return self.meet("all_reduce", list(tensors), added, finish)
+            return self.synchronize("all_reduce", list(tensors), sum_pairwise, finish)
 
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in flat):
             return tf.nest.pack_sequence_as(value, reduced(*flat))
@@ -85,64 +87,64 @@ class MicroBatchContext(tf.distribute.ReplicaContext):
             return [tf.concat(pair, axis) for pair in zip(total, new, strict=True)]
 
         gather = functools.partial(self._replica.all_gather, axis=axis, options=options)
-        flat = self.meet(
+        flat = self.synchronize(
             "all_gather", tf.nest.flatten(value), concatenated, lambda parts: [gather(part) for part in parts]
         )
         return tf.nest.pack_sequence_as(value, flat)
 
 
 def current_micro_batch() -> MicroBatchContext | None:
-    """The context of the micro-batch that runs in this thread, if any."""
+    """Returns the context of the micro-batch that runs in this thread, or None."""
     context = None if tf.distribute.in_cross_replica_context() else tf.distribute.get_replica_context()
     return context if isinstance(context, MicroBatchContext) else None
 
 
-def added(total: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """The sums of two lists of dense tensors, `tf.IndexedSlices` or `None`."""
+def sum_pairwise(total: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """Returns the sums of two lists of dense tensors, `tf.IndexedSlices` or `None`."""
     return [_sum(a, b) for a, b in zip(total, new, strict=True)]
 
 
-def run_in_turns(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[Any]:
-    """Runs `bodies`, one a micro-batch of this replica, and returns what they return.
+def run_micro_batches(bodies: Sequence[Callable[[], Any]], turn: Turn) -> list[Any]:
+    """Runs `bodies`, one for each micro-batch of this replica, and returns their results.
 
-    In a function, a body does not begin to compute before the one before it has computed what it handed over at its
-    first meeting: where that is the update, the activations of one are gone before the next one's are made.
+    In a graph, a body begins when the previous body has computed the values for its first synchronization. If that is
+    the update, the activations of one micro-batch are freed before those of the next are computed.
 
     Args:
-      bodies: functions without arguments that meet in the same reductions and updates in the same order.
-      turn: called with the number of a body; a context in which it runs until its next meeting.
+        bodies: Functions without arguments that make the same reductions and updates in the same order.
+        turn: Takes the number of a body, returns a context in which it runs until its next synchronization.
 
     Raises:
-      RuntimeError: the bodies do not meet alike, or meet in a condition, a loop or a function of their own.
+        RuntimeError: The bodies synchronize in different orders, or inside a condition, a loop or a nested function.
     """
     threads = [_Thread(index, len(bodies), body) for index, body in enumerate(bodies)]
     try:
         result: Any = None
         while True:
-            meetings: list[_Meeting | None] = []
+            points: list[_SyncPoint | None] = []
             combined: Any = None
             for index, thread in enumerate(threads):
                 with turn(index):
-                    meeting = thread.resume(result)
-                    while meeting is not None and not meeting.is_shared:
-                        meeting = thread.resume(meeting.finish(None))
-                if meeting is not None:
-                    # Added up at once, or the gradients of all would be kept.
-                    combined = meeting.combine(combined, meeting.value) if meetings else meeting.value
-                meetings.append(meeting)
+                    point = thread.resume(result)
+                    while point is not None and not point.is_shared:
+                        point = thread.resume(point.finish(None))
+                if point is not None:
+                    # Add up immediately, so that the gradients of one micro-batch at a time are in memory.
+                    combined = point.combine(combined, point.value) if points else point.value
+                points.append(point)
                 if index + 1 < len(threads):
-                    threads[index + 1].starts_after(thread.result if meeting is None else combined)
-            if all(meeting is None for meeting in meetings):
+                    threads[index + 1].start_after(thread.result if point is None else combined)
+            if all(point is None for point in points):
                 return [thread.result for thread in threads]
-            _check_alike(meetings)
-            result = meetings[0].finish(combined) if meetings[0] is not None else None
+            _check_equal(points)
+            result = points[0].finish(combined) if points[0] is not None else None
     finally:
         for thread in threads:
-            thread.end()
+            thread.cancel()
 
 
 class _Thread:
-    """A body that runs in a thread of its own, while the thread that made this one waits."""
+    """A body in a separate thread. The thread that created this object waits while the body runs."""
 
     def __init__(self, index: int, count: int, body: Callable[[], Any]) -> None:
         self._replica = tf.distribute.get_replica_context()
@@ -154,24 +156,24 @@ class _Thread:
         self._variables = contextvars.copy_context()
         self._may_run, self._has_paused = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._variables.run, args=(self._run,), daemon=True)
-        # What a reduction asks the thread of a replica for; see `_merge_call_is_needed`.
+        # Reductions read this attribute of a replica's thread; see `_merge_call_is_needed`.
         self._thread.in_eager = tf.executing_eagerly()  # type: ignore[attr-defined]
         self._after: list[tf.Tensor] = []
         self._answer: Any = None
-        self._meeting: _Meeting | None = None
+        self._point: _SyncPoint | None = None
         self._error: BaseException | None = None
-        self._is_to_end = False
+        self._is_cancelled = False
         self.result: Any = None
 
-    def starts_after(self, value: Any) -> None:
-        """Makes the operations of a body that has not begun wait for the tensors in `value`; later ones do not."""
+    def start_after(self, value: Any) -> None:
+        """Delays the operations of a body that has not begun until the tensors in `value` are computed."""
         if self._graph is not None:
             self._after = [leaf for leaf in tf.nest.flatten(value, expand_composites=True) if tf.is_tensor(leaf)]
 
-    def resume(self, answer: Any) -> _Meeting | None:
-        """Lets the body run to its next meeting, of which it is given the answer to the last; None at its end."""
+    def resume(self, answer: Any) -> _SyncPoint | None:
+        """Lets the body run with the `answer` to its last point, and returns its next point, or None at its end."""
         self._answer = answer
-        self._meeting = None
+        self._point = None
         if self._thread.ident is None:
             self._thread.start()
         self._may_run.set()
@@ -179,31 +181,31 @@ class _Thread:
         self._has_paused.clear()
         if self._error is not None:
             raise self._error
-        return self._meeting
+        return self._point
 
-    def pause(self, meeting: _Meeting) -> Any:
-        """Called by the body: lets the other thread run, and returns its answer."""
+    def pause(self, point: _SyncPoint) -> Any:
+        """Lets the other thread run, and returns its answer. The body calls this."""
         if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
             raise RuntimeError(
-                "A step that is computed in micro-batches reduces or updates in a condition, a loop or a function of "
-                f"its own, where its micro-batches cannot meet. Received: {meeting.name} in "
+                "A step that is computed in micro-batches reduces or updates inside a condition, a loop or a nested "
+                f"function, where its micro-batches cannot synchronize. Received: {point.name} in "
                 f"{getattr(tf.compat.v1.get_default_graph(), 'name', 'another graph')!r}. Expected: reductions and "
-                "updates that stand in `train_step` itself. Move them there, or make the strategy with "
+                "updates in `train_step` itself. Move them there, or create the strategy with "
                 "`micro_batches=1`, which computes larger local batches instead."
             )
-        self._meeting = meeting
+        self._point = point
         self._has_paused.set()
         self._may_run.wait()
         self._may_run.clear()
-        if self._is_to_end:
-            raise _Ended
+        if self._is_cancelled:
+            raise _Cancelled
         return self._answer
 
-    def end(self) -> None:
-        """Ends the thread where it stands."""
+    def cancel(self) -> None:
+        """Ends the thread at its present synchronization."""
         if self._thread.ident is None:
             return
-        self._is_to_end = True
+        self._is_cancelled = True
         self._may_run.set()
         self._thread.join()
 
@@ -218,7 +220,7 @@ class _Thread:
                 stack.enter_context(tf.device(self._device))
                 stack.enter_context(tf.control_dependencies(self._after))
                 self.result = self._body()
-        except _Ended:
+        except _Cancelled:
             pass
         except BaseException as error:
             self._error = error
@@ -226,13 +228,13 @@ class _Thread:
             self._has_paused.set()
 
 
-def _check_alike(meetings: Sequence[_Meeting | None]) -> None:
-    names = ["its end" if meeting is None else meeting.name for meeting in meetings]
+def _check_equal(points: Sequence[_SyncPoint | None]) -> None:
+    names = ["its end" if point is None else point.name for point in points]
     if len(set(names)) > 1:
         raise RuntimeError(
-            "The micro-batches of a step do not meet alike, so that they cannot be computed one after another. "
-            f"Received: {', '.join(names)}. Expected: as many reductions and updates, in the same order, for every "
-            "batch. Make the strategy with `micro_batches=1`, which computes larger local batches instead."
+            "The micro-batches of a step reduce or update in different orders, so they cannot run one after another. "
+            f"Received: {', '.join(names)}. Expected: the same reductions and updates, in the same order, for every "
+            "batch. Create the strategy with `micro_batches=1`, which computes larger local batches instead."
         )
 
 
@@ -240,7 +242,7 @@ def _sum(total: Any, new: Any) -> Any:
     if total is None or new is None:
         return new if total is None else total
     if isinstance(total, tf.IndexedSlices) and isinstance(new, tf.IndexedSlices):
-        # An index may stand twice: whoever squares or clips adds its rows up first.
+        # An index may occur twice: callers that square or clip add up its rows first.
         values = tf.concat([total.values, new.values], axis=0)
         return tf.IndexedSlices(values, tf.concat([total.indices, new.indices], axis=0), total.dense_shape)
     return operator.add(tf.convert_to_tensor(total), tf.convert_to_tensor(new))

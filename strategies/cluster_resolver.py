@@ -1,0 +1,88 @@
+"""What a strategy reads from the environment: the cluster, and how long the other tasks may take to start."""
+
+import math
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import cluster
+
+_DEFAULT_START_TIMEOUT_SECONDS = 300.0
+_VARIABLE = "TFDIST_START_TIMEOUT"
+
+
+def resolver_of(config: cluster.ClusterConfig, **options: Any) -> Any:
+    """Returns TensorFlow's cluster resolver for a task; `options` are further arguments of its constructor."""
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
+        task_type=config.task.type,
+        task_id=config.task.index,
+        rpc_layer="grpc",
+        **options,
+    )
+
+
+def worker_resolver() -> Any:
+    """Returns the cluster resolver that the environment describes, with the GPUs of this process.
+
+    Without a cluster in the environment its cluster is empty.
+    """
+    config = cluster.detect()
+    if config is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    return resolver_of(config, num_accelerators={"GPU": _num_logical_gpus()})
+
+
+def peer_addresses(spec: dict[str, list[str]], resolver: Any) -> dict[str, str]:
+    """Returns the addresses of the other tasks that train, by name (`worker 1`)."""
+    own = (resolver.task_type, resolver.task_id)
+    return {
+        f"{job} {index}": address
+        for job, addresses in spec.items()
+        for index, address in enumerate(addresses)
+        if (job, index) != own and job in ("chief", "worker")
+    }
+
+
+def start_timeout_of(start_timeout_seconds: float | None) -> float:
+    """Returns how many seconds the other tasks may take to start.
+
+    Args:
+        start_timeout_seconds: The argument of the strategy. If None, the environment variable `TFDIST_START_TIMEOUT`
+            applies, which `tfdist run --start-timeout` sets, else 300 s.
+
+    Raises:
+        ValueError: The argument or the variable is not a positive, finite number.
+    """
+    if start_timeout_seconds is not None:
+        if not _is_duration(start_timeout_seconds):
+            raise ValueError(
+                f"Invalid `start_timeout_seconds`. Received: {start_timeout_seconds!r}. Expected: a positive, finite "
+                f"number of seconds, or None for the environment variable {_VARIABLE}."
+            )
+        return float(start_timeout_seconds)
+    value = os.environ.get(_VARIABLE, "").strip()
+    if not value:
+        return _DEFAULT_START_TIMEOUT_SECONDS
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not _is_duration(seconds):
+        raise ValueError(
+            f"Invalid environment variable {_VARIABLE}. Received: {_VARIABLE}={value!r}. "
+            "Expected: a positive, finite number of seconds. Start the workers by `tfdist run --start-timeout`, which "
+            "sets it, or unset it."
+        )
+    return seconds
+
+
+def _is_duration(seconds: Any) -> bool:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return is_number and math.isfinite(seconds) and seconds > 0
+
+
+def _num_logical_gpus() -> int:
+    gpus = tf.config.list_physical_devices("GPU")
+    return sum(len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in gpus)

@@ -1,0 +1,168 @@
+"""MultiWorkerMirroredStrategy: trains on the devices of many processes."""
+
+import contextlib
+import os
+import secrets
+import zlib
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.cluster.environment_variables import optional_integer_variable
+from tfdist.strategies.cluster_resolver import peer_addresses, start_timeout_of, worker_resolver
+from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
+from tfdist.tensorflow_internals.runtime import (
+    cluster_is_running,
+    exit_on_timeout,
+    global_seed,
+    set_key_value,
+    tensorflow_has_started,
+    wait_for_key_value,
+)
+from tfdist.tensorflow_internals.strategy_extended import (
+    ReplicaMultiWorkerExtended,
+    equal_on_all_replicas,
+    is_equal_on_all_replicas,
+)
+from tfdist.utils.argument_checks import check_whole_number
+
+_UNKNOWN = -1
+
+
+class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Synchronous training on all logical devices of many workers.
+
+    A `tf.distribute.MultiWorkerMirroredStrategy` under which Keras 3 works: `fit`, `evaluate` and `predict` compute
+    what one process computes on the concatenated batch. Start the script with `tfdist run --workers N script.py`, or
+    with any launcher that sets `TF_CONFIG`, or Slurm's or Kubernetes' variables (see `tfdist.cluster`). Without them
+    the strategy trains on the local devices alone.
+
+    >>> from tfdist.strategies import MultiWorkerMirroredStrategy
+    >>> strategy = MultiWorkerMirroredStrategy()
+    >>> strategy.num_workers, strategy.rank
+    (1, 0)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+        *,
+        compression: Compression = None,
+        bucket_bytes: int | None = None,
+        start_timeout_seconds: float | None = None,
+        micro_batches: int | None = None,
+    ) -> None:
+        """Creates the strategy. Do this before anything else creates TensorFlow's devices.
+
+        Args:
+            cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. By default the environment describes
+                the cluster.
+            communication_options: A `tf.distribute.experimental.CommunicationOptions` with the implementation (ring by
+                default on CPUs, NCCL if requested) and the timeout.
+            compression: The compression of gradients between workers: a `tfdist.compression.Compressor`, its name
+                ("bf16", "powersgd:4"), a mapping from regular expressions over variable paths to these, or a
+                `tfdist.compression.Policy`. No compression by default. See `docs/compression.md`.
+            bucket_bytes: The size from which a bucket of gradients is sent, during backpropagation, in bytes. 0 sends
+                all gradients at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
+            start_timeout_seconds: How many seconds the other workers may take to start. By default the value of
+                `tfdist run --start-timeout`, else 300.
+            micro_batches: The number of micro-batches into which each replica splits its part of a training step. They
+                are computed one after another, for one update. By default 1; under `tfdist run --min-workers`, if the
+                requested number of workers is a multiple of the present number, the quotient.
+
+        Raises:
+            ValueError: An argument or the cluster in the environment is invalid.
+            RuntimeError: TensorFlow has already created its devices.
+            TimeoutError: A worker did not start in time. The message names it.
+            OSError: The port of this worker is in use.
+        """
+        reduction = self._configure(bucket_bytes, communication_options, compression)
+        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        resolver = cluster_resolver or worker_resolver()
+        spec = resolver.cluster_spec().as_dict()
+        if spec and not cluster_is_running() and tensorflow_has_started():
+            raise RuntimeError(
+                "MultiWorkerMirroredStrategy must be created before TensorFlow creates its devices. Received: a "
+                f"cluster of {sum(map(len, spec.values()))} tasks (from TF_CONFIG or a scheduler's variables) after "
+                "TensorFlow has started. Expected: the strategy is the first TensorFlow object that the program "
+                "creates, and TF_CONFIG is set before. Move it above the first tensor, variable, dataset or "
+                "`tf.config.list_logical_devices()`. `tf.config.set_logical_device_configuration` may precede it."
+            )
+        limit_seconds = start_timeout_of(start_timeout_seconds)
+        if micro_batches is not None:
+            check_whole_number("micro_batches", micro_batches, at_least=1)
+        peers = {} if cluster_is_running() else peer_addresses(spec, resolver)
+        if peers:
+            cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
+        with exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext():
+            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
+        tf.distribute.Strategy.__init__(self, extended)
+        self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
+        self._agree_on_random_seed()
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches into which each replica splits its part of a training step."""
+        return self._micro_batches
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self.extended.num_workers
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker. The chief has rank 0."""
+        return self.extended.rank
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""
+        if is_equal_on_all_replicas(value):
+            result = self.experimental_local_results(value)[0]
+            is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+            return result * self.num_replicas_in_sync if is_sum else result
+        return super().reduce(reduce_op, value, axis)
+
+    def _wrap_results(self, results: Any) -> Any:
+        # Keras would reduce each log over all workers again. `reduce` recognizes the wrapper and sends nothing.
+        return tf.nest.map_structure(
+            lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
+        )
+
+    def _agree_on_random_seed(self) -> None:
+        """Sets the same global TensorFlow seed on all workers unless the user has set one.
+
+        Each worker shuffles the complete dataset and takes its part. With different seeds, some samples of an epoch
+        would be seen twice and others never. All attempts of one `tfdist run` have the same seed, so a training that
+        resumes after a failure sees the same order.
+        """
+        if self.num_workers > 1 and global_seed() is None:
+            name = f"tfdist/seed/{self._collective_key_base}"
+            if self.rank == 0:
+                set_key_value(name, str(_seed_of_run()))
+            tf.random.set_seed(int(wait_for_key_value(name)))
+
+    def _max_batches(self, own_batches: int | None) -> int | None:
+        """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.
+
+        A worker at the end of its data computes empty batches, whose weight is 0, until all workers are at the end.
+        """
+        if self.num_workers == 1:
+            return own_batches
+        own = tf.constant([_UNKNOWN if own_batches is None else own_batches], tf.int64)
+        batches = self.gather(own, axis=0).numpy().tolist()
+        return None if _UNKNOWN in batches else max(batches)
+
+
+def _default_micro_batches(workers: int) -> int:
+    """Returns the quotient of requested and present workers, or 1 if that is not an integer."""
+    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
+    full = optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or workers
+    return full // workers if full % workers == 0 else 1
+
+
+def _seed_of_run() -> int:
+    run = os.environ.get("TFDIST_RUN_ID")
+    return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1

@@ -1,0 +1,284 @@
+"""ParameterServerStrategy: workers compute, parameter servers hold the variables."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.collectives import CommunicationStats
+from tfdist.compression import Policy
+from tfdist.keras_internals.embeddings import patch_embedding_layers
+from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.progress_bar import patch_progress_bar
+from tfdist.keras_internals.scheduled_training import build_outside_trace, patch_optimizer_update_step, patch_trainer
+from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.embedding_lookup import look_up, num_parts
+from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.server_process import serve, wait_for_servers
+from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
+from tfdist.parameter_server.worker_datasets import WorkerDatasets
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
+from tfdist.strategies.cluster_resolver import resolver_of, start_timeout_of
+from tfdist.strategies.replicated_strategy import Compression
+from tfdist.tensorflow_internals.cluster_coordinator import (
+    Coordinator,
+    allow_run_on_chief,
+    has_coordinators,
+    without_reconnecting,
+)
+from tfdist.tensorflow_internals.variable_placement import balance_by_bytes
+from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.utils.argument_checks import is_whole_number
+from tfdist.versions import check_versions
+
+_installed = False
+
+
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStrategy):
+    """Training in which parameter servers hold the variables and workers, which may be lost and return, compute.
+
+    It makes `tf.distribute.ParameterServerStrategy` work with Keras 3: an unchanged program calls `compile`, `fit`,
+    `evaluate` and `predict` on the chief. Start it by `tfdist run --workers N --parameter-servers M script.py`. Under
+    another launcher that sets `TF_CONFIG`, run the script as every task: in the process of a worker or a parameter
+    server this constructor serves until the chief has ended, then exits.
+
+    ```python
+    strategy = ParameterServerStrategy(mode=Synchronous(), compression="int8")
+    with strategy.scope():
+        model = build_model()
+        model.compile("adam", loss=...)
+    model.fit(x, y, epochs=3)
+    ```
+
+    Attributes:
+        mode: `Asynchronous` or `Synchronous`.
+        policy: The compression policy.
+        pull_dtype: As which dtype variables are sent to the workers, or `None`.
+        gradient_accumulation_steps: How many batches a worker accumulates for a push.
+        server_addresses: The "host:port" of each parameter server.
+        coordinator: TensorFlow's `ClusterCoordinator`, for custom training loops.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        variable_partitioner: Any = None,
+        *,
+        mode: Mode | None = None,
+        compression: Compression = None,
+        pull_dtype: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        start_timeout_seconds: float | None = None,
+    ) -> None:
+        """Connects the chief to the cluster, or serves as a worker or parameter server.
+
+        Args:
+            cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. By default the environment describes
+                the cluster.
+            variable_partitioner: As for TensorFlow's strategy; splits the tables of embedding layers over the servers.
+            mode: How workers' updates are combined: `Asynchronous()`, the default, or `Synchronous()`.
+            compression: How gradients are encoded for the servers; as for MultiWorkerMirroredStrategy.
+            pull_dtype: "bfloat16" or "float16" sends trainable variables to the workers in that dtype; by default
+                they are sent unchanged.
+            gradient_accumulation_steps: How many batches of `fit` a worker accumulates for one push.
+            start_timeout_seconds: How long to wait for workers and servers. By default the value of
+                `tfdist run --start-timeout`, or 300.
+
+        Raises:
+            ValueError: An argument or the environment's description of the cluster is wrong.
+            TimeoutError: Workers or servers did not start in time; the message names them.
+            RuntimeError: This process has another such strategy, and one of its workers is lost.
+        """
+        self.mode: Mode = Asynchronous() if mode is None else mode
+        self.policy = compression if isinstance(compression, Policy) else Policy(compression)
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        resolver = cluster_resolver or _resolver_of_environment()
+        spec = resolver.cluster_spec().as_dict()
+        self._num_workers = len(spec.get("worker", ()))
+        self.server_addresses = tuple(spec.get("ps", ()))
+        self.pull_dtype = _checked(self.mode, self.policy, pull_dtype, gradient_accumulation_steps, self._num_workers)
+        _check_partitioner(variable_partitioner)
+        check_versions()
+        if resolver.task_type in ("worker", "ps"):
+            serve(spec, resolver.task_type, resolver.task_id)
+            sys.exit(0)
+        wait_for_servers(spec, start_timeout_of(start_timeout_seconds))
+        with without_reconnecting() as may_connect:
+            if has_coordinators():
+                reject_while_workers_are_lost(spec["worker"], may_connect)
+            super().__init__(resolver, None)
+        balance_by_bytes(self)
+        allow_run_on_chief(self)
+        self.variable_partitioner = variable_partitioner
+        self.coordinator = Coordinator(self)
+        self._stats = StatsCollector(self._num_workers)
+        _install_once()
+
+    @property
+    def rank(self) -> int:
+        """0: the chief trains."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, without the chief and the servers."""
+        return self._num_workers
+
+    @property
+    def communication(self) -> CommunicationStats:
+        """What all workers have pushed so far, with the pushes as `gradient_collectives`.
+
+        One asynchronous push, or one synchronous round of pushes, is an update. `dense_bytes` is not counted.
+        """
+        stats = self.worker_stats
+        pushed = sum(worker.bytes_pushed for worker in stats)
+        pushes = sum(worker.steps for worker in stats)
+        return CommunicationStats(
+            gradient_collectives=pushes, gradient_bytes=pushed, wire_bytes=pushed, updates=self._stats.updates
+        )
+
+    @property
+    def gradient_reduction(self) -> None:
+        """None: workers push to servers, and replicas do not reduce gradients with each other."""
+        return None
+
+    @property
+    def compression_state(self) -> None:
+        """None: each worker keeps the state of its compressors, which is not saved."""
+        return None
+
+    @property
+    def worker_stats(self) -> tuple[WorkerStats, ...]:
+        """What each worker has done so far: pushes, samples, staleness, bytes, time."""
+        return self._stats.stats
+
+    @property
+    def server_bytes(self) -> tuple[int, ...]:
+        """How many bytes of variables each server holds, without `server_optimizer_bytes`."""
+        return tuple(self.extended.server_bytes)
+
+    @property
+    def server_optimizer_bytes(self) -> tuple[int, ...]:
+        """How many bytes of optimizers' variables each server holds, such as Adam's moments.
+
+        In `Synchronous` mode a server also holds gradient buffers: for each of its trainable variables one gradient
+        per worker, or two with backup workers. They are not included.
+        """
+        return tuple(self.extended.colocated_bytes)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns `dataset`: the chief draws from it and gives its batches to the workers."""
+        del options
+        return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any = None) -> Any:
+        """Creates a dataset on each worker, so that no sample passes through the chief.
+
+        Args:
+            dataset_fn: Called on each worker with a `tf.distribute.InputContext`; returns an infinite dataset of
+                batches. It is the same for all workers, so shuffle without a seed.
+            options: Not used.
+        """
+        del options
+        return WorkerDatasets(dataset_fn, self.coordinator)
+
+
+def _resolver_of_environment() -> Any:
+    config = cluster.detect()
+    if config is None or "ps" not in config.cluster.jobs:
+        raise ValueError(
+            "There is no cluster with parameter servers. Received: "
+            f"{'no TF_CONFIG' if config is None else f'a cluster of {sorted(config.cluster.jobs)}'}. Expected: "
+            "TF_CONFIG with the jobs chief, worker and ps. Start the script by tfdist run --workers 2 "
+            "--parameter-servers 1 script.py."
+        )
+    return resolver_of(config)
+
+
+def _check_partitioner(partitioner: Any) -> None:
+    if partitioner is not None and not callable(partitioner):
+        raise ValueError(
+            f"Invalid `variable_partitioner`. Received: {partitioner!r}. Expected: one of "
+            "tf.distribute.experimental.partitioners, or None."
+        )
+
+
+def _checked(
+    mode: Mode, policy: Policy, pull_dtype: str | None, gradient_accumulation_steps: int, workers: int
+) -> tf.DType | None:
+    if not isinstance(mode, Asynchronous | Synchronous):
+        raise ValueError(
+            f"Invalid `mode`. Received: {mode!r}. Expected: tfdist.strategies.Asynchronous() or Synchronous()."
+        )
+    if isinstance(mode, Synchronous) and mode.backup_workers >= max(workers, 1):
+        raise ValueError(
+            f"Rounds would wait for no worker. Received: {mode!r} with {workers} workers. Expected: fewer backup "
+            "workers than workers."
+        )
+    steps = gradient_accumulation_steps
+    if not is_whole_number(steps, at_least=1):
+        raise ValueError(
+            f"Invalid `gradient_accumulation_steps`. Received: {steps!r}. Expected: a whole number of at "
+            "least 1, the number of batches that a worker accumulates for a push."
+        )
+    if policy.dense_steps:
+        raise ValueError(
+            f"A push is encoded from the first step on. Received: a policy with dense_steps={policy.dense_steps}. "
+            "Expected: dense_steps=0."
+        )
+    if pull_dtype not in (None, "bfloat16", "float16"):
+        raise ValueError(f"Invalid `pull_dtype`. Received: {pull_dtype!r}. Expected: 'bfloat16', 'float16' or None.")
+    return None if pull_dtype is None else tf.as_dtype(pull_dtype)
+
+
+def _is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, ParameterServerStrategy)
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    scope = WorkerScope.current()
+    if scope is None:  # a custom training loop, which schedules its functions itself
+        optimizer.apply(optimizer.clip(gradients))
+    else:
+        scope.push(optimizer, gradients)
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if WorkerScope.current() is not None:
+        build_outside_trace(optimizer, variables)
+
+
+def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
+    return look_up(parts, ids) if _is_ours(tf.distribute.get_strategy()) else None
+
+
+def _num_parts(shape: tuple[int, int]) -> int:
+    strategy = tf.distribute.get_strategy()
+    return num_parts(strategy.variable_partitioner, shape) if _is_ours(strategy) else 1
+
+
+def _chief_training(model: Any) -> ChiefTraining:
+    return ChiefTraining(model, model.distribute_strategy._stats)
+
+
+def _pushed_bytes(strategy: Any) -> int:
+    return sum(stats.bytes_pushed for stats in strategy.worker_stats)
+
+
+def _install_once() -> None:
+    global _installed
+    if not _installed:
+        patch_optimizers_of_strategies(_is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
+        patch_losses(current_loss_step)
+        patch_optimizer_update_step()
+        patch_trainer(_is_ours, _chief_training)
+        patch_embedding_layers(_look_up, _num_parts)
+        patch_progress_bar(_is_ours, _pushed_bytes)
+        patch_symbolic_build(_is_ours, lambda _: contextlib.nullcontext())
+        _installed = True

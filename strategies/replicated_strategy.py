@@ -1,0 +1,231 @@
+"""The base of the mirrored strategies: replicas with copies of the variables, which reduce their gradients."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.collectives import CommunicationStats, CompressionState
+from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
+from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
+from tfdist.collectives.hierarchy import ReplicaHierarchy
+from tfdist.compression import Compressor, Policy
+from tfdist.keras_internals.epoch_iterator import patch_number_of_batches
+from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.model_introspection import bound_step, first_input, is_predict_step, patch_predict_on_batch
+from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.progress_bar import patch_progress_bar
+from tfdist.keras_internals.seed_generators import patch_seed_generators
+from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
+from tfdist.training.empty_batches import predict_on_replica
+from tfdist.training.micro_batches import current_micro_batch
+from tfdist.training.model_checks import check_model
+from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
+from tfdist.training.replica_step import step_on_replicas
+from tfdist.training.sample_shares import current_step, is_distributed, rows_of_part
+from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.versions import check_versions
+
+if TYPE_CHECKING:
+    from tensorflow.distribute import Strategy as _Strategy
+else:
+    _Strategy = object
+
+Compression = Policy | Compressor | str | Mapping[str, Compressor | str | None] | None
+
+_FIRST_GROUP_KEY = 1 << 16
+_GROUP_KEYS_PER_STRATEGY = 1 << 12
+_strategies_created = itertools.count()
+_keras_is_patched = False
+
+
+class ReplicatedStrategy(TrainingStrategy, _Strategy):
+    """Mixin for a subclass of `tf.distribute.Strategy`: correct Keras steps and reductions, counted bytes.
+
+    Put it before TensorFlow's class in the list of bases.
+    """
+
+    def _configure(
+        self, bucket_bytes: int | None, options: Any, compression: Compression
+    ) -> Callable[..., ReplicaReduction]:
+        """Checks the arguments and returns the factory of replica reductions.
+
+        Call this before the base class creates its collectives.
+        """
+        policy = compression if isinstance(compression, Policy) else Policy(compression)
+        if bucket_bytes is None:
+            bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+            raise ValueError(
+                f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
+                f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
+            )
+        _check_nccl_has_gpu(options)
+        check_versions()
+        _patch_keras_once()
+        # Strategies with the same group keys would share collectives.
+        self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
+        self._builds_locally = False
+        self._reduction_context = ReductionContext()
+        self._compression_state = CompressionState()
+        context, state = self._reduction_context, self._compression_state
+
+        def reduction(
+            everyone: ReplicaLauncher, cross: ReplicaLauncher | None, local: ReplicaLauncher | None, cross_rank: int
+        ) -> ReplicaReduction:
+            state.num_replicas = everyone.size if local is None else everyone.size // local.size
+            hierarchy = ReplicaHierarchy(everyone, cross, local, cross_rank)
+            return ReplicaReduction(hierarchy, context, bucket_bytes, policy, state)
+
+        return reduction
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches into which each replica splits its part of a training step."""
+        return 1
+
+    @property
+    def communication(self) -> CommunicationStats:
+        """What this worker's first replica has passed to collectives so far."""
+        return self.gradient_reduction.communication()
+
+    @property
+    def communication_by_method(self) -> dict[str, CommunicationStats]:
+        """The gradients in `communication`, by compression method."""
+        return self.gradient_reduction.communication_by_method()
+
+    @property
+    def compression_state(self) -> CompressionState:
+        """The state that the compressors of this process keep from step to step."""
+        return self._compression_state
+
+    @property
+    def gradient_reduction(self) -> ReplicaReduction:
+        """The reduction of this process's first replica, for tfdist's callbacks."""
+        return self.extended.replica_operations.reductions[0]
+
+    @property
+    def worker_stats(self) -> tuple[()]:
+        """Empty: statistics for each worker exist under parameter servers only."""
+        return ()
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, as `tf.distribute.Strategy.run` does.
+
+        If `fn` is the bound `train_step` or `test_step` of a Keras model, the replicas' losses are weighted by their
+        numbers of samples, and the returned logs are those over all replicas.
+
+        Raises:
+            ValueError: The model's step cannot run under this strategy. The message gives the reason and the remedy.
+        """
+        model, name = bound_step(fn)
+        if model is None:
+            return super().run(
+                predict_on_replica(fn, first_input) if is_predict_step(fn) else fn, args, kwargs, options
+            )
+        check_model(model, self, self.extended.worker_devices, training=name == "train_step")
+        replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
+        return self._wrap_results(super().run(replica_step, args, kwargs, options))
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces `value`, or each leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.
+
+        Unlike the base class it accepts structures, and rank-0 values with `axis=0`, which count as one element each.
+        """
+        if self._builds_locally:
+            return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+        reduce_leaf = super().reduce
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
+
+    def _wrap_results(self, results: Any) -> Any:
+        """Returns the results of a step, which are equal on all replicas, as Keras expects them."""
+        return results
+
+    def _max_batches(self, own_batches: int | None) -> int | None:
+        """Returns the largest number of batches of all workers, or `None` if a worker does not know its number."""
+        return own_batches
+
+    @contextmanager
+    def _building_locally(self) -> Iterator[None]:
+        self._builds_locally = True
+        try:
+            yield
+        finally:
+            self._builds_locally = False
+
+    def _axis(self, value: Any, axis: Any) -> Any:
+        ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}
+        return None if ranks == {0} else axis
+
+    def _shard_rows(self, inputs: Any) -> Any:
+        """Distributes `inputs`, which are equal on all workers, in the order in which Keras concatenates results."""
+        local = len(self.extended.worker_devices)
+        workers = self.num_replicas_in_sync // local
+        first = first_input((inputs,))
+
+        def rows(context: Any) -> Any:
+            worker, replica = divmod(int(context.replica_id_in_sync_group), local)
+            return rows_of_part(inputs, first, replica * workers + worker, self.num_replicas_in_sync)
+
+        if self.num_replicas_in_sync == 1 or first is None or is_distributed(inputs):
+            return inputs
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+        first = first_input((inputs,))
+        return self.experimental_distribute_values_from_function(rows)
+
+
+def _check_nccl_has_gpu(options: Any) -> None:
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    if getattr(options, "implementation", None) == nccl and not tf.config.list_physical_devices("GPU"):
+        raise ValueError(
+            "NCCL reduces between GPUs only. Received: implementation=NCCL and no GPU. Expected: a visible GPU, or "
+            "`CommunicationImplementation.RING` (or AUTO). Leave `communication_options` out to let tfdist choose."
+        )
+
+
+def _is_replicated(strategy: Any) -> bool:
+    return isinstance(strategy, ReplicatedStrategy)
+
+
+def _sent_bytes(strategy: Any) -> int | None:
+    return strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    update_over_replicas(optimizer, gradients, optimizer.strategy._reduction_context)
+
+
+@contextmanager
+def _build_locally(strategy: Any) -> Iterator[None]:
+    if isinstance(strategy, ReplicatedStrategy):
+        with strategy._building_locally():
+            yield
+    else:
+        yield
+
+
+def _replica_index() -> Any:
+    """Returns the number of this replica, or of its micro-batch, over all workers."""
+    micro_batch = current_micro_batch()
+    return tf.distribute.get_replica_context().replica_id_in_sync_group if micro_batch is None else micro_batch.part
+
+
+def _agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
+    return strategy._max_batches(own_batches) if isinstance(strategy, ReplicatedStrategy) else own_batches
+
+
+def _patch_keras_once() -> None:
+    """Patches Keras where it has no hook for strategies. Other strategies are not affected."""
+    global _keras_is_patched
+    if not _keras_is_patched:
+        patch_losses(current_step)
+        patch_optimizers_of_strategies(_is_replicated, _update, apply_once_for_micro_batches)
+        patch_seed_generators(_is_replicated, _replica_index)
+        patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)
+        patch_number_of_batches(_agree_on_batches)
+        patch_symbolic_build(_is_replicated, _build_locally)
+        patch_progress_bar(_is_replicated, _sent_bytes)
+        _keras_is_patched = True

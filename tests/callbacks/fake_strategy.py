@@ -1,0 +1,21 @@
+"""A strategy of tfdist whose values a test sets."""
+
+from typing import Any
+
+from tfdist.collectives import CommunicationStats
+from tfdist.training.strategy_protocol import TrainingStrategy
+
+
+class FakeStrategy(TrainingStrategy):
+    """Has no replicas and no cluster; `values` become its attributes."""
+
+    rank = 0
+    num_workers = 1
+    communication = CommunicationStats()
+    gradient_reduction = None
+    compression_state = None
+    worker_stats = ()
+    num_replicas_in_sync = 1
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)

@@ -1,0 +1,44 @@
+"""Counters: by label, of tensors whose length is known when they are traced or when they are there."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist.collectives.byte_counters import OTHER, ByteCounters, CommunicationStats
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+def test_counts_are_kept_by_label_and_added_up():
+    traffic = ByteCounters("CPU:0")
+    traffic.add("int8", tf.zeros([10], tf.int32), 1.5)
+    traffic.add("int8", tf.zeros([2], tf.int32), 0.5)
+    traffic.add("topk", tf.zeros([5]), 3)
+    traffic.add_dense("int8", [tf.zeros([100])], 1.5)
+    traffic.add(OTHER, tf.zeros([7], tf.float64), 1)
+    assert traffic.by_label() == {
+        "int8": CommunicationStats(2, 48, 64, 600),
+        "topk": CommunicationStats(1, 20, 60, 0),
+    }
+    count = traffic.count()
+    assert (count.gradient_collectives, count.gradient_bytes, count.wire_bytes, count.dense_bytes) == (3, 68, 124, 600)
+    assert (count.other_collectives, count.other_bytes) == (1, 56)
+    assert count.compression_ratio == 600 / 124
+
+
+def test_nothing_sent_is_a_ratio_of_one():
+    assert ByteCounters("CPU:0").count() == CommunicationStats()
+    assert CommunicationStats(dense_bytes=100).compression_ratio == 1.0
+
+
+def test_executions_are_counted_and_not_traces():
+    traffic = ByteCounters("CPU:0")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def send(tensor):
+        for _ in tf.range(2):
+            traffic.add("rows", tensor, 2 / 3)
+        traffic.add_dense("rows", [tensor], 2)
+
+    for rows in (1, 4, 0):
+        send(tf.zeros([rows, 3]))
+    assert traffic.by_label()["rows"] == CommunicationStats(6, 2 * 12 * 5, 2 * 8 * 5, 2 * 12 * 5)

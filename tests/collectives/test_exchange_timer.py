@@ -1,0 +1,144 @@
+"""ExchangeTimer: what counts as encoding, exchange and decoding, also in conditions and loops."""
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, begin_bucket, end_bucket
+from tfdist.compression import Group
+
+
+def after(seconds, tensor):
+    """`tensor`, that long after it is there."""
+
+    def wait(value):
+        time.sleep(seconds)
+        return value
+
+    slow = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
+    slow.set_shape(tensor.shape)
+    return slow
+
+
+class SlowGroup(Group):
+    """Every collective takes 0.1 seconds."""
+
+    size = 2
+
+    def sum(self, tensor):
+        return after(0.1, tensor)
+
+    def gather(self, tensor):
+        return after(0.1, tf.concat([tensor, tensor], axis=0))
+
+    def exchange(self, slices):
+        return after(0.1, slices), tf.constant(0)
+
+
+def reduced(group, gradient):
+    """0.05 seconds to encode and 0.05 more between the collectives, 0.2 in collectives, 0.3 to decode."""
+    first = group.exchange(after(0.05, gradient))[0]
+    return after(0.3, group.sum(after(0.05, first)))
+
+
+def reduced_in_a_condition(group, gradient):
+    return tf.cond(gradient[0, 0] >= 0, lambda: reduced(group, gradient), lambda: -gradient)
+
+
+@pytest.mark.parametrize("reduce", [reduced, reduced_in_a_condition])
+def test_time_is_counted_as_what_it_is_spent_on(cpus, reduce):
+    timer = ExchangeTimer(cpus[0])
+
+    @tf.function
+    def steps(count):
+        def step(index, gradient):
+            group = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+            summed = reduce(group, after(0.02, gradient))
+            end_bucket(group, [summed])
+            return index + 1, summed
+
+        return tf.while_loop(lambda index, _: index < count, step, (0, tf.ones([2, 3], tf.int32)))[1]
+
+    np.testing.assert_array_equal(steps(2), np.ones([2, 3]))
+    spent = timer.by_label()["method"]
+    # A sleep lasts at least its argument, so time that is counted under another kind would be missing. A
+    # reading of the clock may come late, by less than the 0.05 seconds between these numbers and what was slept.
+    assert spent.encode_seconds >= 2 * 0.05
+    assert spent.exchange_seconds >= 2 * 0.15
+    assert spent.decode_seconds >= 2 * 0.25
+    steps(1)
+    assert (timer.by_label()["method"] - spent).decode_seconds >= 0.25
+
+
+def test_time_before_the_gradients_are_there_does_not_count(cpus):
+    timer = ExchangeTimer(cpus[0])
+
+    @tf.function
+    def step(value):
+        gradient = after(0.5, after(0.5, value))
+        group = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+        end_bucket(group, [group.sum(gradient)])
+
+    begin = time.perf_counter()
+    step(tf.ones([2]))
+    elapsed = time.perf_counter() - begin
+    spent = timer.by_label()["method"]
+    assert 0.05 <= spent.encode_seconds + spent.exchange_seconds + spent.decode_seconds <= elapsed - 1.0
+
+
+def test_what_overlaps_counts_once(cpus, monkeypatch):
+    # The gradients, the first collective's input and result, the second one's, the sums.
+    readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
+    monkeypatch.setattr("tfdist.collectives.exchange_timer._nanoseconds", lambda *_: next(readings))
+    timer, ones = ExchangeTimer(cpus[0]), tf.ones([2])
+    group = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    end_bucket(group, [group.sum(ones), group.gather(ones)])
+    assert timer.by_label() == {"method": ExchangeDurations(10 / 1e9, 120 / 1e9, 10 / 1e9)}
+    readings = iter(np.int64([5000, 5100, 5300, 5600]))  # eagerly the next step uses the same counter
+    group = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    end_bucket(group, [group.sum(ones)])
+    assert timer.by_label() == {"method": ExchangeDurations(110 / 1e9, 320 / 1e9, 310 / 1e9)}
+
+
+def test_gradients_that_are_constants_are_timed_in_every_step(cpus):
+    timer = ExchangeTimer(cpus[0])
+
+    @tf.function
+    def step(value):
+        group = begin_bucket(timer.timed(SlowGroup(), "method"), [tf.zeros([2])])
+        end_bucket(group, [group.sum(value)])
+
+    step(tf.ones([2]))
+    time.sleep(0.5)
+    before, begin = timer.by_label()["method"], time.perf_counter()
+    step(tf.ones([2]))
+    elapsed = time.perf_counter() - begin
+    spent = timer.by_label()["method"] - before
+    assert spent.encode_seconds + spent.exchange_seconds + spent.decode_seconds <= elapsed
+
+
+def test_labels_and_buckets(cpus):
+    timer = ExchangeTimer(cpus[0])
+
+    @tf.function
+    def step(gradient):
+        for label in ("one", "other", "other"):
+            group = begin_bucket(timer.timed(SlowGroup(), label), [gradient])
+            gradient = group.sum(gradient)
+            end_bucket(group, [gradient])
+
+    step(tf.ones([2]))
+    spent = timer.by_label()
+    assert set(spent) == {"one", "other"}
+    assert spent["one"].exchange_seconds >= 0.05 and spent["other"].exchange_seconds >= 0.15
+
+
+def test_an_untimed_group_is_left_alone():
+    group = SlowGroup()
+    assert begin_bucket(group, [tf.zeros([1])]) is group
+    end_bucket(group, [tf.zeros([1])])
+    assert ExchangeDurations(3, 2, 1) - ExchangeDurations(1, 1, 1) + ExchangeDurations(1, 0, 0) == ExchangeDurations(
+        3, 1, 0
+    )

@@ -1,0 +1,113 @@
+"""A training that resumes at a position sees the remaining samples of the undisturbed training, in the same order.
+
+Every case trains once undisturbed, recording its position at each step, and then from some of these positions with new
+data. `data_runs.Run` describes what is compared.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from data_runs import BATCH, EPOCHS, Start, dataset, train
+from position_cases import CASES
+from stock_strategy import stock_mirrored
+
+from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals.input_pipeline import skip_steps
+
+
+@pytest.fixture(scope="module")
+def strategies(cpus):
+    return {
+        "none": tf.distribute.get_strategy(),
+        "stock": stock_mirrored(cpus[:2]),
+        "tfdist": MirroredStrategy(cpus[:2]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn):
+    """Ignores Keras' warnings about `shuffle=True` and data that ends."""
+    yield
+
+
+# An iterator over two devices takes TensorFlow a quarter of a second, so few cases run under a strategy by default.
+ON_DEVICES = {
+    "tfdist": [
+        "arrays",
+        "dataset reshuffled",
+        "dataset with uneven batches repeated",
+        "dataset of unknown length over epochs",
+        "dataset of unknown length, two steps an execution",
+        "dataset repeated in every epoch",
+        "datasets of a function",
+        "PyDataset",
+        "PyDataset with its own order",
+        "PyDataset over epochs",
+    ],
+    "stock": [
+        "dataset reshuffled",
+        "dataset validated by itself",
+        "distributed dataset",
+        "PyDataset with its own order",
+    ],
+}
+LONG = {
+    "tfdist": [
+        "arrays, two steps an execution",
+        "dataset with the global seed",
+        "dataset shuffled and kept",
+        "dataset with validation",
+    ],
+    "stock": [
+        "arrays",
+        "dataset of unknown length",
+        "dataset repeated in every epoch",
+        "PyDataset with threads",
+    ],
+}
+RUNS = [
+    *((case, "none") for case in CASES),
+    *((case, name) for name, cases in ON_DEVICES.items() for case in cases),
+    *(pytest.param(case, name, marks=pytest.mark.long) for name, cases in LONG.items() for case in cases),
+]
+
+
+def starts(run, name):
+    """Returns positions to resume at, each with the number of executions before it; fewer under strategies."""
+    first = sum(epoch == 0 for epoch, _, _ in run.steps)
+    numbers = {first, first + 1} if name != "none" else {1, first // 2, first, first + 1, len(run.steps)}
+    return [(number, run.positions[number]) for number in sorted(numbers)] + run.ends[:1]
+
+
+@pytest.mark.parametrize(("case", "name"), RUNS)
+def test_resumed_training_sees_the_remaining_samples(case, name, strategies):
+    make, strategy = CASES[case], strategies[name]
+    epochs = EPOCHS if name == "none" else EPOCHS - 1
+    whole = train(make, strategy, epochs=epochs)
+    assert len(whole.steps) >= epochs * 2 and len(whole.logs) == epochs
+    for number, start in starts(whole, name):
+        position = json.loads(json.dumps(start.position))
+        rest = train(make, strategy, Start(start.epoch, position, start.random_state), epochs=epochs)
+        position.pop("order")
+        where = f"after {number} executions, at {position}"
+        assert rest.ids == whole.ids[number:], where
+        assert rest.steps == whole.steps[number:], where
+        assert rest.logs == whole.logs[start.epoch :], where
+        positions = [[at.position for at in run.positions] for run in (rest, whole)]
+        assert positions[0][1:] == positions[1][number + 1 :], where
+        assert [end for _, end in rest.ends] == [end for _, end in whole.ends[start.epoch :]], where
+
+
+def test_steps_are_skipped_after_sharding(strategies):
+    for strategy in strategies.values():
+        data = strategy.experimental_distribute_dataset(dataset().batch(BATCH).repeat())  # 4, …, 4, 2, 4, …
+
+        def ids(data, strategy=strategy):
+            batches = itertools.islice(iter(data), 9)
+            return [[np.ravel(part).tolist() for part in strategy.experimental_local_results(b)] for b in batches]
+
+        assert ids(skip_steps(data, 7))[:2] == ids(data)[7:]
+    assert skip_steps(object(), 1) is None

@@ -1,0 +1,149 @@
+"""Messages between a node and the coordinator; the test holds the coordinator's end."""
+
+import socket
+
+import pytest
+
+from tfdist.launch.processes.run_policy import RunEnd
+from tfdist.launch.rendezvous.node_client import NodeClient
+from tfdist.launch.rendezvous.outcome_messages import decode, encode
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.worker_exit import WorkerExit
+from tfdist.transport.connection import Connection
+from tfdist.transport.handshake import SessionKeys
+
+
+@pytest.fixture
+def ends():
+    """A client that has joined, and the coordinator's connection."""
+    near, far = socket.socketpair()
+    connection = Connection(near, SessionKeys(b"client", b"server"))
+    coordinator = Connection(far, SessionKeys(b"server", b"client"))
+    client = NodeClient(connection, "127.0.0.1", say=lambda *lines: None, error_file=ErrorFile(None, None))
+    coordinator.send({"type": "joined", "run": "f00d", "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0})
+    client.join({})
+    list(coordinator.receive())
+    yield client, coordinator
+    client.close()
+    coordinator.close()
+
+
+def test_suspicion_is_reported_at_once(ends):
+    client, coordinator = ends
+    for suspects in (False, False, True, True, False):
+        client.poll(suspects_freeze=suspects)
+    beats = [said["suspects"] for said in coordinator.receive()]
+    assert beats == [False, True, False]
+
+
+START = {"type": "start", "attempt": 0, "workers": ["a:1"], "all_workers": 1, "first_rank": 0, "may_restart": True}
+
+
+def test_order_right_behind_the_start(ends):
+    client, coordinator = ends
+    coordinator.send(START)
+    coordinator.send({"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False})
+    client.poll()
+    start = client.next_attempt(signals=None)
+    assert (start.attempt, client.shutdown_order.reason) == (0, "why")
+
+
+def test_next_start_right_behind_the_end_of_an_attempt(ends):
+    client, coordinator = ends
+    coordinator.send(START)
+    client.poll()
+    client.next_attempt(signals=None)
+    coordinator.send({"type": "attempt_over", "lines": [], "entry": None})
+    coordinator.send({**START, "attempt": 1})
+    signals = Signals()
+    client.attempt_ended(Outcome(0, 1, ()), signals)
+    signals.close()
+    assert client.next_attempt(signals=None).attempt == 1
+
+
+def test_reports_and_orders_belong_to_one_attempt(ends):
+    client, coordinator = ends
+    coordinator.send(START)
+    coordinator.send({"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False})
+    client.poll()
+    assert client.report_lost_peer("first") and client.report_lost_peer("again"), "the coordinator decides"
+    coordinator.send({"type": "attempt_over", "lines": [], "entry": None})
+    coordinator.send({**START, "attempt": 1})
+    client.poll()
+    assert client.shutdown_order is None
+    client.report_lost_peer("second")
+    reports = [(message["attempt"], message["text"]) for message in coordinator.receive() if "text" in message]
+    assert reports == [(0, "first"), (1, "second")]
+
+
+def test_each_signal_is_reported_once(ends):
+    client, coordinator = ends
+    for received in ([], [15], [15], [15, 2], [15, 2, 15], [15, 2, 15]):
+        client.report_signals(received)
+    stops = [(message["signal"], message["again"]) for message in coordinator.receive()]
+    assert stops == [(15, False), (2, False), (15, True)]
+
+
+@pytest.mark.parametrize("message", [{}, {"type": "start", "attempt": 0}, {"type": "prepare", "workers": "many"}])
+def test_malformed_message_of_the_coordinator(ends, message):
+    client, coordinator = ends
+    coordinator.send(message)
+    client.poll()
+    assert not client.is_connected and client.shutdown_order.reason.startswith("the rendezvous was lost")
+    assert client.next_attempt(signals=None) == RunEnd(69)
+    assert not client.report_lost_peer("why"), "the attempt decides by itself"
+
+
+def test_end_of_the_run_right_before_the_close(ends):
+    client, coordinator = ends
+    coordinator.send({"type": "run_over", "code": 3, "lines": [], "entry": None})
+    coordinator.close()
+    client.poll()
+    client.poll()
+    assert client.next_attempt(signals=None) == RunEnd(3)
+
+
+class Signals:
+    """No signal arrived."""
+
+    def __init__(self) -> None:
+        self._ends = socket.socketpair()
+        self.fd, self.received = self._ends[0].fileno(), []
+
+    def clear_wakeup(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+def test_outcomes_pass_complete():
+    ends = (WorkerExit(1, -9, ("one", "two"), failure_reason="frozen", at=1.5), WorkerExit(2, 1, was_signalled=True))
+    outcome = Outcome(
+        0,
+        2,
+        ends,
+        stall="stands",
+        start_failure=(3, OSError("no room")),
+        heartbeat_ranks=frozenset({1}),
+        fit=2,
+        step=4,
+        errors={1: {"a": "b"}},
+    )
+    back = decode(encode(outcome), "h")
+    assert [(end.rank, end.returncode, end.last_lines, end.host) for end in back.exits] == [
+        (1, -9, ("one", "two"), "h"),
+        (2, 1, (), "h"),
+    ]
+    assert (back.exits[0].failure_reason, back.exits[0].at, back.exits[1].was_signalled) == ("frozen", 1.5, True)
+    assert (back.stall, back.heartbeat_ranks, back.errors) == ("stands", {1}, {1: {"a": "b"}})
+    assert (back.fit, back.step, back.saved) == (2, 4, None)
+    assert (back.start_failure[0], str(back.start_failure[1])) == (3, "no room")
+
+
+def test_long_outcomes_are_cut():
+    """So that they are no longer than a message may be."""
+    ends = tuple(WorkerExit(rank, 1, ("x" * 10_000,) * 200) for rank in range(100))
+    assert len(str(encode(Outcome(0, 100, ends)))) < 2 * 2**20

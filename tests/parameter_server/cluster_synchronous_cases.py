@@ -1,0 +1,229 @@
+"""Cases of `Synchronous`, compared with one process on the complete batch."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import cases as parity
+import data_cases  # noqa: F401
+import keras
+import loss_cases  # noqa: F401
+import metric_cases  # noqa: F401
+import model_cases
+import numpy as np
+import optimizer_cases  # noqa: F401
+import tensorflow as tf
+from cluster_cases import INPUTS, LABELS, LONG_PARITY, PARITY, SAMPLES, Outcome, case, compared, compiled
+from comparison import largest_difference
+
+from tfdist.strategies import ParameterServerStrategy, Synchronous
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+def synchronous(**arguments: Any) -> Any:
+    return ParameterServerStrategy(mode=Synchronous(), **arguments)
+
+
+for _name in PARITY + LONG_PARITY:
+    compared(_name, synchronous, parity.CASES[_name].run, parity.CASES[_name].reference)
+
+OPTIMIZERS = {
+    "momentum": lambda: SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, clipnorm=0.3),
+    "adam": lambda: Adam(0.01),
+}
+
+
+def _rounds(optimizer: Any, batch_size: int) -> Any:
+    """20 batches of 21 rows, the last of each epoch smaller."""
+
+    def program(strategy: Any) -> Outcome:
+        model = compiled(strategy, optimizer)
+        data = {"batch_size": batch_size, "shuffle": False, "validation_data": (INPUTS[:50], LABELS[:50])}
+        history = model.fit(INPUTS, LABELS, epochs=2, verbose=0, **data)
+        updates = int(model.optimizer.iterations.numpy())
+        return {"weights": model.get_weights(), "logs": history.history, "updates": updates}
+
+    return program
+
+
+for _name, _steps in (("momentum", 2), ("adam", 1)):
+    compared(
+        f"{_name}_{_steps}",
+        lambda steps=_steps: synchronous(gradient_accumulation_steps=steps),
+        _rounds(OPTIMIZERS[_name], 21),
+        _rounds(OPTIMIZERS[_name], 21 * _steps),
+    )
+
+
+def _constrained() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    constraint = keras.constraints.MaxNorm(0.9)
+    layers = [keras.layers.Dense(8, "tanh", kernel_constraint=constraint), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def _with_all_features() -> Any:
+    decayed = SGD(0.1, momentum=0.9, weight_decay=0.05, global_clipnorm=0.3, use_ema=True, ema_overwrite_frequency=3)
+    return keras.optimizers.LossScaleOptimizer(decayed, initial_scale=2.0**10, dynamic_growth_steps=3)
+
+
+def _features(strategy: Any) -> Outcome:
+    """Constraints, moving averages, loss scale, weight decay and clipping in one optimizer."""
+    model = compiled(strategy, _with_all_features, _constrained)
+    history = model.fit(INPUTS[:84], LABELS[:84], batch_size=21, epochs=2, shuffle=False, verbose=0)
+    scale = float(model.optimizer.dynamic_scale.numpy())
+    return {"weights": model.get_weights(), "logs": history.history, "scale": scale}
+
+
+compared("optimizer_features", synchronous, _features)
+
+
+def _of_two_parts(strategy: Any) -> Outcome:
+    model_cases._PartwiseBatchNormalization.parts = 2
+    return model_cases._normalized(strategy, model_cases._PartwiseBatchNormalization)
+
+
+compared(
+    "batch_normalization",  # normalizes by part; the moving statistics get the mean of the parts
+    synchronous,
+    lambda strategy: model_cases._normalized(strategy, keras.layers.BatchNormalization),
+    _of_two_parts,
+)
+
+
+def _custom_step(strategy: Any) -> Outcome:
+    metrics = lambda: None  # noqa: E731
+    arguments: Any = {"model": model_cases.CustomStep, "data": parity.dataset(23), "metrics": metrics}
+    outcome = parity.fitted(strategy, lambda: Adam(0.01, clipnorm=0.1), **arguments)
+    del outcome["logs"]["mean"]  # not a metric: of the epoch's last part
+    return outcome
+
+
+compared("custom_train_step", synchronous, _custom_step)
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Records every call of a callback, with its number and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name in ("on_batch_begin", "on_batch_end"):
+            return super().__getattribute__(name)
+
+        def call(number: Any = None, logs: Any = None) -> None:
+            number, logs = (None, number) if isinstance(number, dict) else (number, logs)
+            self.calls.append([name, -1 if number is None else number, dict(logs or {})])
+
+        return call
+
+
+def _callbacks(strategy: Any) -> list[Any]:
+    recorder = _Recorder()
+    model = compiled(strategy, lambda: Adam(0.05))
+    stop = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=1)
+    data = {"batch_size": 60, "shuffle": False, "validation_split": 0.3}
+    model.fit(INPUTS, LABELS, epochs=9, verbose=0, callbacks=[recorder, stop], **data)
+    return recorder.calls
+
+
+@case
+def callbacks(_: Path) -> Outcome:
+    """Compares the calls of a callback: order, numbers and logs, without the logs of evaluated batches."""
+    ours, reference = (_callbacks(strategy) for strategy in (synchronous(), tf.distribute.get_strategy()))
+    logs = [[logs for name, _, logs in calls if "test_batch" not in name] for calls in (ours, reference)]
+    orders = [[f"{name} {number}" for name, number, _ in calls] for calls in (ours, reference)]
+    return {"difference": largest_difference(*logs), "same": orders[0] == orders[1], "order": orders[0]}
+
+
+class _Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(index * 29, (index + 1) * 29)
+        return INPUTS[rows], LABELS[rows], np.linspace(0.1, 2.0, SAMPLES).astype("float32")[rows]
+
+
+def _sources(strategy: Any) -> Outcome:
+    """A PyDataset, a dataset of unknown cardinality, and an infinite one."""
+    model = compiled(strategy, lambda: SGD(0.1))
+    histories = [model.fit(_Batches(), epochs=2, shuffle=False, verbose=0).history]
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(29)
+    histories.append(model.fit(data.filter(lambda *_: True), epochs=2, verbose=0).history)
+    steps = {"steps_per_epoch": 3, "epochs": 3, "validation_data": data.repeat(), "validation_steps": 2}
+    histories.append(model.fit(data.repeat(), verbose=0, **steps).history)
+    return {"weights": model.get_weights(), "logs": histories}
+
+
+compared("sources", synchronous, _sources)
+
+
+def _two_inputs() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
+    hidden = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()([left, right]))
+    return keras.Model({"left": left, "right": right}, keras.layers.Dense(3)(hidden))
+
+
+def _dictionary(strategy: Any) -> Outcome:
+    """The loss is one value per sample; Keras computes the gradient of their sum."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    model = compiled(strategy, lambda: SGD(0.005), _two_inputs, loss=loss)
+    inputs = {"left": INPUTS, "right": -INPUTS}
+    history = model.fit(inputs, LABELS, batch_size=40, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "logs": history.history, "outputs": model.predict(inputs, verbose=0)}
+
+
+compared("dict_inputs", synchronous, _dictionary)
+
+
+def _of_workers(strategy: Any) -> Outcome:
+    """Each worker creates its batches; all are the same, so that a round has each sample twice."""
+
+    def make(_: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((INPUTS[:200], LABELS[:200])).batch(25).repeat()
+
+    ours = isinstance(strategy, ParameterServerStrategy)
+    twice = make(None).map(lambda x, y: (tf.repeat(x, 2, axis=0), tf.repeat(y, 2, axis=0)))
+    data = strategy.distribute_datasets_from_function(make) if ours else twice
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model = compiled(strategy, lambda: SGD(0.003), loss=loss)
+    history = model.fit(data, steps_per_epoch=10, epochs=2, verbose=0)
+    return {"weights": model.get_weights(), "logs": history.history}
+
+
+compared("data_sets_of_workers", synchronous, _of_workers)
+
+
+@case
+def data_sets_that_cannot_be(_: Path) -> Outcome:
+    strategy, messages = synchronous(), []
+    for make in (lambda _: tf.data.Dataset.range(10).batch(2), lambda _: 3):
+        try:
+            strategy.distribute_datasets_from_function(make)
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
+def _mixed() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(16, "relu", dtype="mixed_float16"), keras.layers.Dense(3, dtype="mixed_float16")]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Activation("linear", dtype="float32")])
+
+
+@case
+def mixed_float16(_: Path) -> Outcome:
+    """A loss scale whose first value overflows float16."""
+    found, rounds = [], synchronous()
+    for strategy in (rounds, tf.distribute.get_strategy()):
+        optimizer = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=2.0**20)  # noqa: E731
+        model = compiled(strategy, optimizer, _mixed)
+        history = model.fit(INPUTS, LABELS, batch_size=21, epochs=2, shuffle=False, verbose=0).history
+        updates = int(model.optimizer.iterations.numpy())
+        found.append([updates, float(model.optimizer.dynamic_scale.numpy()), *history["loss"]])
+    return {"found": found, "communication": asdict(rounds.communication)}

@@ -1,0 +1,52 @@
+"""Encodes gradients for a push. A worker's variables are plain variables here."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist import compression
+from tfdist.compression import Policy
+from tfdist.parameter_server.gradient_push import GradientEncoder
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+SHAPE = (40, 30)
+
+
+def prepared(method):
+    encoder = GradientEncoder(
+        Policy({"large": method}, dense_below=0), lambda value: tf.Variable(value, trainable=False)
+    )
+    encoder.prepare(["large", "other"], [tf.TensorShape(SHAPE), tf.TensorShape([3])])
+    return encoder
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.1", "powersgd:2"])
+def test_decoded_gradients_and_the_residual_add_up(method):
+    encoder, random = prepared(method), np.random.default_rng(0)
+    given, delivered = np.zeros(SHAPE), np.zeros(SHAPE)
+    for _ in range(3):
+        gradient = random.normal(size=SHAPE).astype("float32")
+        sent, size = encoder.encode(tf.constant(gradient), "large")
+        given, delivered = given + gradient, delivered + sent.decode(sent.tensors).numpy()
+        assert size == compression.get(method).payload_bytes(SHAPE) < gradient.nbytes
+        assert size == sum(tensor.numpy().nbytes for tensor in sent.tensors)
+    residual = encoder._state["large"]["residual"].numpy()
+    assert np.abs(residual).max() > 1e-4
+    np.testing.assert_allclose(delivered + residual, given, atol=2e-5)
+
+
+def test_other_gradients_are_sent_unchanged():
+    gradient = tf.constant([1.0, 2.0, 3.0])
+    sent, size = prepared("int8").encode(gradient, "other")
+    assert size == 12 and sent.decode(sent.tensors) is gradient
+
+
+def test_each_row_is_sent_once():
+    rows = np.arange(12, dtype="float32").reshape(4, 3)
+    slices = tf.IndexedSlices(tf.constant(rows), tf.constant([5, 2, 5, 5], tf.int64), tf.constant([9, 3]))
+    sent, size = prepared("int8").encode(slices, "other")
+    assert int(size) == 2 * (12 + 8)
+    decoded = sent.decode(sent.tensors)
+    np.testing.assert_array_equal(decoded.indices, [5, 2])
+    np.testing.assert_array_equal(decoded.values, [rows[[0, 2, 3]].sum(0), rows[1]])

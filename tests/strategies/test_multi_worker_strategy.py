@@ -1,0 +1,174 @@
+"""MultiWorkerMirroredStrategy on two workers of two devices, and its errors for an invalid environment."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LIMIT_SECONDS = 240
+
+
+def environment(**variables):
+    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**inherited, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **variables}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """The observations of each rank of one run."""
+    folder = tmp_path_factory.mktemp("workers")
+    script = str(Path(__file__).with_name("on_workers.py"))
+    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", script, str(folder)]
+    finished = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    assert (folder / "chief.keras").exists()
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.multi_process
+class TestOnWorkers:
+    def test_ranks_and_all_logical_devices(self, seen):
+        assert [(rank["rank"], rank["workers"], rank["replicas"]) for rank in seen] == [(0, 2, 4), (1, 2, 4)]
+
+    def test_an_epoch_sees_every_sample_once_though_no_seed_was_set(self, seen):
+        assert sorted(seen[0]["samples"] + seen[1]["samples"]) == list(range(48))
+        assert seen[0]["samples"] != list(range(0, 48, 2)), "not shuffled"
+
+    def test_workers_end_with_the_same_weights(self, seen):
+        assert seen[0]["digest"] == seen[1]["digest"]
+        assert seen[0]["second_digest"] == seen[1]["second_digest"]
+
+    def test_predictions_come_in_the_order_of_the_samples(self, seen):
+        # Twelve samples a batch are summed in parts of three: a few units in the last place of numbers around 1.
+        assert max(rank["prediction_error"] for rank in seen) < 1e-6
+
+    def test_a_worker_may_trace_alone_and_loops_may_hold_updates(self, seen):
+        assert [rank["error_of_different_graphs"] for rank in seen] == [0.0, 0.0]
+
+    def test_one_exchange_an_update(self, seen):
+        assert [rank["exchanges_of_an_update"] for rank in seen] == [1, 1]
+
+    def test_reduce_takes_structures(self, seen):
+        assert [rank["reduced"] for rank in seen] == [[4.0, [4.0, 8.0]]] * 2
+
+    def test_reduce_does_not_take_a_variable_for_a_shared_result(self, seen):
+        assert [rank["reduced_variable"] for rank in seen] == ["rejected", "rejected"]  # as under MirroredStrategy
+        assert [rank["sum_over_mean"] for rank in seen] == [4.0, 4.0]
+
+    def test_all_stop_where_a_callback_stops(self, seen):
+        assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
+
+
+def tf_config(workers, index=0):
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+ALONE, ABSENT = tf_config([free_address()]), free_address()
+NOT_COMPLETE = "TimeoutError: The cluster was not complete after {} s"
+# TF_CONFIG, arguments, TFDIST_START_TIMEOUT, and parts of the message.
+REJECTED = {
+    "an address twice": (tf_config(["a:1", "a:1"]), {}, None, ["ValueError", "a:1"]),
+    "index": (tf_config(["a:1", "b:2"], 2), {}, None, ["ValueError", "index"]),
+    "port": (tf_config(["a", "b:2"]), {}, None, ["ValueError", "port"]),
+    **{
+        f"timeout {value}": (ALONE, {"start_timeout_seconds": value}, None, ["Invalid `start_timeout_seconds`"])
+        for value in (0, -1, math.inf, math.nan, True)
+    },
+    "missing peer": (
+        tf_config([free_address(), ABSENT]),
+        {"start_timeout_seconds": 1},
+        None,
+        [NOT_COMPLETE.format(1), f"worker 1 at {ABSENT}", "start_timeout_seconds"],
+    ),
+    "the launcher's timeout": (tf_config([free_address(), ABSENT]), {}, "0.5", [NOT_COMPLETE.format(0.5)]),
+}
+
+PROGRAM = """
+import json, os, sys
+from tensorflow.python.eager import context
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+def attempt(config, arguments, timeout):
+    given = {"TF_CONFIG": config, "TFDIST_START_TIMEOUT": timeout}
+    os.environ.update({name: value for name, value in given.items() if value})
+    try:
+        strategy = MultiWorkerMirroredStrategy(**arguments)
+        message = f"{strategy.num_workers} {strategy.rank} {strategy.num_replicas_in_sync}"
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    for name in ("TF_CONFIG", "TFDIST_START_TIMEOUT"):
+        os.environ.pop(name, None)
+    return message, context.context()._initialized
+
+print(json.dumps([attempt(*arguments) for arguments in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def attempts():
+    """The outcome of each attempt to create a strategy, in one process, as long as TensorFlow has not started."""
+    with socket.create_server(("", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        tried = {name: case[:3] for name, case in REJECTED.items()}
+        tried["taken port"] = (tf_config([taken, free_address()]), {"start_timeout_seconds": 3}, None)
+        tried["no cluster"] = (None, {}, None)
+        tried["late"] = (ALONE, {}, None)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(list(tried.values()))],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_SECONDS,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return taken, dict(zip(tried, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_errors_precede_the_start_of_tensorflow(attempts, name):
+    message, has_started = attempts[1][name]
+    assert all(part in message for part in REJECTED[name][3]), message
+    assert not has_started
+
+
+def test_a_port_in_use_is_named(attempts):
+    address, outcomes = attempts
+    message, has_started = outcomes["taken port"]
+    assert message.startswith("OSError") and not has_started
+    assert f"port of this task is in use. Received: port {address.partition(':')[2]}" in message
+
+
+def test_without_a_cluster_it_trains_alone(attempts):
+    assert attempts[1]["no cluster"] == ["1 0 1", True]
+
+
+def test_a_strategy_created_after_the_start_of_tensorflow_is_rejected(attempts):
+    message, _ = attempts[1]["late"]
+    assert message.startswith("RuntimeError: MultiWorkerMirroredStrategy must be created before TensorFlow creates")
+    assert "Move it above the first tensor" in message
+
+
+def test_the_attempts_of_a_run_have_one_seed(monkeypatch):
+    from tfdist.strategies.multi_worker_strategy import _seed_of_run
+
+    monkeypatch.setenv("TFDIST_RUN_ID", "one")
+    first = _seed_of_run()
+    assert first == _seed_of_run()
+    monkeypatch.setenv("TFDIST_RUN_ID", "another")
+    assert first != _seed_of_run()

@@ -1,0 +1,162 @@
+"""One save: every rank writes its files to an unfinished directory, rank 0 commits by renaming it."""
+
+import logging
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, directory_name
+from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
+from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
+from tfdist.checkpoint.rank_receipts import collect_receipts, write_failure_receipt, write_receipt
+from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
+from tfdist.utils import atomic_files
+
+EARLIER_INTACT = "Earlier checkpoints are intact."
+_log = logging.getLogger("tfdist")
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_SEQUENCE = 10**10 - 1
+# For the manifest, the directories, and rounding of the file system.
+_RESERVE_BYTES = 256 * 1024
+
+
+class ShardedSave:
+    """One rank's part of a save.
+
+    Args:
+        directory: The directory of the store.
+        sequence: The checkpoint's sequence number.
+        attempt: A string that is unique to a start of the program.
+        rank: The rank of this process.
+        num_ranks: The number of ranks.
+
+    Raises:
+        ValueError: If one of them is invalid.
+    """
+
+    def __init__(self, directory: Path, sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
+        _check_arguments(sequence, attempt, rank, num_ranks)
+        self._directory = directory
+        self._sequence = sequence
+        self._attempt = attempt
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._unfinished = directory / f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
+
+    def run(
+        self, rank_shard: Shard, shared_shard: Shard | None, metadata: Json, *, peer_timeout_seconds: float
+    ) -> Checkpoint | None:
+        """Writes this rank's files. Rank 0 then waits for the others, writes the manifest and renames the directory.
+
+        Returns:
+            The checkpoint on rank 0, None on other ranks.
+
+        Raises:
+            OSError: If the file system fails.
+            CheckpointError: If there is not enough space, a complete checkpoint has this number, or a rank's file is
+                missing.
+            ValueError: If something cannot be saved, or this rank has saved this number in this attempt.
+        """
+        parts = self._encode(rank_shard, shared_shard)
+        dump_metadata(metadata)
+        try:
+            if self._rank == 0:
+                self._remove_corrupt()
+            self._check_space(sum(part.max_bytes for part in parts.values()))
+            atomic_files.make_directory(self._unfinished)
+            records = {name: self._write(name, part) for name, part in parts.items()}
+            if self._rank != 0:
+                atomic_files.flush(self._unfinished)
+                write_receipt(self._unfinished, self._rank, records[rank_file(self._rank)])
+                return None
+            others = collect_receipts(self._unfinished, range(1, self._num_ranks), timeout_seconds=peer_timeout_seconds)
+            records |= {rank_file(rank): record for rank, record in sorted(others.items())}
+            manifest = Manifest(self._sequence, self._attempt, self._num_ranks, time.time(), records, metadata)
+            return self._commit(manifest)
+        except BaseException as error:
+            self._clean_up(error)
+            raise
+
+    def _encode(self, rank_shard: Shard, shared_shard: Shard | None) -> dict[str, EncodedShard]:
+        if (shared_shard is not None) != (self._rank == 0):
+            raise ValueError(
+                "Only rank 0 saves the shared shard. Received: "
+                f"shared_shard={'None' if shared_shard is None else 'a shard'} from rank {self._rank}. Expected: a "
+                "shard from rank 0, None from the others."
+            )
+        if (self._unfinished / rank_file(self._rank)).exists():
+            raise ValueError(
+                f"Rank {self._rank} saves checkpoint {self._sequence} a second time in one attempt. Received: "
+                f"attempt={self._attempt!r}. Expected: each number once, and a string that is unique to a start of "
+                "the program."
+            )
+        shards = {} if shared_shard is None else {SHARED_FILE: shared_shard}
+        shards[rank_file(self._rank)] = rank_shard
+        return {name: encode_shard(shard) for name, shard in shards.items()}
+
+    def _remove_corrupt(self) -> None:
+        """Removes a corrupt checkpoint of this number; raises an error for a complete one."""
+        path = self._directory / directory_name(self._sequence)
+        if not os.path.lexists(path):
+            return
+        try:
+            Checkpoint(path)
+        except OtherFormatError:
+            raise
+        except CorruptCheckpointError as error:
+            _log.warning("Checkpoint %d is replaced because it is corrupt: %s", self._sequence, error)
+            atomic_files.remove(path)
+            return
+        raise CheckpointError(
+            f"A checkpoint with this number exists. Received: sequence={self._sequence}, and {str(path)!r} is "
+            "complete. Expected: a number larger than that of the restored checkpoint. Restore the newest one first, "
+            "or save to another directory."
+        )
+
+    def _check_space(self, needed_bytes: int) -> None:
+        atomic_files.make_directory(self._directory)
+        free = shutil.disk_usage(self._directory).free
+        if free < needed_bytes + _RESERVE_BYTES:
+            raise CheckpointError(
+                f"Not enough disk space for checkpoint {self._sequence}. Received: {free:,} bytes free in "
+                f"{str(self._directory)!r}. Expected: at least {needed_bytes + _RESERVE_BYTES:,}. Free some space "
+                "there (tfdist checkpoints DIR --prune KEEP), keep fewer, or save to another disk. "
+                f"{EARLIER_INTACT}"
+            )
+
+    def _write(self, name: str, part: EncodedShard) -> FileRecord:
+        write_shard(self._unfinished / name, part)
+        atomic_files.flush(self._unfinished / name)
+        return FileRecord.of(self._unfinished / name)
+
+    def _commit(self, manifest: Manifest) -> Checkpoint:
+        atomic_files.write(self._unfinished / MANIFEST_FILE, manifest.to_bytes())
+        atomic_files.flush(self._unfinished)
+        path = self._directory / directory_name(self._sequence)
+        os.rename(self._unfinished, path)
+        atomic_files.flush(self._directory)
+        return Checkpoint(path, verify_checksums=False)
+
+    def _clean_up(self, error: BaseException) -> None:
+        """Frees the space after a failure, and reports the failure to rank 0."""
+        if self._rank == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        elif self._unfinished.is_dir():
+            (self._unfinished / rank_file(self._rank)).unlink(missing_ok=True)
+            write_failure_receipt(self._unfinished, self._rank, error)
+
+
+def _check_arguments(sequence: int, attempt: str, rank: int, num_ranks: int) -> None:
+    if not 0 <= sequence <= _MAX_SEQUENCE:
+        raise ValueError(f"Invalid sequence number. Received: sequence={sequence}. Expected: 0 to {_MAX_SEQUENCE}.")
+    if not _ATTEMPT.fullmatch(attempt):
+        raise ValueError(
+            f"Invalid name of the attempt. Received: attempt={attempt!r}. Expected: 1 to 100 letters, digits, '.', "
+            "'_' or '-', the first a letter or digit."
+        )
+    if not 0 <= rank < num_ranks:
+        raise ValueError(
+            f"Invalid rank. Received: rank={rank}, num_ranks={num_ranks}. Expected: 0 <= rank < num_ranks."
+        )

@@ -1,0 +1,107 @@
+"""Waits for the other tasks of a cluster, with a limit. TensorFlow would wait forever and ignore signals."""
+
+import contextlib
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from tfdist.utils.argument_checks import check_seconds
+
+_PROBE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # avoids TIME_WAIT, which would block the port for TensorFlow's server
+
+
+def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: float) -> None:
+    """Waits until the address of every peer accepts connections.
+
+    Meanwhile this task accepts connections on its port, so that the order in which tasks start does not matter.
+    Afterwards the port is free for TensorFlow's server. A peer that has finished waiting answers with its server.
+
+    Args:
+        own_address: `host:port` of this task. The port is opened on all interfaces, as TensorFlow's server does.
+        peers: From task name (`worker 1`) to `host:port`, for all other tasks.
+        timeout_seconds: How long to wait.
+
+    Raises:
+        TimeoutError: If peers did not answer in time. The message names them.
+        OSError: If the port of this task cannot be opened.
+        ValueError: If `timeout_seconds` is not a finite number of at least 0.
+
+    >>> wait_for_peers("localhost:0", {}, timeout_seconds=1)
+    """
+    check_seconds("timeout_seconds", timeout_seconds)
+    if not peers:
+        return
+    port = int(own_address.rpartition(":")[2])
+    with _listening(port):
+        missing = dict(peers)
+        reasons: dict[str, str] = {}
+        end = time.monotonic() + timeout_seconds
+        while missing:
+            for task, address in list(missing.items()):
+                reason = why_unreachable(address, min(_PROBE_SECONDS, timeout_seconds))
+                if reason is None:
+                    del missing[task]
+                else:
+                    reasons[task] = reason
+            if missing and time.monotonic() > end:
+                found = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
+                raise TimeoutError(
+                    f"The cluster was not complete after {timeout_seconds:g} s. Received: no answer from {found}. "
+                    "Expected: every task of the cluster to create its strategy in that time. Check the logs of "
+                    "the missing tasks, or allow more time with `tfdist run --start-timeout` or "
+                    "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
+                )
+            if missing:
+                time.sleep(_PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _listening(port: int) -> Iterator[None]:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            errno.EADDRINUSE,
+            f"The port of this task is in use. Received: port {port}, on which another process listens. Expected: a "
+            "free port of this task in TF_CONFIG. End the other process, which may be left from an earlier run, or "
+            "choose another port.",
+        ) from error
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # closed
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            connection.close()
+
+    acceptor = threading.Thread(target=accept, name="tfdist-accept", daemon=True)
+    acceptor.start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        server.close()
+        acceptor.join()
+
+
+def why_unreachable(address: str, timeout_seconds: float) -> str | None:
+    """Returns why `address`, a `host:port`, does not accept connections, or None if it does."""
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
+    except OSError as error:
+        return str(error.strerror or error)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    connection.close()
+    return None

@@ -1,0 +1,126 @@
+"""Counts, in the graph, the collectives that one replica executes, and their bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+GRADIENTS = "gradients"
+OTHER = "other"
+_UPDATES = "updates"
+
+
+@dataclass(frozen=True)
+class CommunicationStats:
+    """What a replica has passed to collectives so far; under parameter servers, what all workers have pushed.
+
+    Attributes:
+        gradient_collectives: Number of collectives that carried gradients, or of pushes.
+        gradient_bytes: Size of the tensors passed to them.
+        wire_bytes: Bytes of gradients that this replica has sent. With N replicas an all-reduce sends
+            `2 (N - 1) / N` times its tensor (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"), an
+            all-gather `N - 1` times, an all-to-all `(N - 1) / N` times.
+        dense_bytes: Bytes that it would have sent without compression. Not counted under parameter servers: 0.
+        other_collectives: Number of collectives that carried anything else (sample counts, metrics, batch statistics,
+            predictions).
+        other_bytes: Size of the tensors passed to those.
+        updates: Number of optimizer updates for which gradients were reduced or pushed.
+    """
+
+    gradient_collectives: int = 0
+    gradient_bytes: int = 0
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+    other_collectives: int = 0
+    other_bytes: int = 0
+    updates: int = 0
+
+    @property
+    def compression_ratio(self) -> float:
+        """`dense_bytes` divided by `wire_bytes`; 1 while one of them is 0.
+
+        >>> CommunicationStats(wire_bytes=25, dense_bytes=100).compression_ratio
+        4.0
+        """
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes and self.dense_bytes else 1.0
+
+    def __add__(self, other: "CommunicationStats") -> "CommunicationStats":
+        return CommunicationStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, earlier: "CommunicationStats") -> "CommunicationStats":
+        """Returns what was counted after `earlier`.
+
+        >>> CommunicationStats(3, 300) - CommunicationStats(1, 100) == CommunicationStats(2, 200)
+        True
+        """
+        return CommunicationStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+class ByteCounters:
+    """Counters in the host memory of a worker. They count executions, so they are exact in conditions and loops.
+
+    There is one counter for each label: `OTHER`, or a compression method.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Creates counters on `host`, the CPU device of a worker."""
+        self._host = host
+        self._counters: dict[str, tf.Variable] = {}
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    def add(self, label: str, tensor: tf.Tensor, copies: float) -> None:
+        """Counts one collective over `tensor`, of which this replica sends `copies` times the size."""
+        nbytes = _bytes_of(tensor)
+        self._add(label, 1, nbytes, _scaled(nbytes, copies), 0)
+
+    def add_dense(self, label: str, tensors: Sequence[tf.Tensor], copies: float) -> None:
+        """Counts what an uncompressed exchange of `tensors` would have sent: `copies` times their size."""
+        self._add(label, 0, 0, 0, _scaled(sum(_bytes_of(tensor) for tensor in tensors), copies))
+
+    def add_update(self) -> None:
+        """Counts one optimizer update."""
+        self._add(_UPDATES, 1, 0, 0, 0)
+
+    def record_size(self, label: str, path: str, shape: tf.TensorShape) -> None:
+        """Records that `label` counts the gradient of the variable at `path`, of `shape`."""
+        self._sizes.setdefault(label, {})[path] = shape.num_elements() or 0
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Returns the number of values of each recorded variable, by label and path."""
+        return {label: dict(by_path) for label, by_path in self._sizes.items()}
+
+    def count(self) -> CommunicationStats:
+        """Returns what was counted so far. Call this eagerly."""
+        total = sum(self.by_label().values(), CommunicationStats())
+        if OTHER in self._counters:
+            collectives, nbytes, *_ = self._counters[OTHER].numpy().tolist()
+            total += CommunicationStats(other_collectives=collectives, other_bytes=nbytes)
+        if _UPDATES in self._counters:
+            total += CommunicationStats(updates=int(self._counters[_UPDATES][0].numpy()))
+        return total
+
+    def by_label(self) -> dict[str, CommunicationStats]:
+        """Returns what was counted of gradients, by label. Call this eagerly."""
+        counters = {label: counter for label, counter in self._counters.items() if label not in (OTHER, _UPDATES)}
+        return {label: CommunicationStats(*counter.numpy().tolist()) for label, counter in counters.items()}
+
+    def _add(self, label: str, *numbers: "int | tf.Tensor") -> None:
+        with tf.device(self._host):
+            if label not in self._counters:
+                with tf.init_scope():
+                    zeros = tf.zeros([len(numbers)], tf.int64)
+                    self._counters[label] = ResourceVariable(zeros, trainable=False, name="byte_counters")
+            self._counters[label].assign_add(tf.stack([tf.cast(number, tf.int64) for number in numbers]))
+
+
+def _bytes_of(tensor: tf.Tensor) -> "int | tf.Tensor":
+    elements = tensor.shape.num_elements()
+    return (tf.size(tensor, out_type=tf.int64) if elements is None else elements) * tensor.dtype.size
+
+
+def _scaled(nbytes: "int | tf.Tensor", copies: float) -> "int | tf.Tensor":
+    if isinstance(nbytes, int):
+        return round(nbytes * copies)
+    return tf.cast(tf.cast(nbytes, tf.float64) * copies, tf.int64)

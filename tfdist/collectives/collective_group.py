@@ -1,0 +1,102 @@
+"""Groups of replicas over TensorFlow's collectives. They split long tensors and count what they send."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.byte_counters import OTHER, ByteCounters
+from tfdist.compression import Group
+from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
+
+# A collective sends, receives and adds one after the other, so several at once keep the link busy. See `dense` against
+# `stock` in `benchmarks/network.py`, for the MLP at 1 Gbit/s and unshaped.
+_PIECE_BYTES = 2 * 2**20
+# Two replicas gather a short tensor and add it themselves: one exchange, where an all-reduce needs two.
+_SHORT_BYTES = 64 * 2**10
+
+
+class CollectiveGroup(Group):
+    """A group of replicas over TensorFlow's collectives. It counts what it sends."""
+
+    def __init__(
+        self, launcher: ReplicaLauncher, counters: ByteCounters | None = None, label: str = OTHER, options: Any = None
+    ) -> None:
+        """Groups the replicas of `launcher`; counts under `label` of `counters`, if any."""
+        self._launcher = launcher
+        self._counters = counters
+        self._label = label
+        self._options = options
+        # Gradients have the static shapes of variables.
+        self._shapes_are_fixed = label != OTHER
+
+    @property
+    def size(self) -> int:
+        return self._launcher.size
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        if self.size == 1:
+            return tf.identity(tensor)
+        self._count(tensor, 2 * (self.size - 1) / self.size)
+        nbytes = _static_bytes(tensor)
+        if self.size == 2 and nbytes is not None and 0 < nbytes <= _SHORT_BYTES and _can_be_gathered(tensor):
+            both = self._gathered(tf.reshape(tensor, [1, -1]))
+            return tf.reshape(both[0] + both[1], tensor.shape)
+        if nbytes is None or nbytes <= _PIECE_BYTES:
+            return self._summed(tensor)
+        pieces = _pieces(tf.reshape(tensor, [-1]), axis=0)
+        summed = [self._summed(piece) for piece in pieces]
+        return tf.reshape(tf.concat(summed, axis=0), tensor.shape)
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        if self.size == 1:
+            return tf.identity(tensor)
+        self._count(tensor, self.size - 1)
+        nbytes = _static_bytes(tensor)
+        if nbytes is None or nbytes <= _PIECE_BYTES:
+            return self._gathered(tensor)
+        pieces = _pieces(tf.reshape(tensor, [1, -1]), axis=1)
+        gathered = tf.concat([self._gathered(piece) for piece in pieces], axis=1)
+        return tf.reshape(gathered, [self.size * tensor.shape[0], *tensor.shape[1:]])
+
+    def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if self.size == 1:
+            return tf.identity(slices), tf.zeros([], tf.int32)
+        # Each row holds the position of its receiver, so that the receiver learns its position.
+        message = tf.concat([tf.range(self.size)[:, tf.newaxis], slices], axis=1)
+        self._count(message, (self.size - 1) / self.size)
+        received = [self._launcher.exchange(piece, self._options) for piece in _pieces(message, axis=1)]
+        message = tf.concat(received, axis=1) if len(received) > 1 else received[0]
+        return message[:, 1:], message[0, 0]
+
+    def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._launcher.sum(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))
+
+    def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._launcher.gather(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))
+
+    def _is_fixed(self, tensor: tf.Tensor) -> bool:
+        return self._shapes_are_fixed or tensor.shape.rank == 0
+
+    def _count(self, tensor: tf.Tensor, copies: float) -> None:
+        if self._counters is not None:
+            self._counters.add(self._label, tensor, copies)
+
+
+def _static_bytes(tensor: tf.Tensor) -> int | None:
+    elements = tensor.shape.num_elements()
+    return None if elements is None else elements * tensor.dtype.size
+
+
+def _can_be_gathered(tensor: tf.Tensor) -> bool:
+    return tensor.dtype in (tf.float32, tf.float16, tf.int32, tf.int64)
+
+
+def _pieces(matrix: tf.Tensor, axis: int) -> list[tf.Tensor]:
+    """Splits `matrix` along `axis` into pieces of about `_PIECE_BYTES`."""
+    length = matrix.shape[axis]
+    nbytes = _static_bytes(matrix)
+    if length is None or nbytes is None:
+        return [matrix]
+    count = max(1, min(length, -(-nbytes // _PIECE_BYTES)))
+    sizes = [length // count + (index < length % count) for index in range(count)]
+    return tf.split(matrix, sizes, axis=axis) if count > 1 else [matrix]

@@ -1,0 +1,163 @@
+"""The compressed reduction of one replica: chooses compressors, fills buckets, reduces, updates compression states."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.buckets import fill_buckets
+from tfdist.collectives.byte_counters import ByteCounters
+from tfdist.collectives.compression_state import ReplicaState
+from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
+from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
+from tfdist.compression import Compressor, Dense, ErrorFeedback, Group, MomentumCorrection, Policy, WarmUp
+
+_ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A new value of a variable, or of the rows `rows` of it."""
+
+    variable: tf.Variable
+    value: tf.Tensor
+    rows: tf.Tensor | None = None
+
+    def apply(self) -> None:
+        if self.rows is None:
+            self.variable.assign(self.value)
+        else:
+            self.variable.scatter_update(tf.IndexedSlices(self.value, self.rows))
+
+
+class CompressedReduction:
+    """Sums gradients over a group. The policy chooses the compressor of each variable."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        state: ReplicaState,
+        counters: ByteCounters,
+        bucket_bytes: int,
+        group: Callable[[str], Group],
+    ) -> None:
+        """Reduces by `policy`.
+
+        Args:
+            policy: Chooses the compressors.
+            state: The state of the compressors on this replica.
+            counters: Count what an uncompressed exchange would have sent.
+            bucket_bytes: See `fill_buckets`.
+            group: Takes a label of the counters, returns the group to reduce over.
+        """
+        self._policy = policy
+        self._state = state
+        self._counters = counters
+        self._bucket_bytes = bucket_bytes
+        self._group = group
+        self._writes: list[_Write] = []
+        self._finite: list[tf.Tensor] = []
+
+    def __call__(self, gradients: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+        """Returns the sums of `gradients`, dense floating tensors or `tf.IndexedSlices`, one for each path.
+
+        If a gradient of any replica holds NaN or Inf, the compression states do not change: the update will be
+        skipped, or the training is lost.
+        """
+        self._writes, self._finite = [], []
+        results: list[Any] = [None] * len(gradients)
+        by_compressor: dict[Compressor, list[int]] = {}
+        for position, gradient in enumerate(gradients):
+            if not isinstance(gradient, tf.IndexedSlices):
+                can_be_encoded = gradient.dtype in _ENCODED_DTYPES and gradient.shape.num_elements() is not None
+                compressor: Compressor = Dense()
+                if can_be_encoded:
+                    compressor, _ = self._policy.resolve(paths[position], gradient.shape)
+                by_compressor.setdefault(compressor, []).append(position)
+        buckets = [
+            (compressor, [positions[index] for index in bucket.positions])
+            for compressor, positions in by_compressor.items()
+            for bucket in fill_buckets([gradients[position] for position in positions], self._bucket_bytes)
+        ]
+        # A bucket is ready when its first variable's gradient is, which backpropagation computes last.
+        for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
+            members = [gradients[position] for position in positions]
+            group = begin_bucket(self._group(method_label(compressor)), members)
+            sums = self._reduce(compressor, members, [paths[position] for position in positions], group)
+            end_bucket(group, sums)
+            for position, summed in zip(positions, sums, strict=True):
+                results[position] = summed
+        for position, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                results[position] = self._reduce_rows(gradient, paths[position])
+        if self._writes:
+            tf.cond(tf.reduce_all(self._finite), self._write, lambda: None)
+        return results
+
+    def _reduce(
+        self, compressor: Compressor, gradients: list[tf.Tensor], paths: list[str], group: Group
+    ) -> list[tf.Tensor]:
+        self._count_dense(compressor, gradients, paths, group)
+        if compressor == Dense():
+            reduced = compressor.reduce(gradients, group, [None] * len(gradients))
+            self._finite.append(reduced.finite)
+            return reduced.sums
+        variables = [
+            self._state.of(path, compressor, gradient.shape) if self._policy.resolve(path, gradient.shape)[1] else None
+            for path, gradient in zip(paths, gradients, strict=True)
+        ]
+        states = [None if entries is None else _read(entries) for entries in variables]
+        reduced = compressor.reduce([tf.cast(gradient, tf.float32) for gradient in gradients], group, states)
+        for entries, new_state in zip(variables, reduced.states, strict=True):
+            self._writes += [_Write(entries[name], value) for name, value in new_state.items()] if entries else []
+        self._finite.append(reduced.finite)
+        return [tf.cast(summed, gradient.dtype) for summed, gradient in zip(reduced.sums, gradients, strict=True)]
+
+    def _reduce_rows(self, slices: tf.IndexedSlices, path: str) -> tf.IndexedSlices:
+        static = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+        shape: list[int] | None = None if static is None else static.tolist()
+        compressor, has_state = (Dense(), False) if shape is None else self._policy.resolve(path, shape)
+        if shape is None or not has_state or not compressor.encodes_rows:
+            group = begin_bucket(self._group(method_label(Dense())), [slices.values])
+            self._count_dense_rows(Dense(), slices, path, group)
+            summed = sum_indexed_slices(slices, group)
+            end_bucket(group, [summed.values])
+            self._finite.append(tf.reduce_all(tf.math.is_finite(summed.values)))
+            return summed
+        group = begin_bucket(self._group(method_label(compressor)), [slices.values])
+        self._count_dense_rows(compressor, slices, path, group)
+        entries = self._state.of(path, compressor, shape)
+        as_float = tf.IndexedSlices(tf.cast(slices.values, tf.float32), slices.indices, slices.dense_shape)
+        summed, new_state, rows, finite = sum_encoded_slices(as_float, compressor, group, _read(entries))
+        end_bucket(group, [summed.values])
+        for name, value in new_state.items():
+            self._writes.append(_Write(entries[name], value, rows if value.shape.rank else None))
+        self._finite.append(finite)
+        return tf.IndexedSlices(tf.cast(summed.values, slices.values.dtype), summed.indices, slices.dense_shape)
+
+    def _write(self) -> None:
+        for write in self._writes:
+            write.apply()
+
+    def _count_dense(
+        self, compressor: Compressor, gradients: Sequence[tf.Tensor], paths: Sequence[str], group: Group
+    ) -> None:
+        self._counters.add_dense(method_label(compressor), gradients, 2 * (group.size - 1) / group.size)
+        for gradient, path in zip(gradients, paths, strict=True):
+            self._counters.record_size(method_label(compressor), path, gradient.shape)
+
+    def _count_dense_rows(self, compressor: Compressor, slices: tf.IndexedSlices, path: str, group: Group) -> None:
+        self._counters.record_size(method_label(compressor), path, slices.shape)
+        self._counters.add_dense(method_label(compressor), [slices.values, slices.indices], group.size - 1)
+
+
+def method_label(compressor: Compressor) -> str:
+    """Returns the label under which a compressor is counted: its representation without wrappers."""
+    while isinstance(compressor, ErrorFeedback | MomentumCorrection | WarmUp):
+        compressor = compressor.compressor
+    return "uncompressed" if compressor == Dense() else repr(compressor)
+
+
+def _read(entries: dict[str, tf.Variable]) -> dict[str, tf.Tensor]:
+    return {name: tf.convert_to_tensor(variable) for name, variable in entries.items()}

@@ -1,0 +1,152 @@
+"""The state that compressors keep from step to step: variables of each replica, which checkpoints save."""
+
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.compression import Compressor
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+# Entries whose sum over the replicas matters. All others are equal on all replicas.
+_SUMMED = ("residual", "velocity")
+
+
+class ReplicaState(tf.Module):
+    """The compression state of one replica: by path of a variable, the entries of its compressor's state."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(name="replica_state")
+        self._device = device
+        self.entries: dict[str, dict[str, tf.Variable]] = {}
+        # A UserDict, because a dict would become a part of checkpoints.
+        self._pending: UserDict[str, dict[str, tf.Tensor]] = UserDict()
+
+    def of(self, path: str, compressor: Compressor, shape: Sequence[int]) -> dict[str, tf.Variable]:
+        """Returns the variables with the state of `compressor` for the variable at `path`; creates missing ones."""
+        with tf.init_scope(), tf.device(self._device):
+            initial = compressor.initial_state(shape)
+            if path not in self.entries:
+                self.entries[path] = {}  # Not `setdefault`, which TensorFlow's dict wrapper does not track.
+            known = self.entries[path]
+            for name, value in initial.items():
+                if name not in known:
+                    value = self._pending.get(path, {}).pop(name, value)
+                    known[name] = ResourceVariable(value, trainable=False, name=f"compression_{name}")
+        return {name: known[name] for name in initial}
+
+    def load(self, values: Mapping[str, Mapping[str, tf.Tensor]]) -> None:
+        """Assigns `values`; those of variables that do not exist yet, when they are created."""
+        for path, entries in values.items():
+            for name, value in entries.items():
+                known = self.entries.get(path, {})
+                if name in known:
+                    known[name].assign(value)
+                else:
+                    self._pending.setdefault(path, {})[name] = value
+
+
+class CompressionState(tf.Module):
+    """The compression state of a worker's replicas. Save it with the model.
+
+    Each worker saves the state of its replicas, under their numbers:
+
+    ```python
+    checkpoint = tf.train.Checkpoint(model=model, compression=strategy.compression_state)
+    prefix = checkpoint.save(f"{folder}/rank-{strategy.rank}/state")
+    ```
+
+    If the number of workers is the same as before, each restores its own checkpoint. If it is not, each restores the
+    model from any of the checkpoints, and calls `restore` with the prefixes of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="compression_state")
+        self.replicas: dict[str, ReplicaState] = {}
+        self.num_replicas = 1  # Replicas of all workers that keep a state.
+        self._saved: UserDict[int, dict[str, dict[str, tf.Tensor]]] = UserDict()
+
+    def replica_state(self, number: int, device: str) -> ReplicaState:
+        """Returns the state of replica `number`, which is on `device`."""
+        name = f"replica_{number}"
+        if name not in self.replicas:
+            self.replicas[name] = ReplicaState(device)
+            if self._saved:  # `restore` was called before the first step.
+                with tf.init_scope():
+                    self.replicas[name].load(redistribute(number, self.num_replicas, self._saved))
+        return self.replicas[name]
+
+    def restore(self, prefixes: Sequence[str]) -> None:
+        """Loads the state that another number of workers has saved.
+
+        Args:
+            prefixes: One checkpoint of each of those workers (what `tf.train.Checkpoint.save` returned), the same and
+                in the same order on all workers of today.
+
+        Raises:
+            ValueError: The checkpoints hold no compression state, or two of them hold that of the same replica.
+        """
+        saved: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
+        for prefix in prefixes:
+            of_prefix = _saved_state(prefix)
+            twice = sorted(set(of_prefix) & set(saved))
+            if twice:
+                raise ValueError(
+                    f"Two checkpoints hold the state of replica {twice[0]}. Received: {list(prefixes)}. Expected: one "
+                    "checkpoint of each worker, all of the same step."
+                )
+            saved.update(of_prefix)
+        if not saved:
+            raise ValueError(
+                f"The checkpoints hold no compression state. Received: {list(prefixes)}. Expected: checkpoints saved "
+                "by tf.train.Checkpoint(..., compression=strategy.compression_state)."
+            )
+        self._saved.data = saved
+        for name, replica in self.replicas.items():
+            replica.load(redistribute(int(name.removeprefix("replica_")), self.num_replicas, saved))
+
+
+def redistribute(
+    number: int, size: int, saved: Mapping[int, Mapping[str, Mapping[str, tf.Tensor]]]
+) -> dict[str, dict[str, tf.Tensor]]:
+    """Returns the state of replica `number` of `size` from the states that another number of replicas has saved.
+
+    Residuals and velocities of the old replicas `i` with `i % size == number` are added up, so that their sum over
+    all replicas does not change. All other entries are equal on all replicas; those of the first are used.
+
+    Args:
+        number: The number of this replica, from 0.
+        size: The present number of replicas.
+        saved: The states by number of the old replica, path and entry.
+    """
+    share: dict[str, dict[str, tf.Tensor]] = {}
+    first = saved[min(saved)]
+    for path, entries in first.items():
+        share[path] = {name: tf.zeros_like(value) if name in _SUMMED else value for name, value in entries.items()}
+    for old, state in saved.items():
+        for path, entries in state.items():
+            for name, value in entries.items():
+                if name in _SUMMED and old % size == number:
+                    known = share.setdefault(path, {})
+                    known[name] = known[name] + value if name in known else value
+    return share
+
+
+def _saved_state(prefix: str) -> dict[int, dict[str, dict[str, tf.Tensor]]]:
+    reader = tf.train.load_checkpoint(prefix)
+    found: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
+    for key in reader.get_variable_to_shape_map():
+        parts = key.split("/")
+        if parts[-2:] != [".ATTRIBUTES", "VARIABLE_VALUE"]:
+            continue
+        for index, part in enumerate(parts):
+            if part == "replicas" and parts[index + 1].startswith("replica_") and parts[index + 2] == "entries":
+                path, name = (_unescaped(p) for p in parts[index + 3 : index + 5])
+                number = int(parts[index + 1].removeprefix("replica_"))
+                found.setdefault(number, {}).setdefault(path, {})[name] = tf.constant(reader.get_tensor(key))
+    return found
+
+
+def _unescaped(part: str) -> str:
+    # TensorFlow writes "/" in a key as ".S", and "." as "..".
+    return part.replace("..", "\0").replace(".S", "/").replace("\0", ".")

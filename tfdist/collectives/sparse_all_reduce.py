@@ -1,0 +1,111 @@
+"""Sums sparse gradients (`tf.IndexedSlices`) over a group without converting them to dense tensors."""
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tfdist.compression import Compressor, Group, WarmUp
+
+
+def sum_duplicate_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds up the rows of `slices` that have the same index, so that each index occurs once.
+
+    Only then are norms and squares of a sparse gradient those of the dense one: if an id occurs twice, Keras computes
+    `a² + b²` in place of `(a + b)²`.
+
+    >>> import tensorflow as tf
+    >>> slices = tf.IndexedSlices(tf.constant([[1.], [2.], [4.]]), tf.constant([7, 3, 7]), tf.constant([9, 1]))
+    >>> summed = sum_duplicate_rows(slices)
+    >>> summed.indices.numpy().tolist(), summed.values.numpy().tolist()
+    ([7, 3], [[5.0], [2.0]])
+    """
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def sum_indexed_slices(slices: tf.IndexedSlices, group: Group) -> tf.IndexedSlices:
+    """Sums `slices` over the group; the replicas may have different numbers of rows.
+
+    Args:
+        slices: `values` of shape `[rows, ...]` and any floating dtype, `indices` of shape `[rows]`.
+        group: The replicas that take part.
+
+    Returns:
+        The sum. Each index occurs once.
+    """
+    slices = sum_duplicate_rows(slices)
+    if group.size == 1:
+        return slices
+    rows = group.gather(tf.shape(slices.indices))
+    longest = tf.reduce_max(rows)
+    values = group.gather(_padded(slices.values, longest))
+    return _of_present_rows(values, slices, rows, longest, group)
+
+
+def sum_encoded_slices(
+    slices: tf.IndexedSlices, compressor: Compressor, group: Group, state: Mapping[str, tf.Tensor]
+) -> tuple[tf.IndexedSlices, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Sums `slices` over the group; `compressor` encodes their rows.
+
+    The compression state of rows that are not in `slices` does not change.
+
+    Args:
+        slices: Float32 `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
+        compressor: A compressor with `encodes_rows`.
+        group: The replicas that take part.
+        state: The state of `compressor` for the complete variable.
+
+    Returns:
+        The sum, in which each index occurs once; the new state, of which entries of the variable's shape hold the
+        replica's own rows only; the indices of those rows; and whether all values are finite.
+    """
+    slices = sum_duplicate_rows(slices)
+    own = slices.indices
+    rows = group.gather(tf.shape(own))
+    longest = tf.reduce_max(rows)
+    gradient = _padded(slices.values, longest)
+    row_state = {
+        name: _padded(tf.gather(value, own), longest) if value.shape.rank else value for name, value in state.items()
+    }
+
+    def exchanged(by: Compressor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        payload, new_state = by.encode(gradient, row_state)
+        shape = tf.shape(gradient)
+        received = {
+            name: tf.reshape(group.gather(part), tf.concat([[group.size], tf.shape(part)], axis=0))
+            for name, part in payload.items()
+        }
+        decoded = [
+            by.decode({name: part[replica] for name, part in received.items()}, shape) for replica in range(group.size)
+        ]
+        return tf.concat(decoded, axis=0), [tf.identity(new_state.get(name, row_state[name])) for name in row_state]
+
+    if isinstance(compressor, WarmUp):
+        values, entries = tf.cond(
+            row_state["warm_up_steps"] < compressor.steps,
+            lambda: exchanged(compressor.uncompressed()),
+            lambda: exchanged(compressor),
+        )
+    else:
+        values, entries = exchanged(compressor)
+    new_state = {
+        name: entry[: tf.size(own)] if entry.shape.rank else entry
+        for name, entry in zip(row_state, entries, strict=True)
+    }
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    return _of_present_rows(values, slices, rows, longest, group), new_state, own, finite
+
+
+def _padded(values: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.pad(values, [[0, rows - tf.shape(values)[0]]] + [[0, 0]] * (values.shape.rank - 1))
+
+
+def _of_present_rows(
+    values: tf.Tensor, slices: tf.IndexedSlices, rows: tf.Tensor, longest: tf.Tensor, group: Group
+) -> tf.IndexedSlices:
+    """Sums all replicas' `values`, `[size * longest, ...]`, without the padding after each replica's first `rows`."""
+    indices = group.gather(_padded(slices.indices, longest))
+    present = tf.reshape(tf.sequence_mask(rows, longest), [-1])
+    kept = tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape)
+    return sum_duplicate_rows(kept)

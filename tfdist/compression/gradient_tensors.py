@@ -1,0 +1,74 @@
+"""Operations on gradients, dense or `tf.IndexedSlices`: packing into one vector, scaling, checks for finite values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def flatten(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenates `tensors`, of one dtype and any shapes, to one vector."""
+    if len(tensors) == 1:
+        return tf.reshape(tensors[0], [-1])
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def unflatten(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Splits the result of `flatten` into tensors of the shapes of `like`."""
+    if len(like) == 1:
+        return [tf.reshape(vector, tf.shape(like[0]) if like[0].shape.num_elements() is None else like[0].shape)]
+    parts = tf.split(vector, [tensor.shape.num_elements() for tensor in like])
+    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """Returns the values of a gradient; of `tf.IndexedSlices` those of the rows."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def with_values(gradient: Any, values: tf.Tensor) -> Any:
+    """Returns `gradient` with other values; `tf.IndexedSlices` keep their indices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
+def divided(gradient: Any, divisor: Any) -> Any:
+    """Returns a gradient divided by a scalar, in the dtype of the gradient.
+
+    >>> import tensorflow as tf
+    >>> divided(tf.constant([3.0]), 2).numpy()
+    array([1.5], dtype=float32)
+    """
+    values = tf.convert_to_tensor(values_of(gradient))
+    return with_values(gradient, tf.cast(values / tf.cast(divisor, values.dtype), values.dtype))
+
+
+def zeros_unless(contributes: tf.Tensor | None, gradient: Any) -> Any:
+    """Returns `gradient`, or zeros of its shape if the bool scalar `contributes` is false; `None` counts as true."""
+    values = tf.convert_to_tensor(values_of(gradient))
+    if contributes is not None:
+        present = values
+        values = tf.cond(contributes, lambda: tf.identity(present), lambda: tf.zeros_like(present))
+    return with_values(gradient, values)
+
+
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns whether no value of `gradients` is NaN or Inf, a bool scalar.
+
+    A finite sum proves that all its terms are finite, and costs one pass over the values without a temporary tensor.
+    Only if a sum is not finite, which an overflow may cause, the values are checked one by one.
+
+    >>> import tensorflow as tf
+    >>> bool(all_finite([tf.constant([3e38, 3e38])])), bool(all_finite([tf.constant([1.0, float("nan")])]))
+    (True, False)
+    """
+    tensors = [values_of(gradient) for gradient in gradients]
+    if not tensors:
+        return tf.constant(True)
+
+    def each_value() -> tf.Tensor:
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
+
+    sums_are_finite = tf.reduce_all([tf.math.is_finite(tf.reduce_sum(tensor)) for tensor in tensors])
+    return tf.cond(sums_are_finite, lambda: tf.constant(True), each_value)

@@ -1,0 +1,193 @@
+"""A tf.data pipeline that `fit` draws from: what determines its order, and how to start in the middle."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data_position.data_comparison import describe_elements
+from tfdist.data_position.position import Json
+from tfdist.data_position.python_randomness import PythonRandomness
+from tfdist.keras_internals.data_adapters import DATASET
+from tfdist.tensorflow_internals.input_pipeline import (
+    batches_to_replay,
+    create_unused_iterator,
+    has_unseeded,
+    random_seeds,
+    share_a_shuffle,
+    skip_steps,
+)
+from tfdist.tensorflow_internals.pipeline_traits import (
+    batch_size,
+    is_per_worker,
+    is_unordered,
+    python_functions,
+    runs_python,
+)
+
+
+class DatasetSource:
+    """A tf.data pipeline, plain or distributed. Keras turns every kind of data into one, so this is the base class.
+
+    Attributes:
+        kind: The kind of data, in positions and error messages.
+        needs_unused_iterators: Whether the iterator that Keras creates at the end of an epoch, and often discards, must
+            be created: it advances the order of a shuffle.
+        has_exact_spec: Whether the shapes in `element_spec` hold for all batches, not only for those seen so far.
+    """
+
+    kind = DATASET
+    needs_unused_iterators = True
+    has_exact_spec = True
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        """Args as in `resumable_iterator.source_for`."""
+        self.adapter = adapter
+        self.dataset = dataset
+        self.strategy = strategy
+        self._python: PythonRandomness | None = None
+        self._restored: Json | None = None
+
+    def track_position(self, steps_per_epoch: int | None) -> None:
+        """Prepares for calls of `order`; warns if the order cannot be repeated. Called once, before training."""
+        if runs_python(self.dataset):
+            self._python = PythonRandomness(python_functions(self.dataset))
+        if is_unordered(self.dataset):
+            warnings.warn(
+                "The order of this data cannot be repeated: elements may come in the order in which they are ready. "
+                "After a restart training resumes at the right step, but some samples of the epoch may be seen twice "
+                "and others not at all. Received: `deterministic=False`, in the options of the dataset or in one of "
+                "its transformations. Expected: `deterministic=True` or unset.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if has_unseeded(random_seeds(self.dataset)):
+            warnings.warn(
+                "The order of this data cannot be repeated: a shuffle or a random operation has no seed. After a "
+                "restart training resumes at the right step, but some samples of the epoch may be seen twice and "
+                "others not at all. Call `keras.utils.set_random_seed` before you create the dataset, or give "
+                "`shuffle(…, seed=…)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def order(self, drawn: int | None) -> Json:
+        """Returns what determines the next samples, beside the numbers of batches drawn.
+
+        Args:
+            drawn: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
+
+        Returns:
+            Numbers, strings, arrays and structures of these.
+        """
+        python = None if self._python is None else self._python.states(within_pass=drawn is not None)
+        return {"seeds": random_seeds(self.dataset), "python": python}
+
+    def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
+        """Raises or warns if the order cannot be repeated; draws nothing.
+
+        Args:
+            order: What `order` returned before the restart.
+            drawn: Number of batches drawn from each iterator before the restart.
+            replay: Whether batches of data without a position may be drawn and discarded.
+        """
+        seeds = random_seeds(self.dataset)
+        if order["seeds"] != seeds and not has_unseeded(order["seeds"]):
+            warnings.warn(
+                "The data comes in another order than before the restart: some samples of this epoch may be seen twice "
+                f"and others not at all. Received: seeds {seeds} of its shuffles. Expected: "
+                f"{order['seeds']}. Call `keras.utils.set_random_seed` before you create the dataset, or give "
+                "`shuffle(…, seed=…)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def begin_epoch(self, number: int) -> None:
+        """Called in the main thread before an epoch whose iterator is number `number` of this `fit`, from 0."""
+
+    def shares_a_shuffle(self, other: "DatasetSource") -> bool:
+        """Whether an iterator over one advances the order of the other."""
+        return share_a_shuffle(self.dataset, other.dataset)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of all workers; `None` if unknown."""
+        return batch_size(self.dataset) if self.has_exact_spec else None
+
+    def elements(self) -> list[Any] | None:
+        """Returns `describe_elements` of the batches; `None` if unknown."""
+        try:
+            return describe_elements(self.dataset.element_spec, is_exact=self.has_exact_spec)
+        except AttributeError:
+            return None
+
+    def is_per_worker(self) -> bool:
+        """Whether each worker has a different position, in different data."""
+        return is_per_worker(self.dataset)
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether Python code that may draw random numbers creates the samples."""
+        return self._python is not None
+
+    def iterator(self) -> Any:
+        """Returns a new iterator from the beginning."""
+        if self._python is not None:
+            self._python.begin_pass()
+        return iter(self.dataset)
+
+    def batches_to_replay(self) -> int | None:
+        """Number of batches of an iterator that must be drawn so that later orders are right; `None`: all."""
+        return batches_to_replay(self.dataset) if self.needs_unused_iterators else 0
+
+    def replay_iterators(self, drawn: Sequence[int]) -> int:
+        """Advances the order as iterators did from which these numbers of batches were drawn.
+
+        Returns:
+            The number of batches drawn for it.
+        """
+        limit, total = self.batches_to_replay(), 0
+        for number in drawn:
+            number = number if limit is None else min(number, limit)
+            if number:
+                total += _draw(iter(self.dataset), number)
+            else:
+                create_unused_iterator(self.dataset)
+        return total
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """Restores the order for the next iterator.
+
+        Args:
+            order: What `order` returned before the restart.
+            batches: Number of batches drawn from the iterator in use; `None` if the next epoch creates a new one.
+            within_epoch: Whether training resumes in the middle of an epoch.
+        """
+        self._restored = order.get("python")
+        if self._python is not None and self._restored is not None and batches is None:
+            self._python.restore(self._restored)
+
+    def iterator_at(self, batches: int) -> Any:
+        """Returns an iterator from which the first `batches` batches have been drawn."""
+        if self._python is None or self._restored is None:
+            return self._iterator_at(batches)
+        with self._python.replay_pass(self._restored):
+            return self._iterator_at(batches)
+
+    def _iterator_at(self, batches: int) -> Any:
+        # tf.data skips all batches but the last; drawing the last one waits for it.
+        rest = skip_steps(self.dataset, batches - 1) if batches > 1 else None
+        iterator = iter(self.dataset if rest is None else rest)
+        _draw(iterator, batches if rest is None else 1)
+        return iterator
+
+
+def _draw(iterator: Any, batches: int) -> int:
+    """Draws up to `batches` batches; returns how many there were."""
+    for drawn in range(batches):
+        try:
+            next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return drawn
+    return batches

@@ -1,0 +1,148 @@
+"""The random numbers of Python code within a tf.data pipeline: `from_generator`, `py_function`, `numpy_function`."""
+
+import collections
+import contextlib
+import functools
+import inspect
+import random
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data_position.random_states import global_states, set_global_states, set_state_of, state_of, states_equal
+
+States = dict[str, Any]
+
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random)
+_LIBRARIES = ("tensorflow.", "keras.", "numpy.")
+_DEEPEST = 12
+_LONGEST = 100
+_MOST_VALUES = 10_000  # a pipeline may hold models and data frames
+
+
+class PythonRandomness:
+    """The generators that a pipeline's Python code may draw from, and their states when the present pass began.
+
+    A pass is resumed by drawing it again from its beginning, so these are the states to save: those of the global
+    generators of NumPy and Python, and of the generators that the code holds.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        """Finds the generators that `functions`, the pipeline's Python functions, hold."""
+        self._own = find_generators(functions)
+        self._at_begin: States = self._present()
+
+    def begin_pass(self) -> None:
+        """Records the present states. Call this before an iterator is created."""
+        self._at_begin = self._present()
+
+    def states(self, *, within_pass: bool) -> States:
+        """Returns the states when the pass began, or the present ones."""
+        return self._at_begin if within_pass else self._present()
+
+    def restore(self, states: States) -> None:
+        """Restores the states of the code's own generators, not of the global ones."""
+        if len(states["own"]) != len(self._own):
+            warnings.warn(
+                "The random generators in this data's Python code differ from those before the restart; they are not "
+                f"restored. Received: {len(self._own)} of them. Expected: {len(states['own'])}. Some samples of this "
+                "epoch may be seen twice and others not at all. Give `fit` the same data, created by the same code.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        for generator, state in zip(self._own, states["own"], strict=True):
+            set_state_of(generator, state)
+
+    @contextmanager
+    def replay_pass(self, states: States) -> Iterator[None]:
+        """A context in which this thread draws a pass again that had begun with `states`.
+
+        Generators that were drawn from keep their new states, all others get those from before the context.
+        """
+        before, own = global_states(), [state_of(generator) for generator in self._own]
+        set_global_states(states)
+        self.restore(states)
+        began = self._at_begin = self._present()
+        yield
+        after = self._present()
+        set_global_states({name: state for name, state in before.items() if states_equal(began[name], after[name])})
+        for generator, state, *both in zip(self._own, own, began["own"], after["own"], strict=True):
+            if states_equal(*both):
+                set_state_of(generator, state)
+
+    def _present(self) -> States:
+        return {**global_states(), "own": [state_of(generator) for generator in self._own]}
+
+
+def find_generators(functions: Iterable[Any]) -> list[Any]:
+    """Returns the generators that Python functions hold or name, in the order of discovery, without the global ones.
+
+    Searches closures, defaults, bound objects and the names of their modules, also of the functions that these call;
+    not what is looked up in other modules, nor what models and TensorFlow's objects hold. Generators without a state,
+    such as `random.SystemRandom`, are left out.
+
+    >>> mine = np.random.default_rng(0)
+    >>> def numbers():
+    ...     yield from mine.permutation(3)
+    >>> find_generators([numbers]) == [mine]
+    True
+    """
+    global_ones = {id(np.random.shuffle.__self__), id(random.shuffle.__self__)}  # type: ignore[attr-defined]
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = collections.deque((function, 0) for function in functions)
+    while waiting and len(seen) < _MOST_VALUES:
+        value, depth = waiting.popleft()
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        with contextlib.suppress(Exception):  # foreign code: skip what cannot be inspected
+            if isinstance(value, _KINDS):
+                state_of(value)
+                found += [] if id(value) in global_ones else [value]
+            else:
+                waiting += [(part, depth + 1) for part in _parts(value)]
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns the values that `value` refers to."""
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        names = [] if (value.__module__ or "").startswith(_LIBRARIES) else _names(value.__code__)
+        return [*cells, *(value.__defaults__ or ()), *(value.__globals__.get(name) for name in names)]
+    if isinstance(value, list | tuple | dict):
+        parts = list(value.values() if isinstance(value, dict) else value)
+        return parts if len(parts) <= _LONGEST else []
+    # These hold no generator of the data, and much else; TensorFlow's wrappers of Python functions do.
+    skipped = (types.ModuleType, type, keras.layers.Layer, keras.optimizers.Optimizer, tf.Module, tf.Graph, tf.Tensor)
+    if isinstance(value, skipped) or inspect.getattr_static(value, "element_spec", None) is not None:
+        return []
+    # Without running code of the object: a `__getattr__` may do anything.
+    return list(object.__getattribute__(value, "__dict__").values())
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that a function and the functions within it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -1,0 +1,274 @@
+"""An epoch iterator that knows its position in the data and can resume at one."""
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.data_position.array_source import ArraySource
+from tfdist.data_position.data_comparison import check_same_data
+from tfdist.data_position.dataset_source import DatasetSource
+from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
+from tfdist.data_position.position import Json, Position, logs_to_save
+from tfdist.data_position.py_dataset_source import PyDatasetSource
+from tfdist.keras_internals.data_adapters import data_kind
+from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, extend_epoch_iterator
+from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
+
+_SOURCES: dict[str, type[DatasetSource]] = {
+    source.kind: source for source in (ArraySource, DatasetSource, PyDatasetSource)
+}
+
+
+@dataclass(frozen=True)
+class ResumeCost:
+    """What resuming at a position has cost.
+
+    Attributes:
+        iterators: Number of iterators created again, without the one in use.
+        batches: Number of seen batches that were read again or skipped.
+        seconds: Time for all of it, in seconds. Batches are skipped when the first epoch begins, so the time is
+            complete from the first `on_train_batch_begin`.
+    """
+
+    iterators: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+
+
+def patch_epoch_iterator() -> None:
+    """Makes the training iterator of every later `fit` a `ResumableIterator`. More calls have no effect.
+
+    Extends the present class, Keras' or one that extends it, and may be extended in turn.
+    """
+    track_running_fits()
+    extend_epoch_iterator(ResumableIterator)
+
+
+def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: bool = False) -> DatasetSource:
+    """Returns the source behind one of Keras' data adapters.
+
+    Args:
+        adapter: Keras' data adapter.
+        dataset: The dataset, plain or distributed, that the epoch iterator creates its iterators from.
+        strategy: The strategy of the model.
+        for_validation: Whether this is validation data. Of that, only a tf.data pipeline changes its order between
+            passes, so no other kind needs special treatment.
+    """
+    if for_validation:
+        return DatasetSource(adapter, dataset, strategy)
+    if getattr(adapter, "is_drawn_by_workers", False):
+        return WorkerDatasetSource(adapter, dataset, strategy)
+    return _SOURCES.get(data_kind(adapter), GeneratorSource)(adapter, dataset, strategy)
+
+
+class ValidationProgress:
+    """What has been drawn from the validation data of a `fit`.
+
+    Attributes:
+        before: Number of batches drawn from each iterator before this `fit` resumed.
+        shares_a_shuffle: Whether its iterators advance the order of the training data.
+        iterator: Its epoch iterator; `None` until it exists.
+    """
+
+    def __init__(self, before: tuple[int, ...] = (), shares_a_shuffle: bool = False) -> None:
+        self.before = before
+        self.shares_a_shuffle = shares_a_shuffle
+        self.iterator: ResumableIterator | None = None
+
+    def drawn(self) -> tuple[int, ...]:
+        """Number of batches drawn from each iterator so far."""
+        return self.before if self.iterator is None else self.iterator._drawn()
+
+
+class ResumableIterator(EpochIteratorMixin):
+    """Mixed into Keras' epoch iterator. An iterator over anything but training data behaves as before.
+
+    Keras' code numbers the steps and decides when an iterator is created; this class counts both, provides an iterator
+    from the middle of the data, and skips the numbers of steps already made.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._source: DatasetSource | None = None
+        self._finished: list[int] = []
+        self._is_open = False  # whether an iterator exists that is not in `_finished`
+        self._may_create = True
+        self._resuming: Position | None = None
+        self._tracks_position = False
+        self._validation = ValidationProgress()
+        self._traits: Json | None = None
+        self.resume_cost = ResumeCost()
+        if register_training_iterator(self, kwargs):
+            self._source = source_for(self.data_adapter, self.dataset, self.strategy)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of the batches; `None` if unknown."""
+        return getattr(self.dataset, "element_spec", None)
+
+    def track_position(self) -> None:
+        """Prepares for calls of `position`; warns if the order of the data cannot be repeated."""
+        if self._source is not None and not self._tracks_position:
+            self._source.track_position(self.steps_per_epoch)
+            self._tracks_position = True
+
+    def position(self, next_step: int, logs: Mapping[str, Any] | None = None) -> Position:
+        """Returns the position after the steps made so far; see `TrainingIterator.position`."""
+        source = self._training_source()
+        continues = next_step > 0 or (bool(self.steps_per_epoch) and self.has_iterator)
+        current = self.batches_drawn if self._is_open and continues else None
+        return Position(
+            next_step=next_step,
+            finished=tuple(self._finished) if continues else self._drawn(),
+            current=current,
+            **self._data(),
+            order=source.order(current),
+            validation_drawn=self._validation.drawn(),
+            validation_shares_shuffle=self._validation.shares_a_shuffle,
+            logs=logs_to_save(logs),
+        )
+
+    def resume_at(self, position: Position, *, replay: bool = False, same_workers: bool = True) -> None:
+        """Makes the next epoch resume at `position`; see `TrainingIterator.resume_at`."""
+        source = self._training_source()
+        is_resharded = position.is_per_worker and not same_workers
+        now = {**self._data(), **({"num_batches": None} if is_resharded else {})}
+        check_same_data(position, now, same_workers=same_workers)
+        self._check_unused(position)
+        if is_resharded and (position.next_step or position.current):
+            _warn_of_resharding()
+        source.check(position.order, position.drawn, replay)
+        missing = position.finished[len(self._finished) :]
+        others = position.validation_drawn if position.validation_shares_shuffle else ()
+        started = time.perf_counter()
+        batches = source.replay_iterators((*missing, *others))
+        source.restore(position.order, position.current, position.next_step > 0)
+        self.resume_cost = ResumeCost(len(missing) + len(others), batches, time.perf_counter() - started)
+        self._finished = list(position.finished)
+        if not is_resharded:
+            self.num_batches_of_pass = position.num_batches
+        self._validation = ValidationProgress(position.validation_drawn, position.validation_shares_shuffle)
+        self._resuming = position
+
+    def reset(self) -> None:
+        """Starts again, as Keras does before training; batches already drawn stay counted."""
+        self._close()
+        super().reset()
+
+    def _data(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one."""
+        source = self._training_source()
+        if self._traits is None:  # expensive: reads all functions of the pipeline
+            self._traits = {
+                "source": source.kind,
+                "batch_size": source.batch_size,
+                "elements": source.elements(),
+                "is_per_worker": source.is_per_worker(),
+            }
+        counts = {name: getattr(self, name) for name in ("steps_per_epoch", "steps_per_execution")}
+        return {"num_batches": self.num_batches_of_pass, **counts, **self._traits}
+
+    def _drawn(self) -> tuple[int, ...]:
+        return (*self._finished, *([self.batches_drawn] if self._is_open else []))
+
+    def _check_unused(self, position: Position) -> None:
+        if self._is_open or len(self._finished) > len(position.drawn):
+            raise RuntimeError(
+                "More iterators have been created over the training data than in the run to resume. Received: "
+                f"{len(self._finished) + self._is_open} iterators. Expected: at most {len(position.finished)}, and "
+                "none in use. Call `resume_at` in `on_train_begin`, under the strategy that the training began with."
+            )
+
+    def _training_source(self) -> DatasetSource:
+        if self._source is None:
+            raise RuntimeError(
+                "Only the training data of a `fit` has a position. Received: an iterator of `evaluate`, `predict` or "
+                "validation data, or one created before `patch_epoch_iterator`. Call that before `fit`."
+            )
+        return self._source
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._finished.append(self.batches_drawn)
+            self._is_open = False
+
+    def iterator_factory(self) -> Callable[[], Any] | None:
+        """See the base class."""
+        if self._source is not None:
+            return self._create_iterator
+        fit = fit_validating_with(self)
+        if fit is not None and isinstance(fit.iterator, ResumableIterator):
+            return functools.partial(self._create_validation_iterator, fit.iterator)
+        return None
+
+    def _create_validation_iterator(self, training: "ResumableIterator") -> Any:
+        source = source_for(self.data_adapter, self.dataset, self.strategy, for_validation=True)
+        validation = training._validation
+        if validation.iterator is not self:
+            validation.iterator = self
+            self._finished = list(validation.before)
+            if not validation.shares_a_shuffle:
+                source.replay_iterators(validation.before)
+            validation.shares_a_shuffle = source.shares_a_shuffle(training._training_source())
+        self._close()
+        self._is_open = True
+        return source.iterator()
+
+    def _create_iterator(self) -> Any:
+        source = self._training_source()
+        self._close()
+        if not self._may_create:
+            return iter(())
+        self._may_create = source.needs_unused_iterators
+        self._is_open = True
+        position, self._resuming = self._resuming, None
+        if position is None or position.current is None:
+            return source.iterator()
+        started = time.perf_counter()
+        batches, enough = position.current, source.batches_to_replay()
+        is_exhausted = self.num_batches_of_pass is not None and batches >= self.num_batches_of_pass
+        if is_exhausted and enough is not None and not source.runs_python:
+            batches = min(batches, enough)  # only its effect on later iterators matters
+        iterator = source.iterator_at(batches)
+        cost = self.resume_cost
+        seconds = cost.seconds + time.perf_counter() - started
+        self.resume_cost = ResumeCost(cost.iterators, cost.batches + batches, seconds)
+        return iterator
+
+    def enumerate_steps(self, steps: Iterator[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Any]]:
+        """See the base class."""
+        source, position = self._source, self._resuming
+        if source is None:
+            yield from steps
+            return
+        self._may_create = source.needs_unused_iterators
+        if not self.has_iterator or self.steps_per_epoch is None:
+            self._may_create = True
+            source.begin_epoch(len(self._finished) + self._is_open)
+        done = 0 if position is None else position.next_step
+        before = 0 if position is None or position.current is None else position.current - done
+        for _ in range(done // self.steps_per_execution):
+            next(steps, None)
+        # Batches drawn from this iterator in earlier epochs; Keras counts from 0 for a new iterator.
+        self.batches_drawn += before if done else 0
+        for step in steps:
+            if not done:
+                self.batches_drawn += before
+                before = 0
+            yield step
+        if not source.needs_unused_iterators and not self._is_open:
+            self.drop_iterator()  # the next epoch creates it
+
+
+def _warn_of_resharding() -> None:
+    warnings.warn(
+        "The number of workers has changed since the checkpoint, and each worker reads different data: by files, or by "
+        "`distribute_datasets_from_function`. In this pass over the data some samples may be seen twice and others not "
+        "at all; later passes are complete. To resume exactly, let workers take their parts of common batches "
+        "(`AutoShardPolicy.DATA`).",
+        RuntimeWarning,
+        stacklevel=2,
+    )

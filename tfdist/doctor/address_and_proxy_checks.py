@@ -1,0 +1,136 @@
+"""Checks that names resolve, that addresses are those of this machine, and that no proxy is between the tasks."""
+
+import errno
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+
+from tfdist.doctor.check_context import CheckContext, host_of
+from tfdist.doctor.report import ERROR, OK, WARNING, Finding
+
+# gRPC uses the first proxy that is set (lower case only), except for the hosts in the first list that is set.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+
+
+def check_own_name(context: CheckContext) -> list[Finding]:
+    """Checks that the hostname resolves, as gRPC and many libraries expect."""
+    del context
+    name = socket.gethostname()
+    try:
+        found = addresses_of(name)
+    except OSError as error:
+        remedy = f"Add a line '<address> {name}' to /etc/hosts, or repair the name server."
+        return [Finding(WARNING, "own name", f"{name}: {error.strerror}", "a name that resolves", remedy)]
+    return [Finding(OK, "own name", f"{name} is {', '.join(found)}")]
+
+
+def check_own_address(context: CheckContext) -> list[Finding]:
+    """Checks that this task's address in the cluster is an address of this machine."""
+    if context.task not in context.addresses:
+        return []
+    host = host_of(context.addresses[context.task])
+    try:
+        addresses = addresses_of(host)
+    except OSError as error:
+        remedy = f"Correct the address of {context.task} in the cluster's description, or repair the name server."
+        return [Finding(ERROR, "own address", f"{host}: {error.strerror}", "a name that resolves", remedy)]
+    shown = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
+    if any(map(is_own, addresses)):
+        is_one_host = len({host_of(address) for address in context.addresses.values()}) == 1
+        if is_one_host or not all(map(_is_loopback, addresses)):
+            return [Finding(OK, "own address", shown)]
+        expected = "an address at which other hosts reach this host"
+        remedy = f"Use an address of the network; if {host} is this host's name, correct /etc/hosts."
+        return [Finding(ERROR, "own address", f"{shown}, which is this host's loopback", expected, remedy)]
+    remedy = (
+        f"Start this task on {host}, or correct the task's index or its address. With network address translation "
+        "(some containers) this may be correct."
+    )
+    expected = f"an address of this machine for {context.task}"
+    return [Finding(WARNING, "own address", f"{shown}, which this machine does not have", expected, remedy)]
+
+
+def addresses_of(host: str) -> list[str]:
+    """Returns the addresses to which a name resolves, without duplicates, in the resolver's order.
+
+    Raises:
+        OSError: If the name does not resolve.
+
+    >>> addresses_of("127.0.0.1")
+    ['127.0.0.1']
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, "not a hostname") from error
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def is_own(address: str) -> bool:
+    """Returns whether an address belongs to this machine, which means that it can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def check_proxy(context: CheckContext) -> list[Finding]:
+    """Checks that gRPC does not send the messages between tasks to an HTTP proxy."""
+    variable = next((name for name in _PROXIES if name in context.environ), "")
+    if not variable or not context.environ[variable]:
+        return [Finding(OK, "proxy", "none for gRPC")]
+    found = f"{variable}={without_password(context.environ[variable])}"
+    exceptions = next((name for name in _NO_PROXIES if name in context.environ), "")
+    found += f", {exceptions}={context.environ[exceptions]}" if exceptions else ", no_proxy not set"
+    # This task's host counts, too: the first task dials itself.
+    hosts = {host_of(address): None for address in context.addresses.values()}
+    proxied = [host for host in hosts if not bypasses_proxy(host, context.environ)]
+    if proxied:
+        remedy = f"unset {variable}, or export no_grpc_proxy={','.join(hosts)} on every host."
+        found = f"{found}: gRPC connects through the proxy to {', '.join(proxied)}"
+        expected = "no proxy between the tasks, with which TensorFlow would wait indefinitely"
+        return [Finding(ERROR, "proxy", found, expected, remedy)]
+    if hosts:
+        return [Finding(OK, "proxy", f"{found}: not used between the tasks")]
+    remedy = f"Before a training on several hosts unset {variable}, or list all hosts in no_grpc_proxy."
+    return [Finding(WARNING, "proxy", found, "no proxy for gRPC between workers", remedy)]
+
+
+def bypasses_proxy(host: str, environ: Mapping[str, str]) -> bool:
+    """Returns whether gRPC connects to `host` without the proxy.
+
+    A host bypasses the proxy if it ends with an entry of `no_grpc_proxy` (`no_proxy` if that is not set), or if it lies
+    in the subnet of an entry.
+
+    >>> bypasses_proxy("node1.cluster", {"no_proxy": "localhost,.cluster"}), bypasses_proxy("10.0.0.7", {})
+    (True, False)
+    >>> bypasses_proxy("10.0.0.7", {"no_grpc_proxy": "10.0.0.0/24"})
+    True
+    """
+    text = next((environ[name] for name in _NO_PROXIES if name in environ), "")
+    entries = [entry.strip().lower() for entry in text.split(",") if entry.strip()]
+    return any(host.lower().endswith(entry) or _is_in_subnet(host, entry) for entry in entries)
+
+
+def without_password(url: str) -> str:
+    """Returns a URL without user and password.
+
+    >>> without_password("http://me:secret@proxy:3128")
+    'http://...@proxy:3128'
+    """
+    return re.sub(r"//[^/@]*@", "//...@", url)
+
+
+def _is_in_subnet(host: str, entry: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

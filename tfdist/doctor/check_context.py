@@ -1,0 +1,79 @@
+"""What the checks know about the machine, the cluster and the planned training."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist.cluster import ClusterConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckContext:
+    """What the checks know.
+
+    Args:
+        environ: Environment of the training.
+        cores: Number of cores that this process may use.
+        config: The cluster and this task; None: no cluster.
+        workers: Number of workers on this machine.
+        parameters: Number of parameters of the model.
+        checkpoints: Directory for checkpoints, or None.
+        keep: Number of checkpoints that are kept.
+        root: Directory that contains `proc`, `sys` and `dev`.
+    """
+
+    environ: Mapping[str, str]
+    cores: int
+    config: ClusterConfig | None = None
+    workers: int = 1
+    parameters: int = 10_000_000
+    checkpoints: Path | None = None
+    keep: int = 3
+    root: Path = Path("/")
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Address of each task, for example of `"worker 1"`: the workers by rank, then all other tasks."""
+        if self.config is None:
+            return {}
+        jobs = self.config.cluster.jobs
+        tasks = [str(task) for task in self.config.cluster.workers]
+        tasks += [f"{job} {index}" for job in jobs for index in range(len(jobs[job])) if f"{job} {index}" not in tasks]
+        return {task: jobs[job][int(index)] for task in tasks for job, _, index in [task.partition(" ")]}
+
+    @property
+    def task(self) -> str:
+        """This task, for example `"worker 0"`; empty without a cluster."""
+        return "" if self.config is None else str(self.config.task)
+
+    @property
+    def training_state_bytes(self) -> int:
+        """Size of a checkpoint: weights and Adam's two moments, in float32."""
+        return 3 * 4 * self.parameters
+
+
+def workers_on_own_host(config: ClusterConfig) -> int:
+    """Returns how many workers have the host of this task in their address; at least 1.
+
+    >>> from tfdist.cluster import ClusterSpec, Task
+    >>> workers_on_own_host(ClusterConfig(ClusterSpec({"worker": ["a:1", "b:1", "a:2"]}), Task("worker", 0)))
+    2
+    """
+    if config.task.type not in config.cluster.jobs:
+        return 1
+    own = host_of(config.address)
+    return max(1, sum(host_of(config.cluster.address(task)) == own for task in config.cluster.workers))
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `"host:port"`.
+
+    >>> host_of("[::1]:2222")
+    '::1'
+    """
+    return address.rpartition(":")[0].strip("[]").lower()
+
+
+def port_of(address: str) -> int:
+    """Returns the port of `"host:port"`."""
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,155 @@
+"""Estimates the time of a gradient exchange on the measured network, and suggests a compression method.
+
+The payload sizes are those of `Compressor.payload_bytes`, which needs TensorFlow; a test compares them. The rules are
+those of `docs/compression.md`, "Which one".
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.utils.formatting import format_count, format_rate, format_seconds
+
+MATRIX_SIDE = 1024
+"""PowerSGD's payload depends on the shapes: the estimate is for square matrices of this side."""
+
+_SMALL_MODEL_PARAMETERS = 5_000_000
+_SHORT_EXCHANGE_SECONDS = 0.01
+_MANY_WORKERS = 20
+_MBIT = 1e6 / 8
+_FAST, _GIGABIT, _SLOW = 1500 * _MBIT, 300 * _MBIT, 30 * _MBIT  # bytes per second
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Estimate of one gradient exchange.
+
+    Args:
+        method: A name for `compression=`, or `"uncompressed"`.
+        bytes_sent: Bytes that each worker sends.
+        seconds: Lower bound of the time: the bytes on the slowest connection, and the round trips.
+    """
+
+    method: str
+    bytes_sent: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Suggestion for a network.
+
+    Args:
+        parameters: Number of parameters of the model.
+        workers: Number of workers.
+        bytes_per_second: Bandwidth of the slowest connection.
+        round_trip_seconds: Round trip of the slowest connection.
+        exchanges: Estimates of all methods, `"uncompressed"` first.
+        suggestion: A name for `compression=`; None: no compression.
+        reason: Why.
+    """
+
+    parameters: int
+    workers: int
+    bytes_per_second: float
+    round_trip_seconds: float
+    exchanges: tuple[Exchange, ...]
+    suggestion: str | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return dataclasses.asdict(self)
+
+    def headline(self) -> str:
+        """Returns a line that says what the estimates are for."""
+        return (
+            f"one exchange of {format_count(self.parameters)} parameters between {self.workers} workers at "
+            f"{format_rate(self.bytes_per_second)}, {format_seconds(self.round_trip_seconds)} per round trip"
+        )
+
+
+def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> Advice | None:
+    """Returns what the connections between the workers suggest; None if no bandwidth was measured.
+
+    Args:
+        parameters: Number of parameters of the model.
+        workers: Number of workers.
+        links: Connections between workers.
+
+    >>> fast = LinkMeasurement("worker 0", "worker 1", 1e-4, 0.0, 1e-4, 1.2e9, 1.2e9)
+    >>> advise(10_000_000, 2, [fast]).suggestion is None
+    True
+    """
+    measured = [link for link in links if link.bytes_per_second and link.bytes_per_second_back]
+    rates = [rate for link in measured for rate in (link.bytes_per_second, link.bytes_per_second_back) if rate]
+    if not rates or workers < 2:
+        return None
+    rate, round_trip = min(rates), max(link.round_trip_seconds for link in measured)
+    exchanges = tuple(_estimate(method, parameters, workers, rate, round_trip) for method in _PAYLOADS)
+    suggestion, reason = _suggest(parameters, workers, rate, exchanges[0].seconds)
+    return Advice(parameters, workers, rate, round_trip, exchanges, suggestion, reason)
+
+
+def payload_bytes(method: str, parameters: int) -> int:
+    """Returns the size of the payload of a model's gradient.
+
+    Args:
+        method: A method of `Advice.exchanges`.
+        parameters: Number of parameters, in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
+
+    >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
+    (4000, 2000, 1040)
+    """
+    return _PAYLOADS[method](parameters)
+
+
+def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: float) -> tuple[str | None, str]:
+    if rate >= _FAST:
+        reason = (
+            "the network is faster than 1 Gbit/s: do not compress. If the exchange still limits a model of large dense "
+            'layers, try "powersgd:4"'
+        )
+        return None, reason
+    if uncompressed_seconds < _SHORT_EXCHANGE_SECONDS:
+        return None, f"the exchange takes {format_seconds(uncompressed_seconds)} without compression: do not compress"
+    if rate >= _GIGABIT:
+        if parameters < _SMALL_MODEL_PARAMETERS:
+            return "int8", f"at {format_rate(rate)}, for a small model: it costs almost no accuracy"
+        return "powersgd:4", f'at {format_rate(rate)}, for large dense layers; "int8" if its accuracy is too low'
+    if rate >= _SLOW:
+        return "powersgd:4", f'at {format_rate(rate)}; "int4" if its accuracy is too low'
+    if workers > _MANY_WORKERS:
+        return "powersgd:4", f"at {format_rate(rate)} with {workers} workers, where top-k would send more"
+    reason = f'at {format_rate(rate)}, or "sign", with dense_steps and more steps: the fewest bytes'
+    return "topk:0.01", reason
+
+
+def _estimate(method: str, parameters: int, workers: int, rate: float, round_trip: float) -> Exchange:
+    payload = payload_bytes(method, parameters)
+    is_gathered = method.startswith("topk") or (workers == 2 and method in ("bf16", "int8"))
+    sent = (workers - 1) * payload if is_gathered else math.ceil(2 * (workers - 1) / workers * payload)
+    if is_gathered:
+        rounds = workers - 1
+    elif method in ("bf16", "int8"):
+        rounds = workers  # one all-to-all, then a ring
+    else:
+        rounds = 2 * (workers - 1) * (2 if method.startswith("powersgd") else 1)
+    return Exchange(method, sent, sent / rate + rounds * round_trip)
+
+
+def _powersgd_bytes(parameters: int) -> int:
+    side = min(MATRIX_SIDE, max(1, math.isqrt(parameters)))
+    matrices = parameters / side**2
+    return math.ceil(matrices * min(4 * 4 * 2 * side, 4 * side**2))
+
+
+_PAYLOADS: dict[str, Callable[[int], int]] = {
+    "uncompressed": lambda parameters: 4 * parameters,
+    "bf16": lambda parameters: 4 * math.ceil(parameters / 2),
+    "int8": lambda parameters: 260 * math.ceil(parameters / 256),
+    "powersgd:4": _powersgd_bytes,
+    "topk:0.01": lambda parameters: 20 * math.ceil(parameters / 400),
+}

@@ -1,0 +1,97 @@
+"""Checks which versions are installed, and that all tasks have the same."""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+
+from packaging.version import InvalidVersion, Version
+
+import tfdist
+from tfdist.doctor.check_context import CheckContext
+from tfdist.doctor.report import ERROR, OK, WARNING, Finding
+from tfdist.versions import installed_versions, tested_ranges
+
+SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
+
+
+def check_python(context: CheckContext) -> list[Finding]:
+    """Checks that TensorFlow exists for this version of Python."""
+    del context
+    version = platform.python_version()
+    if sys.version_info[:2] in SUPPORTED_PYTHONS:
+        return [Finding(OK, "python", version)]
+    expected = f"{_dotted(SUPPORTED_PYTHONS[0])} to {_dotted(SUPPORTED_PYTHONS[-1])}"
+    remedy = "Create an environment with one of these versions: TensorFlow has no wheels for others."
+    return [Finding(ERROR, "python", version, expected, remedy)]
+
+
+def check_libraries(context: CheckContext) -> list[Finding]:
+    """Checks that TensorFlow, Keras and the other dependencies are installed, in tested versions."""
+    del context
+    known = installed_versions()
+    findings = []
+    for name, tested in tested_ranges().items():
+        expected = f"{name}{','.join(sorted(map(str, tested), reverse=True))}"
+        version = known.get(name) or _installed(name)
+        if version is None:
+            findings.append(Finding(ERROR, name, "not installed", expected, f'pip install "{expected}"'))
+        elif not _is_in(version, tested):
+            remedy = f'Install a tested version: pip install "{expected}"'
+            findings.append(Finding(WARNING, name, f"{version}, with which tfdist is not tested", expected, remedy))
+        else:
+            findings.append(Finding(OK, name, version))
+    return findings
+
+
+def own_versions() -> dict[str, str]:
+    """Returns the versions that all tasks must share: Python (without its patch), tfdist, TensorFlow, Keras."""
+    return {
+        "python": _dotted(sys.version_info[:2]),
+        "tfdist": tfdist.__version__,
+        **{name: installed_versions().get(name, "not installed") for name in ("tensorflow", "keras")},
+    }
+
+
+def compare_versions(by_task: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Compares the versions of all tasks.
+
+    Args:
+        by_task: For each task the result of its `own_versions`.
+
+    >>> [found] = compare_versions({"worker 0": {"keras": "3.15.0"}, "worker 1": {"keras": "3.14.0"}})
+    >>> found.level, found.found
+    ('error', 'keras 3.15.0 on worker 0; keras 3.14.0 on worker 1')
+    """
+    findings = []
+    for name in sorted({name for versions in by_task.values() for name in versions}):
+        tasks: dict[str, list[str]] = {}
+        for task, versions in by_task.items():
+            tasks.setdefault(versions.get(name, "unknown"), []).append(task)
+        if len(tasks) > 1:
+            found = "; ".join(f"{name} {version} on {', '.join(where)}" for version, where in tasks.items())
+            remedy = f"Install the same {name} on all hosts: each worker traces its graph; all must be equal."
+            findings.append(Finding(ERROR, "same versions", found, f"one version of {name} on all tasks", remedy))
+    if not findings and len(by_task) > 1:
+        (versions, *_) = by_task.values()
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        findings.append(Finding(OK, "same versions", f"on all {len(by_task)} tasks: {found}"))
+    return findings
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_in(version: str, tested: object) -> bool:
+    try:
+        return Version(version).base_version in tested  # type: ignore[operator]
+    except InvalidVersion:
+        return False
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

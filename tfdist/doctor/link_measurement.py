@@ -1,0 +1,128 @@
+"""Measures the connection between two tasks: round trip, bandwidth in both directions, and difference of the clocks."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.doctor.peer_server import MAX_TRANSFER_BYTES, TRANSFER_SECONDS
+from tfdist.transport.channel import Channel
+from tfdist.transport.transport_errors import ConnectionClosedError
+
+_ECHOES = 50
+_ECHO_SECONDS = 5.0  # for all echoes, on a slow connection
+_FIRST_TRANSFER_BYTES = 2**16
+_TARGET_SECONDS = 0.4
+_MIN_SECONDS = 0.25
+_MAX_GROWTH = 16  # a burst that the network buffers must not make the next transfer endless
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkMeasurement:
+    """A connection, as the task `first` measured it.
+
+    Args:
+        first: The task that measured.
+        second: The other task.
+        round_trip_seconds: Median time from a message to its answer.
+        clock_offset_seconds: How far the clock of `second` is ahead.
+        clock_uncertainty_seconds: Largest error of the offset: half the shortest round trip.
+        bytes_per_second: Bandwidth from `first` to `second`; None: not measured.
+        bytes_per_second_back: Bandwidth from `second` to `first`; None: not measured.
+    """
+
+    first: str
+    second: str
+    round_trip_seconds: float
+    clock_offset_seconds: float
+    clock_uncertainty_seconds: float
+    bytes_per_second: float | None = None
+    bytes_per_second_back: float | None = None
+
+    @classmethod
+    def from_json(cls, document: object) -> "LinkMeasurement":
+        """Reads what another task measured.
+
+        Raises:
+            ValueError: If the document is malformed.
+        """
+        message = document if isinstance(document, dict) else {}
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not all(isinstance(message.get(name), str) for name in names[:2]):
+            raise ValueError("not a measurement")
+        numbers: dict[str, Any] = {name: message.get(name) for name in names[2:]}
+        for name, number in numbers.items():
+            if not (number is None and name.startswith("bytes")) and not _is_finite(number):
+                raise ValueError("not a measurement")
+        return cls(message["first"], message["second"], **numbers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return dataclasses.asdict(self)
+
+
+def measure(
+    first: str, second: str, channel: Channel, clock: Callable[[], float], *, with_bandwidth: bool
+) -> LinkMeasurement:
+    """Measures the connection to a peer.
+
+    Args:
+        first: This task.
+        second: The peer.
+        channel: The connection to the peer's server.
+        clock: Returns the time of this machine, in seconds since 1970.
+        with_bandwidth: Whether to measure the bandwidth, which takes about a second and most of the bandwidth.
+
+    Raises:
+        ConnectionClosedError: If the peer is gone or too slow.
+    """
+    trips: list[float] = []
+    offset, shortest = 0.0, math.inf
+    end = time.monotonic() + _ECHO_SECONDS
+    while len(trips) < _ECHOES and (time.monotonic() < end or not trips):
+        clock_before, before = clock(), time.monotonic()
+        answer = channel.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
+        trips.append(time.monotonic() - before)
+        if trips[-1] < shortest:
+            # As in NTP: the other clock was read in the middle of the trip, with an error of at most half of it.
+            shortest, offset = trips[-1], _number(answer, "clock") - (clock_before + trips[-1] / 2)
+    forward = _bandwidth(lambda count: _send(channel, count)) if with_bandwidth else None
+    back = _bandwidth(lambda count: _receive(channel, count)) if with_bandwidth else None
+    return LinkMeasurement(first, second, statistics.median(trips), offset, shortest / 2, forward, back)
+
+
+def _bandwidth(transfer: Callable[[int], float]) -> float:
+    """Runs growing transfers until one is long enough, and returns its bytes per second."""
+    count = _FIRST_TRANSFER_BYTES
+    while True:
+        began = time.monotonic()
+        rate = transfer(count)
+        seconds = time.monotonic() - began
+        if seconds >= _MIN_SECONDS or count == MAX_TRANSFER_BYTES:
+            return rate
+        growth = min(max(_TARGET_SECONDS / max(seconds, 1e-9), 2.0), _MAX_GROWTH)
+        count = min(int(count * growth), MAX_TRANSFER_BYTES)
+
+
+def _send(channel: Channel, count: int) -> float:
+    channel.send({"do": "receive", "bytes": count})
+    channel.send_bytes(count, TRANSFER_SECONDS)
+    return _number(channel.receive(TRANSFER_SECONDS), "bytes_per_second")
+
+
+def _receive(channel: Channel, count: int) -> float:
+    channel.send({"do": "send", "bytes": count})
+    return channel.receive_bytes(count, TRANSFER_SECONDS)
+
+
+def _number(answer: dict[str, Any], name: str) -> float:
+    number = answer.get(name)
+    if not _is_finite(number):
+        raise ConnectionClosedError("malformed answer")
+    return float(answer[name])
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)

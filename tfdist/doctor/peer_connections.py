@@ -1,0 +1,168 @@
+"""Connects this task to all other tasks, until all have answered or the time is over."""
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from tfdist.doctor.check_context import host_of, port_of
+from tfdist.doctor.task_info import TOKEN_VARIABLE, TaskInfo
+from tfdist.transport.channel import Channel, close_socket
+from tfdist.transport.handshake import Credentials
+from tfdist.transport.transport_errors import (
+    ClusterMismatchError,
+    FrameError,
+    HandshakeError,
+    InvalidProofError,
+    ProtocolMismatchError,
+    TokenRejectedError,
+    TransportError,
+)
+
+_CONNECT_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 5.0
+_PAUSE_SECONDS = 0.2
+_MISMATCH_SECONDS = 20.0  # long enough for the other task to see the mismatch as well, and to report it
+
+# Why a peer has not answered. `network_checks` finds the remedy by how a reason begins.
+NOT_TRIED = "no attempt to connect yet"
+RESOLVING = "its name is still being resolved"
+REFUSED = "connection refused: no process listens on that port"
+NOT_DOCTOR = "a program other than tfdist doctor answers"
+OTHER_CLUSTER = "its description of the cluster differs from that of this task"
+OTHER_TOKEN = f"its {TOKEN_VARIABLE} differs from that of this task"
+OTHER_PROTOCOL = "its version of tfdist is incompatible with that of this task"
+MISMATCHES = (OTHER_CLUSTER, OTHER_TOKEN, OTHER_PROTOCOL)
+"""Reasons that seldom go away by waiting."""
+
+
+@dataclasses.dataclass
+class Peer:
+    """Another task, as this task sees it.
+
+    Args:
+        task: Its name, for example `"worker 1"`.
+        address: Its `"host:port"`.
+        channel: The connection to it, once it has answered.
+        info: What it says about itself, once it has answered.
+        reason: Why the last attempt to connect failed.
+    """
+
+    task: str
+    address: str
+    channel: Channel | None = None
+    info: TaskInfo | None = None
+    reason: str = NOT_TRIED
+
+
+class PeerConnections:
+    """Connections to the other tasks. One thread dials each task, because resolving a name has no time limit.
+
+    Args:
+        addresses: Address of each other task.
+        info: What this task says about itself.
+        credentials: What this task proves.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], info: TaskInfo, credentials: Credentials) -> None:
+        self.all = {task: Peer(task, address) for task, address in addresses.items()}
+        self._info, self._credentials = info, credentials
+        self._is_last_try = threading.Event()
+        self._threads: tuple[threading.Thread, ...] | None = None
+
+    def dial(self, timeout_seconds: float) -> None:
+        """Starts to dial all tasks, for `timeout_seconds`."""
+        end = time.monotonic() + timeout_seconds
+        threads = tuple(
+            threading.Thread(target=self._dial, args=(peer, end), name=f"dial {peer.task}", daemon=True)
+            for peer in self.all.values()
+        )
+        for thread in threads:
+            thread.start()
+        self._threads = threads  # not earlier: a thread that has not started is not alive either
+
+    def stop_waiting(self) -> None:
+        """Tries once more to reach the tasks that have not answered, then gives up."""
+        self._is_last_try.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every task has answered or been given up."""
+        threads = self._threads
+        return threads is not None and not any(thread.is_alive() for thread in threads)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits at most `timeout_seconds` until `is_done`, and returns that."""
+        end = time.monotonic() + timeout_seconds
+        for thread in self._threads or ():
+            thread.join(max(0.0, end - time.monotonic()))
+        return self.is_done
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The tasks that have not answered, with the reasons."""
+        return {task: peer.reason for task, peer in self.all.items() if peer.channel is None}
+
+    @property
+    def answered(self) -> dict[str, Peer]:
+        """The tasks that have answered."""
+        return {task: peer for task, peer in self.all.items() if peer.channel is not None}
+
+    def close(self) -> None:
+        """Stops dialing and closes all connections."""
+        self._is_last_try.set()
+        for peer in self.all.values():
+            if peer.channel is not None:
+                peer.channel.close()
+
+    def _dial(self, peer: Peer, end: float) -> None:
+        began = time.monotonic()
+        while True:
+            is_last = self._is_last_try.is_set() or time.monotonic() >= end
+            reason = self._try(peer)
+            # A peer that sees the mismatch reports it and exits: the mismatch says more than its later absence.
+            peer.reason = peer.reason if reason and reason not in MISMATCHES and peer.reason in MISMATCHES else reason
+            is_mismatch = peer.reason in MISMATCHES and time.monotonic() >= began + _MISMATCH_SECONDS
+            if not peer.reason or is_mismatch or is_last:
+                return
+            self._is_last_try.wait(_PAUSE_SECONDS)
+
+    def _try(self, peer: Peer) -> str:
+        """Dials a task once; returns why that failed, or an empty string."""
+        peer.reason = RESOLVING if peer.reason == NOT_TRIED else peer.reason
+        host = host_of(peer.address)
+        try:
+            connection = socket.create_connection((host, port_of(peer.address)), timeout=_CONNECT_SECONDS)
+        except ConnectionRefusedError:
+            return REFUSED
+        except TimeoutError:
+            return f"no answer in {_CONNECT_SECONDS:g} s: the host is down, or a firewall drops the packets"
+        except socket.gaierror as error:
+            return f"the name {host} does not resolve ({error.strerror})"
+        except (OSError, UnicodeError) as error:
+            return str(getattr(error, "strerror", None) or error)
+        try:
+            channel = Channel.connect(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            info = self._info.exchange(channel, _HANDSHAKE_SECONDS)
+        except TransportError as error:
+            close_socket(connection)
+            return _reason_of(error)
+        if info.task != peer.task:
+            channel.close()
+            return f"{info.task} answers there instead: an address or an index is wrong"
+        peer.info, peer.channel = info, channel
+        return ""
+
+
+def _reason_of(error: TransportError) -> str:
+    match error:
+        case ClusterMismatchError():
+            return OTHER_CLUSTER
+        case TokenRejectedError() | InvalidProofError():
+            return OTHER_TOKEN
+        case ProtocolMismatchError():
+            return OTHER_PROTOCOL
+        case FrameError() | HandshakeError():
+            return NOT_DOCTOR
+    return f"the program there does not answer as tfdist doctor ({error}): it is another program, or it hangs"

@@ -1,0 +1,138 @@
+"""Answers the other tasks on this task's port while the checks run."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist.doctor.task_info import TaskInfo
+from tfdist.transport.channel import Channel, close_socket
+from tfdist.transport.handshake import Credentials
+from tfdist.transport.transport_errors import ConnectionClosedError, TransportError
+
+MAX_TRANSFER_BYTES = 2**28
+TRANSFER_SECONDS = 15.0
+_HANDSHAKE_SECONDS = 5.0
+_IDLE_SECONDS = 600.0
+_MAX_STRANGERS = 32  # connections beside those of the peers
+_JOIN_SECONDS = 2.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class PeerServer:
+    """Answers the peers, each connection in one thread.
+
+    Every task of the cluster may ask for the time, and send and receive bytes. The chief may ask for more.
+
+    Args:
+        server: The listening socket of this task. `close` closes it.
+        info: What this task says about itself.
+        credentials: What this task proves and expects.
+        chief: The task that may use the handlers.
+        clock: Returns the time of this machine, in seconds since 1970.
+        handlers: Requests of the chief, by name.
+        max_peers: Number of peers.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        info: TaskInfo,
+        credentials: Credentials,
+        *,
+        chief: str,
+        clock: Callable[[], float],
+        handlers: Mapping[str, Handler],
+        max_peers: int,
+    ) -> None:
+        self._server, self._info, self._credentials = server, info, credentials
+        self._chief, self._clock, self._handlers = chief, clock, handlers
+        self._max_connections = 2 * max_peers + _MAX_STRANGERS
+        self._lock = threading.Lock()
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        self.callers: set[str] = set()
+        """The tasks that have connected to this one."""
+        self._chief_connections = 0
+        threading.Thread(target=self._accept, name="tfdist doctor", daemon=True).start()
+
+    @property
+    def chief_left(self) -> bool:
+        """Whether the chief was connected and is not any more."""
+        with self._lock:
+            return self._chief in self.callers and not self._chief_connections
+
+    def close(self) -> None:
+        """Closes all connections and frees the port."""
+        try:
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        except OSError:
+            pass
+        self._server.close()
+        with self._lock:
+            threads = dict(self._threads)
+        for connection in threads:
+            close_socket(connection)
+        end = time.monotonic() + _JOIN_SECONDS
+        for thread in threads.values():
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                is_full = len(self._threads) >= self._max_connections
+            if is_full:
+                connection.close()
+                continue
+            try:
+                # No TIME_WAIT, which would keep the port from the training that follows.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            except OSError:  # gone already
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="tfdist doctor peer", daemon=True)
+            with self._lock:
+                self._threads[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        peer = None
+        try:
+            channel = Channel.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            peer = self._info.exchange(channel, _HANDSHAKE_SECONDS)
+            with self._lock:
+                self.callers.add(peer.task)
+                self._chief_connections += peer.task == self._chief
+            while True:
+                self._answer(channel, peer, channel.receive(_IDLE_SECONDS))
+        except TransportError:
+            pass  # it left, or is a stranger
+        finally:
+            close_socket(connection)
+            with self._lock:
+                self._threads.pop(connection, None)
+                self._chief_connections -= peer is not None and peer.task == self._chief
+
+    def _answer(self, channel: Channel, peer: TaskInfo, request: dict[str, Any]) -> None:
+        what = str(request.get("do"))
+        if what == "echo":
+            channel.send({"clock": self._clock()})
+        elif what in ("send", "receive"):
+            count = request.get("bytes")
+            if not isinstance(count, int) or not 0 < count <= MAX_TRANSFER_BYTES:
+                raise ConnectionClosedError("invalid size of a transfer")
+            if what == "send":
+                channel.send_bytes(count, TRANSFER_SECONDS)
+            else:
+                channel.send({"bytes_per_second": channel.receive_bytes(count, TRANSFER_SECONDS)})
+        elif what in self._handlers and peer.task == self._chief:
+            channel.send(self._handlers[what](request))
+        else:
+            channel.send({"error": f"{peer.task} may not ask for this: {what[:40]}"})

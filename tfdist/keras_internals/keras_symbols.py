@@ -1,0 +1,62 @@
+"""The private Keras symbols that tfdist uses, each with its reason. Tested with Keras 3.15.1."""
+
+from tfdist.private_symbols import private
+
+_TRAINER = "keras.src.backend.tensorflow.trainer"
+
+losses = private("keras.src.losses:loss", "scales losses by the number of replicas; has no hook for uneven batches")
+compile_utils = private("keras.src.trainers:compile_utils", "keeps the mean of every output's loss")
+trainer = private("keras.src.backend.tensorflow:trainer", "makes the epoch iterators of fit, evaluate and predict")
+TFOptimizer = private(
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer", "clips before it reduces and averages on every micro-step"
+)
+LossScaleOptimizer = private(
+    "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
+)
+Embedding = private("keras.src.layers:Embedding", "looks up rows in a copy of the table")
+DataAdapter = private(
+    "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
+)
+tree = private("keras.src:tree", "flattens structures as the trainer does")
+
+# Replaced or called by name: if Keras renamed one, the replacement would have no effect.
+for _path, _why in {
+    "keras.src.losses.loss:scale_loss_for_distribution": "divides by the number of replicas, not by the samples",
+    "keras.src.losses.loss:unscale_loss_for_distribution": "its inverse, for the logged loss",
+    "keras.src.losses.loss:reduce_values": "does not scale a loss that the user has averaged",
+    "keras.src.losses.loss:reduce_weighted_values": "normalises masked losses by the replica's own mask",
+    f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own dataset",
+    f"{_TRAINER}:TensorFlowTrainer.predict_on_batch": "makes every replica predict all rows",
+    f"{_TRAINER}:TensorFlowTrainer._compute_loss": "does not show whether a loss was scaled",
+    "keras.src.random.seed_generator:SeedGenerator.next": "draws the same seeds on all replicas",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variables_directly_with_gradients": (
+        "uses a replica's own value for all replicas"
+    ),
+    f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": "averages a batch of data over all workers",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_apply_gradients": "the order of an update",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_current_learning_rate": "counts micro-steps",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variable_with_gradient": (
+        "distinguishes new values from gradients"
+    ),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_gradients": "clips gradients",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay": "decays the weights",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step": "updates the variables",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": "sums gradients over replicas",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._update_model_variables_moving_average": (
+        "updates the moving averages of weights"
+    ),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_model_variables_with_average_value": (
+        "replaces weights by their averages"
+    ),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_variable_index": "finds a variable's accumulator",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
+        "sends gradients to the variables' servers without compression"
+    ),
+    f"{_TRAINER}:TensorFlowTrainer.make_train_function": "draws batches in the function that trains",
+    f"{_TRAINER}:TensorFlowTrainer.make_test_function": "as for training",
+    f"{_TRAINER}:TensorFlowTrainer.make_predict_function": "as for training",
+    "keras.src.trainers.trainer:Trainer.get_metrics_result": "reads metrics while workers are still training",
+    "keras.src.trainers.trainer:Trainer.reset_metrics": "resets counts that workers keep",
+    "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
+}.items():
+    private(_path, _why)

@@ -1,0 +1,88 @@
+"""What a training step asks a Keras model: its step, its inputs, the variables that a step changes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import trainer, tree
+
+
+def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
+    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for others."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, keras.Model) and name in ("train_step", "test_step"):
+        return owner, name
+    return None, None
+
+
+def is_predict_step(function: Any) -> bool:
+    """Whether `function` is the one that Keras runs on the replicas to predict a batch."""
+    return "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", "")
+
+
+def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[[Any, Any], Any]) -> None:
+    """Makes `predict_on_batch` predict every row once; in Keras, every replica predicts all rows.
+
+    Args:
+        is_ours: Whether a strategy is one of tfdist's.
+        split_rows: Takes a strategy and the input; returns the input with its rows distributed over the replicas.
+    """
+    predict = trainer.TensorFlowTrainer.predict_on_batch
+
+    @functools.wraps(predict)
+    def predict_rows_once(self: Any, x: Any) -> Any:
+        strategy = self.distribute_strategy
+        return predict(self, split_rows(strategy, x) if is_ours(strategy) else x)
+
+    trainer.TensorFlowTrainer.predict_on_batch = predict_rows_once
+
+
+def first_input(data: Any) -> Any:
+    """Returns the input whose first dimension is the number of samples, as Keras counts them, or `None`."""
+    inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
+    return next((leaf for leaf in tree.flatten(inputs) if leaf is not None), None)
+
+
+def metric_variables(model: Any) -> list[keras.Variable]:
+    """Returns the variables of the model's metrics that are summed over the replicas when they are read."""
+    return [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
+
+
+def batch_statistics(model: Any) -> list[keras.Variable]:
+    """Returns the moving means and variances of batch normalization layers that see only their replica's batches."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    own = [layer for layer in layers if layer.trainable and layer.built and not layer.synchronized]
+    return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
+
+
+def step_states(model: Any) -> list[keras.Variable]:
+    """Returns the variables that layers change in a step, except weights and sums: statistics, counts, seeds."""
+    found: dict[int, keras.Variable] = {}
+    for layer in model._flatten_layers():
+        seeds = [generator.state for generator in layer._seed_generators]
+        for variable in [*layer._non_trainable_variables, *seeds]:
+            if variable.aggregation != "sum":
+                found[id(variable)] = variable
+    for metric in model.metrics:
+        for variable in metric.variables:
+            found.pop(id(variable), None)
+    return list(found.values())
+
+
+def computes_over_all_replicas(model: Any) -> bool:
+    """Whether a layer of the model uses the samples of all replicas: synchronized batch normalization."""
+    return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+
+
+def first_variable_outside(model: Any) -> keras.Variable | None:
+    """Returns the first variable of the model or its metrics that no strategy has distributed, if any."""
+    variables = [*model.variables, *model.metrics_variables]
+    return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
+
+
+def is_made_under(optimizer: Any, strategy: Any) -> bool:
+    """Whether `optimizer` was created in the scope of `strategy`."""
+    return getattr(optimizer, "_distribution_strategy", None) is strategy

@@ -1,0 +1,58 @@
+"""Keras' seed generators: different random numbers on each replica, and the global generator."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+
+_GLOBAL_NAME = private("keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR", "the name of the global seed generator")
+_create_global = private("keras.src.random.seed_generator:global_seed_generator", "creates the global seed generator")
+_get_global = private(
+    "keras.src.backend.common.global_state:get_global_attribute", "returns the global seed generator if it exists"
+)
+_set_global = private("keras.src.backend.common.global_state:set_global_attribute", "removes the global seed generator")
+
+_STRIDE = 0x9E3779B1  # odd, so that replicas differ in many bits (Knuth's multiplicative hashing)
+
+
+def patch_seed_generators(is_ours: Callable[[Any], bool], part: Callable[[], Any]) -> None:
+    """Makes Keras' seed generators draw different seeds on each replica, under a strategy that `is_ours`.
+
+    The state of a generator is equal on all replicas, and stays so; without this patch every replica would drop the
+    same units of its samples. The first replica draws the seeds of one process.
+
+    Args:
+        is_ours: Whether a strategy is one of tfdist's.
+        part: Returns the number of the replica, or of the micro-batch among those of all replicas.
+    """
+    draw = keras.random.SeedGenerator.next
+
+    @functools.wraps(draw)
+    def draw_for_replica(self: Any, ordered: bool = True) -> Any:
+        seed = draw(self, ordered)
+        if tf.distribute.in_cross_replica_context() or not is_ours(tf.distribute.get_strategy()):
+            return seed
+        replica = tf.cast(part(), tf.uint32)
+        offset = tf.stack([replica * tf.constant(_STRIDE, tf.uint32), tf.constant(0, tf.uint32)])
+        return seed + tf.cast(offset, seed.dtype)
+
+    keras.random.SeedGenerator.next = draw_for_replica
+
+
+def global_seed_generator() -> Any:
+    """Returns the global generator; `None` if nothing has drawn from it yet."""
+    return _get_global(_GLOBAL_NAME)
+
+
+def make_global_seed_generator() -> None:
+    """Creates the global generator if it is missing, under the strategy in scope; draws from Python's `random`."""
+    _create_global()
+
+
+def forget_global_seed_generator() -> None:
+    """Deletes the global generator, so that its next user creates a new one."""
+    _set_global(_GLOBAL_NAME, None)

@@ -1,0 +1,137 @@
+"""Builds Keras models from the shapes that a dataset declares, without drawing a batch; checks before that."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.private_symbols import private
+
+private("keras.src.trainers.trainer:Trainer._symbolic_build", "builds model, metrics and optimizer without a batch")
+
+
+def declared_batch(element_spec: Any) -> Any:
+    """Returns a replica's batch as symbolic tensors.
+
+    Args:
+        element_spec: The structure of `tf.TypeSpec`s of the batches, of a `tf.data.Dataset` or a distributed one.
+
+    Raises:
+        AttributeError, TypeError, ValueError: If the rank of a part is unknown.
+
+    >>> declared_batch(tf.TensorSpec([None, 3]))
+    <KerasTensor shape=(None, 3), dtype=float32, sparse=False, ragged=False, name=...>
+    """
+
+    def symbolic(spec: Any) -> Any:
+        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
+        if isinstance(spec, tf.OptionalSpec) or not hasattr(spec, "shape"):
+            return None  # a dataset without targets or weights
+        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
+
+    return tf.nest.map_structure(symbolic, element_spec)
+
+
+def build_for_training(model: Any, element_spec: Any = None) -> None:
+    """Creates the missing variables of the model, its metrics and its optimizer, as Keras would.
+
+    Without a strategy Keras creates them only when it traces the first step.
+
+    Args:
+        model: A compiled Keras model.
+        element_spec: The structure of `tf.TypeSpec`s of its batches, `(inputs, targets)` or with sample weights: the
+            `element_spec` of a `tf.data.Dataset` or of a distributed one.
+
+    Raises:
+        RuntimeError: If the model, its losses or its metrics are not built, and the shapes of a batch are unknown.
+    """
+    parts = [model._compile_metrics, model._compile_loss]
+    needs_shapes = not all(layer.built for layer in model._flatten_layers()) or not all(
+        part is None or part.built for part in parts
+    )
+    batch = None
+    if needs_shapes:
+        try:
+            if element_spec is None:
+                raise ValueError("no element_spec")
+            batch = declared_batch(element_spec)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                "The variables of the model or its metrics cannot be created before the first batch. Received: batches "
+                f"of {element_spec}. Expected: tensors of known rank. Build the model by calling it on a batch, and "
+                "train from data with known shapes (`tf.ensure_shape` in a `map`)."
+            ) from error
+    with model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=batch)
+
+
+def add_early_check(check: Callable[[Any], None]) -> None:
+    """Calls `check(strategy)` when `fit` or `evaluate` starts. Adding the same check again has no effect.
+
+    Keras calls callbacks only after it has built the model from a batch, which fails under strategies that it does not
+    support.
+    """
+    build = trainer.TensorFlowTrainer._maybe_symbolic_build
+    if check in getattr(build, "early_checks", ()):
+        return
+
+    @functools.wraps(build)
+    def check_and_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        if iterator is not None:
+            check(self.distribute_strategy)
+        return build(self, iterator=iterator, data_batch=data_batch)
+
+    check_and_build.early_checks = (*getattr(build, "early_checks", ()), check)  # type: ignore[attr-defined]
+    trainer.TensorFlowTrainer._maybe_symbolic_build = check_and_build
+
+
+def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[[Any], Any]) -> None:
+    """Makes Keras build models from the shapes that a dataset declares.
+
+    Keras draws a batch and averages it over all replicas only to learn its shapes. That fails for strings and for an
+    uneven first batch, sends a batch over the network, advances a seeded shuffle, so that the samples come in another
+    order than in one process, and leaves a second iterator behind that writes the same `Dataset.cache` as the one in
+    use.
+
+    Args:
+        is_ours: Whether a strategy is one of tfdist's.
+        local_values: Takes a strategy, returns a context in which its `reduce` returns a local value unchanged. Used
+            when the declared shapes do not suffice, so that Keras draws a batch.
+    """
+    build = trainer.TensorFlowTrainer._maybe_symbolic_build
+
+    @functools.wraps(build)
+    def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = self.distribute_strategy
+        if iterator is not None:
+            _check_has_end(iterator)
+        declared = _declared_batch_of(iterator) if iterator is not None and is_ours(strategy) else None
+        if declared is not None:
+            try:
+                with strategy.scope():
+                    return self._symbolic_build(data_batch=declared)
+            except (ValueError, TypeError, RuntimeError):
+                pass  # given a batch, Keras either builds or raises the error that the user should see
+        with local_values(strategy):
+            return build(self, iterator=iterator, data_batch=data_batch)
+
+    trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
+
+
+def _check_has_end(iterator: Any) -> None:
+    if getattr(iterator.data_adapter, "is_drawn_by_workers", False) and iterator.steps_per_epoch is None:
+        raise ValueError(
+            "A dataset that workers create has no end. Received: steps_per_epoch=None. Expected: the number of steps "
+            "of an epoch. Give `fit` a `steps_per_epoch`."
+        )
+
+
+def _declared_batch_of(iterator: Any) -> Any:
+    """Returns a replica's batch as symbolic tensors, or `None` if a rank is unknown."""
+    try:
+        return declared_batch(iterator._distributed_dataset.element_spec)
+    except (AttributeError, TypeError, ValueError):
+        return None

@@ -1,0 +1,169 @@
+"""`tfdist doctor`: checks a machine or a cluster before training."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist import cluster
+from tfdist.launch.cli.number_arguments import seconds, whole_number
+from tfdist.launch.processes.cores_and_ports import ReservedPorts, usable_cores
+from tfdist.launch.usage_error import UsageError
+
+if TYPE_CHECKING:
+    from tfdist.doctor.report import Finding
+
+_ERRORS_EXIT_CODE = 1
+_DESCRIPTION = """\
+Check this machine, or all machines of a cluster, before training: versions, devices, cores, memory, limits, host
+names, ports, proxies, and the disk of the checkpoints. Between the tasks of a cluster: reachability, equal versions,
+clocks, round trips, bandwidth, and the compression that these suggest.
+
+Without a cluster this machine is checked. With a cluster (TF_CONFIG, srun, Kubernetes) start the command on every host
+at the same time: the first task prints the report for all."""
+
+_EPILOG = """\
+examples:
+  tfdist doctor
+  tfdist doctor --workers 2 --checkpoints checkpoints --parameters 25M
+  srun --nodes 4 --ntasks-per-node 1 tfdist doctor --checkpoints /shared/run1
+  TF_CONFIG=... tfdist doctor --json > report.json
+
+Exit code: 0, with or without warnings; 1 if an error was found on any task; 2 for a usage error."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_PARAMETERS = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Runs the checks, prints the report, and returns the exit code: 1 if an error was found on any task.
+
+    Raises:
+        UsageError: If the command is invalid. Nothing was checked then.
+    """
+    # Imported late: `tfdist run` does not need them.
+    from tfdist.doctor.check_context import CheckContext, workers_on_own_host
+    from tfdist.doctor.check_runner import run_checks
+    from tfdist.doctor.local_cluster import local_cluster
+    from tfdist.doctor.member_task import ReportSummary
+    from tfdist.doctor.report_text import summary, to_text
+
+    environ = dict(os.environ)
+    config, findings = _described_cluster(environ)
+    if options.workers is not None and (config or findings):
+        raise UsageError(
+            f"A cluster is described already. Received: --workers {options.workers}, and TF_CONFIG, Slurm's or "
+            "Kubernetes' variables. Expected: one of them. Remove --workers, or unset TF_CONFIG."
+        )
+    with contextlib.ExitStack() as until_the_end:
+        if options.workers is not None and options.workers > 1:
+            with ReservedPorts(options.workers) as reserved:
+                ports = reserved.ports
+            config = until_the_end.enter_context(local_cluster(ports, environ, options.timeout))
+        context = CheckContext(
+            environ,
+            usable_cores(),
+            config,
+            workers=options.workers or (workers_on_own_host(config) if config else 1),
+            parameters=options.parameters,
+            checkpoints=options.checkpoints,
+            keep=options.keep,
+        )
+        result = run_checks(context, timeout_seconds=options.timeout, say=_say, findings=findings)
+    if isinstance(result, ReportSummary):
+        _say(f"{context.task}: {result.chief} has the report: {summary(result.errors, result.warnings)}")
+    else:
+        print(json.dumps(result.to_json(), indent=1) if options.json else to_text(result), flush=True)
+    return _ERRORS_EXIT_CODE if result.errors else 0
+
+
+def _described_cluster(environ: Mapping[str, str]) -> "tuple[cluster.ClusterConfig | None, list[Finding]]":
+    from tfdist.doctor.report import ERROR, OK, Finding
+
+    try:
+        config = cluster.detect(environ)
+    except ValueError as error:
+        remedy = "Correct the variable, or unset it to check this machine alone."
+        return None, [Finding(ERROR, "cluster", str(error), remedy=remedy)]
+    if config is not None:
+        jobs = ", ".join(_counted(len(addresses), job) for job, addresses in config.cluster.jobs.items())
+        return config, [Finding(OK, "cluster", f"{jobs}, as {config.source} says")]
+    return None, []
+
+
+def _counted(count: int, job: str) -> str:
+    name = "parameter server" if job == "ps" else job
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _say(text: str) -> None:
+    print(f"tfdist doctor: {text}", file=sys.stderr, flush=True)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the sub-command `doctor`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check a machine or a cluster before training",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole_number(at_least=1, example=2),
+        metavar="N",
+        help="check this machine for N workers of tfdist run --workers N, and the connections between them",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=parameters,
+        default=10_000_000,
+        metavar="P",
+        help="number of parameters of the model, for example 25M or 1.5G; for memory, disk and compression "
+        "(default: 10M)",
+    )
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="DIR", help="check the directory that FailureRecovery will save to"
+    )
+    parser.add_argument(
+        "--keep",
+        type=whole_number(at_least=1, example=2),
+        default=3,
+        metavar="K",
+        help="number of checkpoints that are kept there (default: 3)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds(example=60),
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the other tasks of the cluster (default: 60)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    parser.set_defaults(execute=execute)
+
+
+def parameters(text: str) -> int:
+    """Parses a number of parameters.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is invalid.
+
+    >>> parameters("25M"), parameters("1.5G"), parameters("1000")
+    (25000000, 1500000000, 1000)
+    """
+    match = _PARAMETERS.fullmatch(text.strip().lower())
+    number = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"Invalid number. Received: {text!r}. Expected: a number of at least 1, optionally followed by k, M or G, "
+            "for example 25M."
+        )
+    return number

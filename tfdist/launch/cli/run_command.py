@@ -1,0 +1,246 @@
+"""`tfdist run`: checks the command and its environment, then supervises the workers."""
+
+import argparse
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+
+from tfdist import cluster
+from tfdist.launch.cli.node_options import read_node_options
+from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
+from tfdist.launch.cli.worker_environments import WorkerEnvironments
+from tfdist.launch.process_roles import Role, describe_jobs, parameter_server_roles, worker_roles
+from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
+from tfdist.launch.processes.network_namespace import choose_network
+from tfdist.launch.processes.output import Console, LogFiles
+from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
+from tfdist.launch.processes.supervisor import Supervisor
+from tfdist.launch.processes.terminal_lines import StatusLine
+from tfdist.launch.rendezvous.join_run import join_run
+from tfdist.launch.rendezvous.run_config import NodeOptions, RunConfig
+from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
+from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.restart.restart_policy import RestartPolicy
+from tfdist.launch.restart.timeouts import Timeouts
+from tfdist.launch.usage_error import UsageError
+
+_START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the sub-command `run`."""
+    parser = add_run_parser(commands)
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Runs the workers until the run ends and returns the exit code.
+
+    Moves this process into a network namespace if `--network` allows it, so it must be single-threaded.
+
+    Raises:
+        UsageError: If the command or the environment is invalid. No worker was started then.
+    """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        # If the parent process ignored it, the kernel would discard the workers' exit codes.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    command = _worker_command(options)
+    node = read_node_options(options, os.environ)
+    _check_no_cluster(os.environ, is_one_host=node is None)
+    _check_parameter_servers(options)
+    roles = _roles(options, options.workers)
+    threads = ThreadShare(
+        len(roles),
+        usable_cores(),
+        options.threads_per_worker,
+        os.environ,
+        who=describe_jobs(roles.values()),
+    )
+    start_timeout = _start_timeout(options, os.environ)
+    if node is None:
+        _check_min_workers(options)
+    run_id = secrets.token_hex(8)
+    logs = LogFiles(options.log_dir)
+    if node is None:
+        logs.open(roles, attempt=0)
+    error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
+    network = choose_network(options.network if node is None else "host")
+    status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
+    console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line)
+    console.say(threads.describe())
+    console.say(network.describe())
+    timeouts = Timeouts(options.grace, options.heartbeat_timeout, options.stall_timeout)
+    try:
+        with contextlib.ExitStack() as until_the_end:
+            policy: RunPolicy
+            if node is None:
+                policy = _single_node_policy(options, run_id, error_file, console)
+            else:
+                config = _run_config(options, node, run_id, start_timeout, timeouts)
+                joined = join_run(node, config, console, workers=options.workers, error_file=error_file)
+                policy = until_the_end.enter_context(joined)
+            return Supervisor(
+                command,
+                WorkerEnvironments(
+                    os.environ, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker
+                ),
+                console,
+                logs,
+                policy=policy,
+                timeouts=timeouts,
+                workers=options.workers,
+                worker_restarts=options.worker_restarts,
+                warm_spares=sum(role.runs_script for role in roles.values()) if options.warm_spares else 0,
+            ).run()
+    except OSError as error:
+        raise UsageError(
+            f"The workers could not be started or watched ({error}); any that were running have been ended. Received: "
+            f"--workers {options.workers}. Expected: as many as this host has memory, processes and open files for. "
+            "Start fewer, or raise the limits (ulimit -u, ulimit -n)."
+        ) from error
+
+
+def _single_node_policy(
+    options: argparse.Namespace, run_id: str, error_file: ErrorFile, console: Console
+) -> SingleNodePolicy:
+    restarts = RestartPolicy(
+        workers=options.workers,
+        min_workers=options.workers if options.min_workers is None else options.min_workers,
+        max_restarts=options.max_restarts,
+        delay_seconds=options.restart_delay,
+    )
+    return SingleNodePolicy(
+        AttemptEvaluator(restarts, run_id),
+        lambda workers: _roles(options, workers),
+        options.workers,
+        error_file=error_file,
+        say=console.say,
+    )
+
+
+def _run_config(
+    options: argparse.Namespace, node: NodeOptions, run_id: str, start_timeout: float, timeouts: Timeouts
+) -> RunConfig:
+    return RunConfig(
+        run_id,
+        node.nodes,
+        options.max_restarts,
+        options.min_workers,
+        options.restart_delay,
+        start_timeout,
+        timeouts,
+    )
+
+
+def _roles(options: argparse.Namespace, workers: int) -> Mapping[int, Role]:
+    if options.parameter_servers:
+        return parameter_server_roles(workers, options.parameter_servers)
+    return worker_roles(workers)
+
+
+def _check_parameter_servers(options: argparse.Namespace) -> None:
+    servers = options.parameter_servers
+    if not servers:
+        if options.worker_restarts is not None:
+            raise UsageError(
+                "Only workers beside parameter servers are restarted one by one. Received: --worker-restarts "
+                f"{options.worker_restarts} without --parameter-servers. Expected: both, or neither. To restart all "
+                "workers use --max-restarts."
+            )
+        return
+    if options.min_workers is not None:
+        raise UsageError(
+            "--min-workers does not apply to workers beside parameter servers: the training continues with those that "
+            f"run. Received: --min-workers {options.min_workers} --parameter-servers {servers}. Expected: no "
+            "--min-workers. Remove it; --worker-restarts limits how often a worker is restarted."
+        )
+    if options.nodes > 1:
+        raise UsageError(
+            f"Parameter servers run on one host. Received: --nodes {options.nodes} --parameter-servers {servers}. "
+            "Expected: one of them. Remove --nodes, or start the processes with TF_CONFIG and without tfdist run."
+        )
+
+
+def _check_min_workers(options: argparse.Namespace) -> None:
+    if options.min_workers is not None and options.min_workers > options.workers:
+        raise UsageError(
+            f"--min-workers exceeds --workers. Received: --workers {options.workers} --min-workers "
+            f"{options.min_workers}. Expected: --min-workers of at most --workers. Correct one of them."
+        )
+
+
+def _start_timeout(options: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    text = environ.get(_START_TIMEOUT_VARIABLE, "").strip()
+    if options.start_timeout is not None:
+        return float(options.start_timeout)
+    if not text:
+        return START_TIMEOUT_SECONDS
+    try:
+        return start_timeout(text)
+    except argparse.ArgumentTypeError:
+        raise UsageError(
+            f"Invalid environment variable {_START_TIMEOUT_VARIABLE}. Received: {_START_TIMEOUT_VARIABLE}={text!r}. "
+            "Expected: a number of seconds above 0, for example 300. Correct the variable, or use --start-timeout."
+        ) from None
+
+
+def _worker_command(options: argparse.Namespace) -> list[str]:
+    if options.module is not None:
+        if not options.module or options.module[0].startswith("-"):
+            raise UsageError(
+                f"The module is missing. Received: -m {' '.join(options.module)}. Expected: -m MODULE [arguments], for "
+                "example -m my_package.train. Options of tfdist run come before -m."
+            )
+        return [sys.executable, "-m", *options.module]
+    arguments = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not arguments:
+        raise UsageError(
+            "The script is missing. Received: no script and no -m. Expected: tfdist run --workers N script.py "
+            "[arguments]. Name the script after the options."
+        )
+    script = arguments[0]
+    if script.startswith("-"):
+        raise UsageError(
+            f"Unknown option. Received: {script}. Expected: one of those in tfdist run --help, then the script. "
+            "Options of the script come after its name."
+        )
+    if not os.path.exists(script):
+        raise UsageError(
+            f"The script does not exist. Received: {script!r} in {os.getcwd()!r}. Expected: the path of a Python file. "
+            "Correct the path, or use -m for a module."
+        )
+    if not os.path.isfile(script):
+        raise UsageError(
+            f"The script is not a file. Received: {script!r}. Expected: the path of a Python file. For a package use "
+            "-m with its name."
+        )
+    return [sys.executable, *arguments]
+
+
+def _check_no_cluster(environ: Mapping[str, str], *, is_one_host: bool) -> None:
+    """Rejects an existing cluster, in which every process would start all workers."""
+    if cluster.has_tf_config(environ):
+        raise UsageError(
+            f"A cluster is described already. Received: TF_CONFIG={environ['TF_CONFIG']!r} in the environment. "
+            "Expected: no TF_CONFIG, because tfdist run sets it. Start the script directly (python script.py) in "
+            "every process of that cluster, or unset TF_CONFIG."
+        )
+    try:
+        in_step = cluster.is_slurm_step(environ)
+    except ValueError:
+        in_step = False
+    if in_step and is_one_host:
+        raise UsageError(
+            "srun has started several tasks, and each would start all workers. Received: a Slurm step with "
+            f"SLURM_PROCID={environ['SLURM_PROCID']}. Expected: a step of one task, or none. Start the script directly "
+            "(srun python script.py), so that every task becomes a worker; or one supervisor on each host (--nodes)."
+        )
+    if cluster.is_kubernetes_cluster(environ):
+        raise UsageError(
+            "A cluster of pods is described already, and each pod would start all workers. Received: "
+            "TFDIST_NUM_WORKERS or TFDIST_SERVICE in the environment. Expected: neither. Start the script directly "
+            "(python script.py) in every pod, or unset both."
+        )

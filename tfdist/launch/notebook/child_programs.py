@@ -1,0 +1,97 @@
+"""Programs of the processes that `from_notebook` starts: the launcher and its workers."""
+
+import json
+import linecache
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tfdist.launch.notebook.function_pickling import PicklingError, dump
+from tfdist.launch.notebook.result_files import CALL, RankFiles
+from tfdist.launch.processes.linux_syscalls import die_with_parent
+from tfdist.launch.restart.worker_exit import reports_lost_peer
+
+
+def program(function: str, *arguments: Any) -> str:
+    """Returns the source of a program that calls a function of this module with this process's search path.
+
+    Args:
+        function: Name of the function.
+        arguments: Numbers, strings and lists of them.
+
+    >>> print(program("run_worker", "directory"))
+    import sys
+    sys.path[:] = [...]
+    from tfdist.launch.notebook.child_programs import run_worker
+    run_worker('directory')
+    """
+    return "\n".join(
+        [
+            "import sys",
+            f"sys.path[:] = {sys.path!r}",
+            f"from tfdist.launch.notebook.child_programs import {function}",
+            f"{function}({', '.join(map(repr, arguments))})",
+        ]
+    )
+
+
+def run_launcher(notebook_pid: int, arguments: list[str]) -> None:
+    """Runs `tfdist` with these arguments. The kernel ends it, and its workers, with the notebook's process."""
+    die_with_parent(notebook_pid)
+    from tfdist.launch.cli.main import main
+
+    sys.exit(main(arguments))
+
+
+def run_worker(directory: str) -> None:
+    """Calls the function in a worker, and writes its value or its error to files."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    files = RankFiles(Path(directory), int(os.environ["TFDIST_ATTEMPT"]), rank)
+    sys.excepthook = _print_error
+    try:
+        value = _call(Path(directory))
+    except Exception as error:
+        trace = _user_frames(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        files.write_error(type(error).__qualname__, str(error), text)
+        raise
+    try:
+        files.write_value(lambda file: dump(value, file, tensors=True))
+    except PicklingError as error:
+        # Not a failure of the attempt: another one would return the same value.
+        files.write_pickling_error(type(value).__qualname__, str(error))
+
+
+def _call(directory: Path) -> Any:
+    with open(directory / CALL, "rb") as file:
+        # Cell sources come first: loading the function may need them.
+        for name, lines in pickle.load(file).items():
+            linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
+        function, arguments = pickle.load(file)
+    return function(*arguments)
+
+
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of this file, unless it has no others."""
+    full = trace
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, sys.argv[0]):
+        trace = trace.tb_next
+    return trace or full
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an error with source lines of cells, which Python's hook looks for in files.
+
+    An error that reports a lost peer is shortened to the line that the launcher recognises: the peer's error is the
+    cause.
+    """
+    words = f"{kind.__qualname__}: {error}"
+    if reports_lost_peer(words):
+        line = next((text for text in words.splitlines()[1:] if reports_lost_peer(text)), str(error))
+        print(f"Traceback (most recent call last):\n{kind.__qualname__}: {line.strip()}", file=sys.stderr)
+    else:
+        traceback.print_exception(kind, error, _user_frames(trace))

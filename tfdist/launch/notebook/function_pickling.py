@@ -1,0 +1,168 @@
+"""Pickles functions and values with cloudpickle; rejects objects that belong to one process, such as models."""
+
+import functools
+import io
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+# Types are looked up only in libraries that are loaded: otherwise there are no such objects.
+_PROCESS_BOUND = (
+    ("tensorflow", "Variable"),
+    ("tensorflow", "data.Dataset"),
+    ("tensorflow", "distribute.Strategy"),
+    ("keras", "Model"),
+    ("keras", "layers.Layer"),
+    ("keras", "optimizers.Optimizer"),
+    ("keras", "Variable"),
+)
+_TENSOR = ("tensorflow", "Tensor")
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+
+class PicklingError(Exception):
+    """An object is rejected or cannot be pickled; the message is the reason."""
+
+
+def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
+    """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
+
+    Args:
+        value: Any object.
+        file: A binary file.
+        tensors: Whether tensors are accepted. Unpickling one in a worker initializes TensorFlow before its strategy.
+
+    Raises:
+        PicklingError: If the value cannot be pickled, or holds an object that belongs to its process: a variable, a
+            model, a dataset or an open file.
+    """
+    cloudpickle = import_cloudpickle()
+    rejected = _loaded(_PROCESS_BOUND if tensors else (_TENSOR, *_PROCESS_BOUND))
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
+        def persistent_id(self, obj: Any) -> None:
+            for kind, name in rejected:
+                if isinstance(obj, kind):
+                    raise PicklingError(f"it is a {name}" if obj is value else f"it holds a {name}")
+            # cloudpickle would send a copy of its content.
+            if isinstance(obj, _FILES) and obj not in (sys.stdin, sys.stdout, sys.stderr):
+                raise PicklingError("it is an open file" if obj is value else "it holds an open file")
+
+    try:
+        Pickler(file, protocol=5).dump(value)
+    except PicklingError:
+        raise
+    except Exception as error:  # __reduce__ may raise anything
+        raise PicklingError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def import_cloudpickle() -> Any:
+    """Returns the module `cloudpickle`.
+
+    Raises:
+        ImportError: If it is not installed. The message says how to install it.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError(
+            "cloudpickle, which sends functions to workers, is not installed. Received: no module of that name. "
+            "Expected: the extra `notebook`. Run: pip install 'tfdist[notebook]'"
+        ) from error
+    return cloudpickle
+
+
+def explain_pickling_error(function: Any, arguments: Sequence[Any]) -> str:
+    """Returns the part of a function and its arguments that cannot be pickled, and the reason.
+
+    >>> import threading
+    >>> explain_pickling_error(len, [1, threading.Lock()])
+    "argument 2 of type lock (cannot pickle '_thread.lock' object)"
+    """
+    for number, argument in enumerate(arguments, 1):
+        if reason := _reason(argument):
+            return f"argument {number} of type {type(argument).__name__} ({reason})"
+    return _culprit(function, set()) or f"{name_of(function)} ({_reason(function)})"
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function, for messages.
+
+    >>> name_of(name_of), name_of(functools.partial(name_of, 1))
+    ('name_of', 'name_of')
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__).removeprefix("<locals>.")
+
+
+def _culprit(function: Any, seen: set[int]) -> str:
+    """Finds the object that cannot be pickled among those that a function uses, directly or through others."""
+    seen.add(id(function))
+    for name, value in _used(function):
+        if id(value) in seen or not (reason := _reason(value)):
+            continue
+        if deeper := _culprit(value, seen):
+            return deeper
+        return f"{name_of(function)}, which uses `{name}` of type {type(value).__name__} ({reason})"
+    return ""
+
+
+def _used(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of the closure, of the globals in the code, and of the defaults of a function."""
+    if isinstance(function, functools.partial):
+        yield name_of(function), function.func
+        yield from ((f"argument {number}", value) for number, value in enumerate(function.args, 1))
+        yield from function.keywords.items()
+    elif isinstance(function, types.MethodType):
+        yield "self", function.__self__
+        yield from _used(function.__func__)
+    elif isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # an empty cell: not assigned yet
+                pass
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+        yield from (("a default", value) for value in function.__defaults__ or ())
+        yield from (function.__kwdefaults__ or {}).items()
+    elif wrapped := getattr(function, "__wrapped__", None):
+        yield name_of(wrapped), wrapped
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _reason(value: Any) -> str:
+    try:
+        dump(value, _NullFile(), tensors=False)
+    except PicklingError as error:
+        return str(error)
+    return ""
+
+
+class _NullFile(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
+    """Returns the types whose library is loaded, with their public names."""
+    found = []
+    for library, path in names:
+        kind: Any = sys.modules.get(library)
+        for part in path.split("."):
+            kind = getattr(kind, part, None)
+        if isinstance(kind, type):
+            found.append((kind, f"{'tf' if library == 'tensorflow' else library}.{path}"))
+    return found

@@ -1,0 +1,93 @@
+"""WorkerError, and the messages with which `from_notebook` raises it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.launch.restart.worker_exit import signal_name
+
+_PREEMPTED = "a signal announced a preemption, and the workers saved and left. Run the cell again to resume"
+
+
+class WorkerError(RuntimeError):
+    """A function that `from_notebook` called has failed in a worker.
+
+    >>> try:
+    ...     raise WorkerError("Worker 1 of 2 failed: KeyError: 'x'", rank=1)
+    ... except WorkerError as error:
+    ...     error.rank, error.traceback
+    (1, '')
+
+    Attributes:
+        rank: Rank of the worker that failed first, or None if no single worker did.
+        traceback: Its traceback as text, or an empty string.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.traceback = rank, traceback
+
+
+def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
+    """Returns the error for a failed attempt.
+
+    Args:
+        failure: The launcher's error file (see `error_file.error_entry`).
+        error: The error file of the worker that failed first, or None if it wrote none.
+        workers: Number of workers.
+    """
+    cause, earlier = failure["cause"], failure["earlier"]
+    rank, lines = cause["rank"], cause.get("last_lines") or []
+    how = str(cause["description"]).removeprefix(f"worker {rank}: ")
+    if error is not None:
+        how = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
+    who = "The workers" if rank is None else f"Worker {rank} of {workers}"
+    text = [f"{who} failed: {how}"]
+    if earlier:
+        text.append(f"This was attempt {failure['attempt'] + 1}. Earlier attempts:")
+        text += [f"  attempt {before['attempt'] + 1}: {before['cause']}" for before in earlier]
+    if error is not None:
+        text += ["", error["traceback"].rstrip("\n")]
+    elif lines:
+        text += ["Its last lines:", *(f"  {line}" for line in lines[-20:])]
+    return WorkerError("\n".join(text), rank=rank, traceback="" if error is None else error["traceback"])
+
+
+def unpicklable_value(rank: int, reason: Mapping[str, Any]) -> WorkerError:
+    """Returns the error for a value that cannot be pickled.
+
+    >>> print(unpicklable_value(1, {"type": "Sequential", "reason": "it is a keras.Model"}))
+    The value of worker 1 cannot be sent back. Received: Sequential (it is a keras.Model). Expected: ...
+    """
+    return WorkerError(
+        f"The value of worker {rank} cannot be sent back. Received: {reason['type']} ({reason['reason']}). "
+        "Expected: a value that can be pickled, such as numbers, NumPy arrays, and lists and dictionaries of them. "
+        "Return `model.get_weights()` or `history.history`, or save the model to a file and load it here.",
+        rank=rank,
+    )
+
+
+def no_value(rank: int) -> WorkerError:
+    """Returns the error for a worker that exited with code 0 before the function returned."""
+    return WorkerError(
+        f"Worker {rank} returned nothing. Received: exit code 0 before the function had returned. Expected: a return "
+        "or an exception. Remove `sys.exit()` and `os._exit()`.",
+        rank=rank,
+    )
+
+
+def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
+    """Returns the error for a launcher that ended without naming a failed worker.
+
+    >>> print(failed_launcher(-9, ()))
+    The launcher of the workers ended: killed by SIGKILL
+    """
+    if exit_code == PREEMPTED_EXIT_CODE:
+        how = _PREEMPTED
+    elif exit_code < 0:
+        how = f"killed by {signal_name(-exit_code)}"
+    elif exit_code > 128:
+        how = f"ended by {signal_name(exit_code - 128)}"
+    else:
+        how = f"exit code {exit_code}"
+    return WorkerError("\n".join([f"The launcher of the workers ended: {how}", *(f"  {line}" for line in last_lines)]))

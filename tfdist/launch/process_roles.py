@@ -1,0 +1,107 @@
+"""What each process of a run is: its name, what it runs, and what its exit means."""
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from tfdist.cluster import ClusterSpec, Task
+
+SERVER_COMMAND = (sys.executable, "-m", "tfdist.parameter_server")
+_NOUNS = {"chief": "chief", "worker": "worker", "ps": "parameter server"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What one process of a run is.
+
+    The run ends when no process that runs the script is left. A worker beside parameter servers is restarted alone. A
+    parameter server that exits is a failure, because its variables are lost.
+
+    Args:
+        task: Its task in the cluster.
+        name: Its name in messages.
+        label: Prefix of its output lines.
+        log_name: Name of its log file.
+        runs_script: Whether it runs the user's script; otherwise it runs TensorFlow's server
+            (`tfdist.parameter_server`).
+        is_restarted_alone: Whether it is restarted when it exits, while the other processes continue.
+    """
+
+    task: Task
+    name: str
+    label: str
+    log_name: str
+    runs_script: bool = True
+    is_restarted_alone: bool = False
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it holds variables, which are lost when it exits."""
+        return self.task.type == "ps"
+
+
+def worker_roles(workers: int, first_rank: int = 0) -> dict[int, Role]:
+    """Returns the roles of workers that all run the script, by rank.
+
+    Args:
+        workers: Number of workers.
+        first_rank: Rank of the first of them.
+
+    >>> [role] = worker_roles(1, 3).values()
+    >>> role.name, role.label, role.log_name
+    ('worker 3', '3', 'rank-3.log')
+    """
+    tasks = [Task("worker", rank) for rank in range(first_rank, first_rank + workers)]
+    return {task.index: Role(task, str(task), str(task.index), f"rank-{task.index}.log") for task in tasks}
+
+
+def parameter_server_roles(workers: int, servers: int) -> dict[int, Role]:
+    """Returns the roles of a chief, which runs the script, and of its workers and parameter servers, by rank.
+
+    >>> [role.name for role in parameter_server_roles(2, 1).values()]
+    ['chief', 'worker 0', 'worker 1', 'ps 0']
+    """
+    tasks = [*(Task("worker", index) for index in range(workers)), *(Task("ps", index) for index in range(servers))]
+    roles = [
+        Role(Task("chief", 0), "chief", "chief", "chief.log"),
+        *(
+            Role(
+                task,
+                name=str(task),
+                label=str(task),
+                log_name=f"{task.type}-{task.index}.log",
+                runs_script=False,
+                is_restarted_alone=task.type == "worker",
+            )
+            for task in tasks
+        ),
+    ]
+    return dict(enumerate(roles))
+
+
+def count_workers(roles: Mapping[int, Role]) -> int:
+    """Returns the number of workers, without chief and parameter servers."""
+    return sum(role.task.type == "worker" for role in roles.values())
+
+
+def cluster_spec(roles: Iterable[Role], addresses: Sequence[str]) -> ClusterSpec:
+    """Returns the cluster of processes at these addresses.
+
+    >>> cluster_spec(parameter_server_roles(1, 1).values(), ["a:1", "a:2", "a:3"])
+    ClusterSpec({'chief': ('a:1',), 'worker': ('a:2',), 'ps': ('a:3',)})
+    """
+    jobs: dict[str, list[str]] = {}
+    for role, address in zip(roles, addresses, strict=True):
+        jobs.setdefault(role.task.type, []).append(address)
+    return ClusterSpec(jobs)
+
+
+def describe_jobs(roles: Iterable[Role]) -> str:
+    """Returns the number of processes of each kind.
+
+    >>> describe_jobs(worker_roles(1).values()), describe_jobs(parameter_server_roles(2, 1).values())
+    ('1 worker', '1 chief, 2 workers, 1 parameter server')
+    """
+    nouns = [_NOUNS[role.task.type] for role in roles]
+    counts = {noun: nouns.count(noun) for noun in nouns}
+    return ", ".join(f"{count} {noun}" if count == 1 else f"{count} {noun}s" for noun, count in counts.items())

@@ -1,0 +1,289 @@
+"""One start of all workers: passes their output on, watches them, and ends all of them when one fails."""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from tfdist.launch.processes.event_loop import EventLoop
+from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
+from tfdist.launch.processes.outcome_builder import OutcomeBuilder
+from tfdist.launch.processes.output import Console, OutputClosed, WorkerOutput
+from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
+from tfdist.launch.processes.stop_signals import StopSignals
+from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
+from tfdist.launch.processes.worker_process import WorkerProcess
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
+from tfdist.launch.restart.timeouts import GracePeriods
+from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, signal_name
+
+_SHUTDOWN_POLL_SECONDS = 0.05
+_UNFINISHED_POLL_SECONDS = 0.25
+_HEARTBEAT_POLL_SECONDS = 0.25
+_NO_PIDFD_POLL_SECONDS = 0.01
+
+
+class Attempt:
+    """One start of the workers of this host.
+
+    Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking
+    is safe only without other threads. The kernel queues the exits of the workers in the order in which they happened
+    (epoll, pidfd), so the first failure is the first even if the launcher was suspended.
+
+    Args:
+        start: The processes to start. "Worker" below means a process of any role.
+        environments: The complete environment of each process of this host, by rank.
+        console: Shows output and messages.
+        logs: A log file for each process, or None, by rank.
+        policy: Decides with other hosts, if there are any, when the workers must end.
+        group: Starts the workers.
+        backoff: When workers that are restarted alone are due.
+        signals: The signals that end the run.
+        grace_periods: How long workers have to exit.
+        monitor: Receives their heartbeats.
+    """
+
+    def __init__(
+        self,
+        start: AttemptStart,
+        environments: Mapping[int, Mapping[str, str]],
+        console: Console,
+        logs: Mapping[int, BinaryIO | None],
+        *,
+        policy: RunPolicy,
+        group: WorkerGroup,
+        backoff: WorkerBackoff,
+        signals: StopSignals,
+        grace_periods: GracePeriods,
+        monitor: HeartbeatMonitor,
+    ) -> None:
+        self._roles, self._environments = start.local_roles, environments
+        self._console, self._logs, self._signals = console, logs, signals
+        self._grace_periods, self._monitor, self._backoff = grace_periods, monitor, backoff
+        self._policy, self._policy_fd = policy, policy.descriptor
+        self._group, self._shutdown = group, GroupShutdown(group)
+        self._outcome = OutcomeBuilder(start.attempt, self._roles)
+        self._events = EventLoop(self._read_heartbeats, self._collect)
+        # Set if the only failures so far are preemptions, lost peers, or exceptions reported by heartbeat.
+        self._patience_until: float | None = None
+        self._handled_signals = 0
+        self._check_at = 0.0
+        self._suspects_freeze = False
+
+    def run(self) -> Outcome:
+        """Runs the workers until all have exited.
+
+        Raises:
+            OutputClosed: If the reader of the output is gone.
+        """
+        self._events.watch(self._signals.fd, self._signals.clear_wakeup)
+        if self._policy_fd is not None:
+            self._events.watch(self._policy_fd, lambda: None)
+        try:
+            self._start_all()
+            self._handle_signals()  # after which possibly none was started
+            while not self._shutdown.is_over():
+                self._step()
+            for worker in self._group.workers.values():
+                self._events.drain(worker)
+        except OutputClosed:
+            self._outcome.stop_signal = signal.SIGPIPE
+            raise
+        finally:
+            is_unread = self._outcome.stop_signal == signal.SIGPIPE
+            self._shutdown.finish(self._grace_periods.failure if is_unread else 0.0)
+            self._events.close()
+        return self._outcome.build(self._shutdown.began_at, self._monitor)
+
+    def kill(self) -> None:
+        """Kills all workers immediately. A signal handler may call this between any two instructions of `run`."""
+        self._shutdown.kill()
+
+    def _start_all(self) -> None:
+        for rank in self._roles:
+            if self._signals.received:
+                return
+            try:
+                self._start(rank)
+            except OSError as error:
+                self._outcome.start_failure = (rank, error)
+                self._fail(f"{self._roles[rank].name} could not be started: {error}")
+                return
+
+    def _start(self, rank: int) -> None:
+        self._backoff.record_start(rank, now=time.monotonic())
+        worker = self._group.start(rank, self._environments[rank], self._roles[rank])
+        self._monitor.reset(rank)
+        self._events.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[rank]))
+
+    def _step(self) -> None:
+        self._events.wait(self._poll_seconds())
+        for worker in self._group.running:
+            if worker.pidfd is None:
+                self._collect(worker)
+        self._events.show_unfinished(now=time.monotonic())
+        self._console.show_status(now=time.monotonic())
+        self._handle_signals()
+        self._poll_policy()
+        self._end_if_complete()
+        self._restart_due_workers()
+        self._group.reap_orphans()
+        if not self._shutdown.has_begun:
+            self._check_health()
+        self._shutdown.kill_if_due()
+
+    def _poll_seconds(self) -> float | None:
+        if any(worker.pidfd is None for worker in self._group.running):
+            return _NO_PIDFD_POLL_SECONDS
+        if self._shutdown.has_begun or self._patience_until is not None or not self._group.running:
+            return _SHUTDOWN_POLL_SECONDS
+        if self._monitor.is_enabled or self._policy_fd is not None:
+            return _HEARTBEAT_POLL_SECONDS
+        is_pending = self._events.is_pending or self._backoff.is_pending or self._console.has_status_line
+        return _UNFINISHED_POLL_SECONDS if is_pending else None
+
+    def _check_health(self) -> None:
+        """Ends the attempt if a worker is frozen, the training stalls, or the patience has expired."""
+        if time.monotonic() < self._check_at:
+            return
+        running = self._group.running
+        # Heartbeats that arrived while this process was stopped must not count as silence.
+        for worker in running:
+            self._read_heartbeats(worker)
+        now = time.monotonic()
+        self._check_at = now + _SHUTDOWN_POLL_SECONDS
+        is_stopped = {worker.rank: worker.is_stopped() for worker in running} if self._monitor.is_enabled else {}
+        health = self._monitor.check(is_stopped, now=now)
+        self._console.say(*health.messages)
+        for rank, reason in health.frozen.items():
+            self._outcome.record_frozen(rank, reason)
+            if not self._roles[rank].is_restarted_alone:
+                self._console.say(f"{self._roles[rank].name} is frozen: {reason}")
+            self._group.workers[rank].send_signal(signal.SIGKILL)  # it would not handle any other
+        frozen = self._outcome.frozen
+        stall = self._outcome.stall = "" if frozen else health.stall
+        if stall:
+            self._console.say(stall)
+        needed = {rank: stopped for rank, stopped in is_stopped.items() if not self._roles[rank].is_restarted_alone}
+        self._suspects_freeze = self._monitor.suspects_freeze(needed)
+        is_patient = self._patience_until is None or now < self._patience_until or self._suspects_freeze
+        if frozen or stall:
+            self._fail(stall or "; ".join(f"{name} is frozen" for name in frozen))
+        elif not is_patient:
+            if not self._policy.report_lost_peer(self._outcome.describe()):
+                self._shutdown.terminate(self._grace_periods.failure)
+        elif self._monitor.is_training:
+            self._group.prepare_spare(next(iter(self._environments.values())))
+
+    def _read_heartbeats(self, worker: WorkerProcess) -> None:
+        errors_before = len(self._monitor.errors)
+        for datagram in worker.read_heartbeats():
+            self._monitor.receive(worker.rank, datagram, now=time.monotonic())
+        if self._roles[worker.rank].is_restarted_alone:
+            return
+        if len(self._monitor.errors) > errors_before and self._patience_until is None:
+            # Its interpreter may take long to exit. Neither it nor the others should wait for that.
+            is_lost_peer = reports_lost_peer(" ".join(self._monitor.errors[worker.rank].values()))
+            patience = self._grace_periods.patience if is_lost_peer else self._grace_periods.failure
+            self._patience_until = time.monotonic() + patience
+
+    def _collect(self, worker: WorkerProcess) -> None:
+        """Reaps a worker and handles its exit."""
+        returncode = worker.reap()
+        if returncode is None:
+            return
+        self._read_heartbeats(worker)
+        lines, all_signalled = self._events.finish(worker), self._shutdown.all_signalled
+        ended = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
+        if self._roles[ended.rank].is_restarted_alone and not all_signalled:
+            worker.send_signal(signal.SIGKILL)  # to the children that it left behind
+            self._continue_without(ended)
+            return
+        self._outcome.exits.append(ended)
+        if ended.failed and not self._shutdown.has_begun:
+            self._handle_failure(ended)
+        self._end_if_complete()
+
+    def _handle_failure(self, ended: WorkerExit) -> None:
+        if ended.is_preempted:
+            # The other workers save, too. A second signal now would end them immediately.
+            self._console.say(f"{ended.name} was preempted: it saved and exited ({ended.describe()})")
+            self._patience_until = self._patience_until or time.monotonic() + self._grace_periods.stop
+            return
+        self._console.say(f"{ended.name} failed: {ended.describe()}")
+        if not ended.reports_lost_peer:
+            self._fail(f"{ended.name}: {ended.describe()}")
+        elif self._patience_until is None:
+            # The peer that it lost may still be about to report the root cause, and must not be signalled before.
+            self._patience_until = time.monotonic() + self._grace_periods.patience
+
+    def _continue_without(self, ended: WorkerExit) -> None:
+        """Continues while a worker that is restarted alone is missing."""
+        how, follows = ended.describe(), self._backoff.record_exit(ended.rank, now=time.monotonic())
+        self._console.say(f"{ended.name} {'failed' if ended.failed else 'ended'}: {how}; {follows}")
+        if self._backoff.is_exhausted:
+            reason = f"{how}; {follows}"
+            self._outcome.exits.append(dataclasses.replace(ended, failure_reason=reason, was_signalled=False))
+            self._fail(f"{ended.name}: {reason}")
+
+    def _restart_due_workers(self) -> None:
+        if self._shutdown.all_signalled or not self._group.runs_script:
+            return
+        for rank in self._backoff.due(now=time.monotonic()):
+            self._events.remove(self._group.workers[rank])
+            try:
+                self._start(rank)
+            except OSError as error:
+                reason = f"it could not be started ({error})"
+                self._continue_without(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
+
+    def _end_if_complete(self) -> None:
+        """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""
+        if self._shutdown.all_signalled or self._group.runs_script:
+            return
+        running = self._group.running
+        if running and not self._shutdown.has_begun and self._outcome.reports_lost_peer:
+            return  # the lost peer may soon be found
+        self._shutdown.terminate(self._grace_periods.patience if running else self._grace_periods.failure)
+
+    def _handle_signals(self) -> None:
+        received = self._signals.received
+        if len(received) == self._handled_signals:
+            return
+        self._handled_signals = len(received)
+        if self._outcome.stop_signal is None and not self._outcome.is_failing:
+            self._outcome.stop_signal = received[0]
+        if self._shutdown.has_killed:
+            self.kill()  # workers that were being started when the signal was repeated
+        elif not self._shutdown.has_begun:
+            self._console.say(
+                f"{signal_name(received[0])}: ending the workers (SIGTERM, after {self._grace_periods.stop:g} s "
+                "SIGKILL; at once if it comes again)"
+            )
+            # The processes that run the script need the others to save.
+            self._shutdown.terminate(self._grace_periods.stop, only_script=True)
+        else:
+            self._console.say(f"{signal_name(received[-1])}: already ending the workers (SIGKILL if it comes again)")
+
+    def _poll_policy(self) -> None:
+        self._policy.report_signals(self._signals.received)
+        self._policy.poll(suspects_freeze=self._suspects_freeze)
+        if self._policy.descriptor is None and self._policy_fd is not None:
+            self._events.unwatch(self._policy_fd)
+            self._policy_fd = None
+        order = self._policy.shutdown_order
+        if order is None:
+            return
+        if not self._shutdown.has_begun:
+            self._console.say(f"ending the workers: {order.reason}")
+            self._outcome.stop_signal = order.stop_signal
+            is_failure = order.stop_signal is None
+            self._shutdown.terminate(self._grace_periods.failure if is_failure else self._grace_periods.stop)
+        if order.kill and not self._shutdown.has_killed:
+            self.kill()
+
+    def _fail(self, reason: str) -> None:
+        self._policy.report_failure(reason)
+        self._shutdown.terminate(self._grace_periods.failure)

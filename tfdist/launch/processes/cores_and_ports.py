@@ -1,0 +1,104 @@
+"""The CPU cores and TCP ports of this host, and how the workers share them."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from tfdist.utils.cgroup_limits import cpu_quotas
+
+THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Returns the number of cores that this process may use: its affinity, limited by the CPU quota of its cgroups.
+
+    Args:
+        root: Directory that contains `proc` and `sys`.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *map(int, cpu_quotas(root))]))
+
+
+class ThreadShare:
+    """The number of threads of each process.
+
+    Args:
+        processes: Number of processes that share the cores.
+        cores: Number of usable cores.
+        chosen: Threads of each process if the user set it; takes precedence over the environment.
+        environ: The launcher's environment. Variables that it sets already stay.
+        who: The processes, for messages; empty: workers.
+
+    >>> share = ThreadShare(2, 4, None, {"OMP_NUM_THREADS": "1"})
+    >>> share.environment()
+    {'TF_NUM_INTRAOP_THREADS': '2', 'TF_NUM_INTEROP_THREADS': '2'}
+    >>> ThreadShare(2, 2, None, {}).describe()
+    '2 workers, 1 thread each (2 usable cores)'
+    """
+
+    def __init__(
+        self, processes: int, cores: int, chosen: int | None, environ: Mapping[str, str], *, who: str = ""
+    ) -> None:
+        self._who, self._cores = who or _counted(processes, "worker"), cores
+        self._threads = max(1, cores // processes) if chosen is None else chosen
+        self._kept = {} if chosen is not None else {name: environ[name] for name in THREAD_VARIABLES if name in environ}
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables to set in each process."""
+        return {name: str(self._threads) for name in THREAD_VARIABLES if name not in self._kept}
+
+    def describe(self) -> str:
+        """Returns the message for the user."""
+        share = f"{_counted(self._threads, 'thread')} each"
+        if self._kept:
+            kept = ", ".join(f"{name}={value}" for name, value in self._kept.items())
+            all_kept = len(self._kept) == len(THREAD_VARIABLES)
+            share = f"{kept} from the environment" + ("" if all_kept else f", otherwise {share}")
+        return f"{self._who}, {share} ({_counted(self._cores, 'usable core')})"
+
+
+class ReservedPorts:
+    """Free TCP ports, held by bound sockets until the `with` block ends.
+
+    TensorFlow's server rejects a port that any process still holds, even with SO_REUSEPORT, so the ports are released
+    just before the workers start. On the host's network another process may take one in between; the worker then
+    fails with an error that says so. The ports are free on all interfaces because TensorFlow's server listens on all.
+
+    Args:
+        count: Number of ports.
+
+    >>> with ReservedPorts(2) as reserved:
+    ...     len(set(reserved.ports))
+    2
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sockets: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                self._sockets.append(holder)
+                holder.bind(("", 0))
+        except OSError:
+            self.release()
+            raise
+        self.ports: tuple[int, ...] = tuple(holder.getsockname()[1] for holder in self._sockets)
+
+    def release(self) -> None:
+        """Frees the ports. They stay listed in `ports`."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+    def __enter__(self) -> "ReservedPorts":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

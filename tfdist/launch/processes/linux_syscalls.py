@@ -1,0 +1,48 @@
+"""Linux system calls that Python 3.11 does not provide, or not in every build."""
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SYS_PIDFD_OPEN = 434  # the same number on every architecture except alpha
+
+# Loaded before any fork: a child between fork and exec must not load a library.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    """Moves this process into new namespaces.
+
+    Raises:
+        OSError: If the system does not permit it.
+    """
+    if _libc.unshare(flags) != 0:
+        raise _error("unshare")
+
+
+def become_subreaper() -> None:
+    """Makes orphaned descendants of this process its children, so that it can find and end them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when the *thread* that forked it ends. Call this between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # If the parent died before the call, the signal never comes.
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def pidfd_open(pid: int) -> int | None:
+    """Returns a file descriptor that becomes readable when the process ends, or None before Linux 5.3."""
+    fd = int(_libc.syscall(_SYS_PIDFD_OPEN, pid, 0))
+    return fd if fd >= 0 else None
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

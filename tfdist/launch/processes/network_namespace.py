@@ -1,0 +1,128 @@
+"""A private network for the workers of a run: a network namespace that has only the loopback interface.
+
+TensorFlow's gRPC server listens on all interfaces, whatever the address in TF_CONFIG, and runs any graph that it
+receives. In the namespace only the workers of the run can reach it.
+"""
+
+import dataclasses
+import fcntl
+import os
+import socket
+import struct
+import warnings
+from pathlib import Path
+
+from tfdist.launch.processes.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, unshare
+from tfdist.launch.usage_error import UsageError
+
+_SIOCGIFFLAGS = 0x8913
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+_IFREQ = struct.Struct("16sh22x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The network that the workers use.
+
+    Args:
+        is_private: Whether it is a network namespace of this run.
+        denial: Why a private network is not permitted, if one was requested.
+    """
+
+    is_private: bool
+    denial: str = ""
+
+    def describe(self) -> str:
+        """Returns the message for the user."""
+        if self.is_private:
+            return "private network: only the workers reach each other (scripts that need the internet: --network host)"
+        if self.denial:
+            return (
+                f"warning: host network, because a private one is not permitted here ({self.denial}): others can reach "
+                "the workers' ports without authentication (--network host silences this warning)"
+            )
+        return "host network: others can reach the workers' ports without authentication"
+
+
+def choose_network(mode: str) -> Network:
+    """Moves this process into a network namespace if `mode` requests it and the host permits it.
+
+    Call this while the process has one thread, and before any port is chosen.
+
+    Args:
+        mode: `"private"`, `"auto"` (private if permitted) or `"host"`.
+
+    Raises:
+        UsageError: If `mode` is `"private"` and the host does not permit it.
+    """
+    if mode == "host":
+        return Network(is_private=False)
+    denial = _denial()
+    if not denial:
+        enter_private_network()
+        return Network(is_private=True)
+    if mode == "private":
+        raise UsageError(
+            f"A private network is not permitted here. Received: --network private, and the host reports: {denial}. "
+            "Expected: root with CAP_SYS_ADMIN, or a host that permits user namespaces. Use --network host if others "
+            "cannot reach the ports of this host."
+        )
+    return Network(is_private=False, denial=denial)
+
+
+def enter_private_network() -> None:
+    """Moves this process into a new network namespace and enables loopback.
+
+    Raises:
+        OSError: If a step is not permitted. Earlier steps are not undone: try in a child process first.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        unshare(CLONE_NEWNET)
+    except PermissionError:
+        unshare(CLONE_NEWUSER | CLONE_NEWNET)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _enable_loopback()
+
+
+def _denial() -> str:
+    """Returns why a private network is not permitted, or an empty string if it is.
+
+    A child process tries it, because some hosts permit the namespace but not to enable loopback in it, and a process
+    cannot leave the namespace.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn about threads; only callers other than the command line can have any.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            enter_private_network()
+            _use_loopback()
+            status = 0
+        except OSError as error:
+            os.write(writer, (error.strerror or str(error)).encode()[:400])
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        reason = pipe.read().decode(errors="replace")
+    _, status = os.waitpid(pid, 0)
+    return "" if status == 0 else reason or f"the trial ended with status {status}"
+
+
+def _enable_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = _IFREQ.pack(b"lo", 0)
+        _, flags = _IFREQ.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(control, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", flags | _IFF_UP))
+
+
+def _use_loopback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()

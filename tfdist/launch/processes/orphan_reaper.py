@@ -1,0 +1,118 @@
+"""Ends the processes that workers leave behind, also when the launcher itself is killed.
+
+The kernel kills the workers when the launcher dies (see `linux_syscalls.die_with_parent`), but not their children.
+"""
+
+import contextlib
+import os
+import signal
+import warnings
+from collections.abc import Container
+
+
+class OrphanReaper:
+    """A fork of the launcher that kills process groups when the launcher dies.
+
+    The fork reads a pipe from the launcher. When the pipe is closed, however the launcher ended, it kills all groups
+    that are still registered. Create it while the launcher has one thread.
+    """
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn about threads; only callers other than the command line can have any.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _reap_when_closed(reader)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    def watch(self, group: int) -> None:
+        """Registers a process group to kill when the launcher dies."""
+        self._send(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """Unregisters a group because all of its processes have exited."""
+        self._send(f"-{group}\n")
+
+    def close(self) -> None:
+        """Ends the reaper, which kills the groups that are still registered."""
+        os.close(self._writer)
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            pass
+
+    def _send(self, line: str) -> None:
+        try:
+            os.write(self._writer, line.encode())
+        except BrokenPipeError:  # it was killed; the workers themselves still die with the launcher
+            pass
+
+
+def _reap_when_closed(reader: int) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    # A reader of the launcher's output must see its end when the launcher ends, not when this process does.
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != reader:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                os.close(fd)
+    groups: set[int] = set()
+    with open(reader) as pipe:
+        for line in pipe:
+            if line.startswith("+"):
+                groups.add(int(line[1:]))
+            else:
+                groups.discard(int(line[1:]))
+    for group in groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def kill_orphans(*, spared: Container[int]) -> None:
+    """Kills all children of this process: those that have left the process group of their worker.
+
+    Args:
+        spared: Process ids of children to leave alone.
+    """
+    not_permitted: set[int] = set()  # of another user, as by sudo
+    while orphans := [pid for pid in child_pids() if pid not in spared and pid not in not_permitted]:
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except PermissionError:
+                not_permitted.add(pid)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+
+def reap_orphans(*, spared: Container[int]) -> None:
+    """Reaps the children of this process that have exited.
+
+    Args:
+        spared: Process ids of children that others reap.
+    """
+    for pid in child_pids():
+        if pid not in spared:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def child_pids() -> list[int]:
+    """Returns the process ids of the children of this process, which has one thread."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:
+        return []

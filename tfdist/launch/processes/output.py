@@ -1,0 +1,237 @@
+"""The output of workers and launcher: prefixed lines on the launcher's streams, log files, and last lines."""
+
+import codecs
+import collections
+import contextlib
+import datetime
+import errno
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tfdist.launch.process_roles import Role
+from tfdist.launch.processes.run_status import RunStatus
+from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
+from tfdist.launch.usage_error import UsageError
+
+_UNFINISHED_SECONDS = 2.0
+# More than is shown: the start of a long traceback is needed, too (see worker_exit.py).
+_KEPT_LINES = 200
+
+
+class OutputClosed(Exception):
+    """The reader of the launcher's output is gone."""
+
+
+class Console:
+    """The launcher's own output, written line by line and immediately.
+
+    Args:
+        stdout: File descriptor for the workers' standard output.
+        stderr: File descriptor for the workers' standard error and for messages of the launcher.
+        status_line: The line below the others if `stderr` is a terminal, or None.
+    """
+
+    def __init__(self, stdout: int, stderr: int, *, status_line: StatusLine | None = None) -> None:
+        self._stdout, self._stderr, self._status_line = stdout, stderr, status_line
+        self._above = {fd for fd in (stdout, stderr) if status_line is not None and status_line.is_on(fd)}
+        self._status: RunStatus | None = None
+        self._is_ending: Callable[[], bool] = lambda: False
+
+    def outlive_reader(self, when: Callable[[], bool]) -> None:
+        """Drops output instead of raising `OutputClosed` if the reader is gone while `when()` is true."""
+        self._is_ending = when
+
+    @property
+    def has_status_line(self) -> bool:
+        """Whether a line has to be repainted."""
+        return self._status_line is not None and self._status is not None
+
+    def follow(self, status: RunStatus | None, *, now: float) -> None:
+        """Starts to show the status of an attempt, or, with None, ends that.
+
+        Args:
+            status: Shown in the status line; without one, its messages are shown.
+            now: Monotonic time in seconds.
+        """
+        before, self._status = self._status, status
+        if self._status_line is not None:
+            self._paint(self._status_line.update("", now=now))
+        elif before is not None and status is None:
+            self.say(*before.new_messages(now=now, is_over=True))
+
+    def show_status(self, *, now: float) -> None:
+        """Shows what has changed. Call this several times a second."""
+        if self._status is None:
+            return
+        if self._status_line is None:
+            self.say(*self._status.new_messages(now=now))
+        else:
+            self._paint(self._status_line.update(self._status.line(now=now), now=now))
+
+    def say(self, *lines: str) -> None:
+        """Shows messages of the launcher."""
+        self.write("tfdist: ", lines, is_error=True)
+
+    def say_unless_blocked(self, line: str) -> None:
+        """Shows a message of the launcher unless that would wait for a reader, or there is none."""
+        if select.select([], [self._stderr], [], 0)[1]:
+            with contextlib.suppress(OutputClosed):
+                self.say(line)
+
+    def write(self, prefix: str, lines: Sequence[str], *, is_error: bool) -> None:
+        """Shows lines behind a prefix, in one system call where possible.
+
+        Raises:
+            OutputClosed: If the reader is gone.
+        """
+        if lines:
+            text = "".join(f"{prefix}{line}\n" for line in lines)
+            fd = self._stderr if is_error else self._stdout
+            if self._status_line is not None and fd in self._above:
+                text = self._status_line.around(text)
+            self._put(fd, text)
+
+    def _paint(self, text: str) -> None:
+        # Do not wait for a paused terminal.
+        if text and select.select([], [self._stderr], [], 0)[1]:
+            self._put(self._stderr, text)
+
+    def _put(self, fd: int, text: str) -> None:
+        try:
+            _write_all(fd, text.encode(errors="replace"))
+        except OutputClosed:
+            if not self._is_ending():
+                raise
+
+
+class LogFiles:
+    """The log file of each process, for example `rank-0.log`.
+
+    Args:
+        directory: Created if it does not exist. None: no files.
+
+    Raises:
+        UsageError: If it cannot be created.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._files: dict[str, BinaryIO] = {}
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def open(self, roles: Mapping[int, Role], *, attempt: int) -> dict[int, BinaryIO | None]:
+        """Returns the files of an attempt: empty in the first attempt; later, continued after a separator.
+
+        Args:
+            roles: The processes, by rank.
+            attempt: Number of the attempt, 0 first.
+
+        Raises:
+            UsageError: If a file cannot be opened.
+        """
+        if self._directory is None:
+            return dict.fromkeys(roles)
+        files: dict[int, BinaryIO | None] = {}
+        for rank, role in roles.items():
+            if role.log_name not in self._files:
+                path = self._directory / role.log_name
+                try:
+                    self._files[role.log_name] = open(path, "ab" if attempt else "wb", buffering=0)
+                except OSError as error:
+                    raise self._error(error) from error
+            files[rank] = self._files[role.log_name]
+        if attempt:
+            time_of_day = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            for file in filter(None, files.values()):
+                with contextlib.suppress(OSError):  # a full disk does not end the run
+                    file.write(f"==== attempt {attempt}, {time_of_day} ====\n".encode())
+        return files
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self._files.values():
+            file.close()
+
+    def _error(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"The log files cannot be created. Received: --log-dir {self._directory} ({error.strerror}). Expected: a "
+            "writable directory that exists or can be created. Choose another one."
+        )
+
+
+class WorkerOutput:
+    """The two output streams of one worker.
+
+    Args:
+        label: Prefix of its lines, shown in brackets.
+        console: Shows the lines.
+        log: Receives both streams without the prefix.
+    """
+
+    def __init__(self, label: str, console: Console, log: BinaryIO | None) -> None:
+        self._prefix = f"[{label}] "
+        self._console, self._log = console, log
+        self._log_misses_lines = False
+        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {is_error: decoder(errors="replace") for is_error in (False, True)}
+        self._splitters = {is_error: LineSplitter(interval_seconds=_UNFINISHED_SECONDS) for is_error in (False, True)}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an unfinished line waits to be shown."""
+        return any(splitter.is_pending for splitter in self._splitters.values())
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of both streams, in order of time."""
+        return tuple(self._last)
+
+    def feed(self, data: bytes, *, is_error: bool, now: float) -> None:
+        """Processes the next bytes of a stream."""
+        self._show(self._splitters[is_error].feed(self._decoders[is_error].decode(data), now=now), is_error)
+
+    def show_unfinished(self, *, now: float) -> None:
+        """Shows unfinished lines that are due."""
+        for is_error, splitter in self._splitters.items():
+            self._show(splitter.unfinished(now=now), is_error)
+
+    def flush(self, *, now: float) -> None:
+        """Shows the rest of both streams when the worker has exited."""
+        for is_error, splitter in self._splitters.items():
+            rest = self._decoders[is_error].decode(b"", final=True)
+            self._show(splitter.feed(rest, now=now) + splitter.flush(), is_error)
+
+    def _show(self, lines: Sequence[str], is_error: bool) -> None:
+        self._last.extend(lines)
+        if self._log is not None and lines:
+            self._write_log(self._log, "".join(f"{line}\n" for line in lines))
+        self._console.write(self._prefix, lines, is_error=is_error)
+
+    def _write_log(self, log: BinaryIO, text: str) -> None:
+        try:
+            log.write(text.encode(errors="replace"))
+        except OSError as error:  # a full disk does not end the run
+            if not self._log_misses_lines:
+                self._log_misses_lines = True
+                self._console.say(f"{log.name} misses lines that are only shown here: {error.strerror}")
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # another process made the shared terminal or pipe non-blocking
+            select.select([], [fd], [])
+        except OSError as error:
+            if error.errno == errno.EIO:  # the terminal was closed: SIGHUP ends the run, unless it is ignored
+                return
+            raise OutputClosed(error.strerror) from error

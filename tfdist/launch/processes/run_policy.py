@@ -1,0 +1,188 @@
+"""The interface between the supervisor and what decides about its attempts, and the policy of a run on one host."""
+
+import abc
+import dataclasses
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from tfdist.launch.process_roles import Role
+from tfdist.launch.processes.cores_and_ports import ReservedPorts
+from tfdist.launch.processes.stop_signals import StopSignals
+from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.error_file import ErrorFile
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptStart:
+    """The processes to start in an attempt.
+
+    Args:
+        attempt: Number of the attempt, 0 first.
+        roles: The processes of all hosts, by rank.
+        local_ranks: Ranks of the processes of this host.
+        addresses: `host:port` of the processes of all hosts, by rank.
+        full_workers: Number of workers that were requested, on all hosts together.
+        run_id: Identifies the run.
+        may_restart: Whether a failure may be followed by a restart.
+    """
+
+    attempt: int
+    roles: Mapping[int, Role]
+    local_ranks: Sequence[int]
+    addresses: tuple[str, ...]
+    full_workers: int
+    run_id: str
+    may_restart: bool = False
+
+    @property
+    def local_roles(self) -> dict[int, Role]:
+        """The processes of this host, by rank."""
+        return {rank: self.roles[rank] for rank in self.local_ranks}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShutdownOrder:
+    """The decision that all hosts end their workers.
+
+    Args:
+        reason: Message for the user.
+        stop_signal: The signal that one of the supervisors received; None after a failure.
+        kill: Whether to kill the workers immediately.
+    """
+
+    reason: str
+    stop_signal: int | None = None
+    kill: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEnd:
+    """The end of the run.
+
+    Args:
+        exit_code: Exit code of `tfdist run`.
+    """
+
+    exit_code: int
+
+
+class RunPolicy(Protocol):
+    """Decides when the attempts of a host start, when they must end, and what follows.
+
+    The supervisor calls `next_attempt`, runs the attempt, calls `attempt_ended`, and repeats. The other methods
+    exchange messages with other hosts while an attempt runs; by default there are no other hosts.
+    """
+
+    shutdown_order: ShutdownOrder | None = None  # whether and why the workers of the present attempt must end
+
+    @abc.abstractmethod
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
+        """Waits until the next attempt may start, or the run ends."""
+
+    @abc.abstractmethod
+    def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
+        """Takes the outcome of the attempt on this host.
+
+        Raises:
+            OSError: If no worker could be started at all.
+        """
+
+    @property
+    def descriptor(self) -> int | None:
+        """A file descriptor that becomes readable when another host sends a message, or None."""
+        return None
+
+    def poll(self, *, suspects_freeze: bool) -> None:
+        """Receives and sends messages. Called several times a second while an attempt runs.
+
+        Args:
+            suspects_freeze: Whether a worker of this host may soon be found frozen.
+        """
+        return
+
+    def report_signals(self, received: Sequence[int]) -> None:
+        """Reports the signals that this supervisor has received so far. Each is sent once."""
+        return
+
+    def report_failure(self, text: str) -> None:
+        """Reports a failure that was not caused by another worker's."""
+        return
+
+    def report_lost_peer(self, text: str) -> bool:
+        """Reports a worker that failed because it lost a peer.
+
+        Returns:
+            Whether the other hosts decide what follows.
+        """
+        return False
+
+    def close(self) -> None:
+        """Leaves the run."""
+        return
+
+
+class SingleNodePolicy(RunPolicy):
+    """The policy of a run on one host: restarts as `AttemptEvaluator` decides.
+
+    Args:
+        evaluator: Decides what follows each attempt.
+        roles: Returns the processes of an attempt, given its number of workers.
+        workers: Number of workers of the first attempt.
+        error_file: Describes failed attempts.
+        say: Shows lines to the user.
+    """
+
+    def __init__(
+        self,
+        evaluator: AttemptEvaluator,
+        roles: Callable[[int], Mapping[int, Role]],
+        workers: int,
+        *,
+        error_file: ErrorFile,
+        say: Callable[..., None],
+    ) -> None:
+        self._evaluator, self._roles, self._error_file, self._say = evaluator, roles, error_file, say
+        self._full_workers = self._workers = workers
+        self._attempt = 0
+        self._not_before = 0.0
+        self._end: RunEnd | None = None
+
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
+        """Waits for the delay before a restart; a signal ends the run."""
+        if self._end is not None:
+            return self._end
+        if self._attempt > 0:
+            while (left := self._not_before - time.monotonic()) > 0 and not signals.received:
+                select.select([signals.fd], [], [], left)
+                signals.clear_wakeup()
+            if signals.received:
+                return RunEnd(128 + signals.received[0])
+        roles = self._roles(self._workers)
+        with ReservedPorts(len(roles)) as reserved:
+            addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
+        return AttemptStart(
+            self._attempt,
+            roles,
+            tuple(roles),
+            addresses,
+            self._full_workers,
+            self._evaluator.run_id,
+            self._evaluator.may_restart,
+        )
+
+    def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
+        """Reports the outcome to the user and decides what follows."""
+        is_stopped = bool(signals.received)
+        if outcome.start_failure is not None and outcome.attempt == 0 and not is_stopped:
+            raise outcome.start_failure[1]
+        evaluation = self._evaluator.evaluate(outcome, is_stopped=is_stopped)
+        problem = "" if evaluation.error_entry is None else self._error_file.write(evaluation.error_entry)
+        self._say(*([problem] if problem else []), *evaluation.lines)
+        if evaluation.exit_code is not None:
+            self._end = RunEnd(evaluation.exit_code)
+        self._attempt += 1
+        self._workers = evaluation.workers
+        self._not_before = outcome.failed_at + evaluation.delay_seconds

@@ -1,0 +1,57 @@
+"""The signals that end a run: Ctrl-C, SIGTERM, a closed terminal, and SIGUSR1, by which Slurm announces the end."""
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignals:
+    """Collects the signals that would end this process, inside a `with` block of the main thread.
+
+    Args:
+        on_repeat: Called in the signal handler when a signal arrives again, so that a launcher that is blocked by a
+            paused terminal still kills its workers.
+    """
+
+    def __init__(self, on_repeat: Callable[[], None]) -> None:
+        self._on_repeat = on_repeat
+        self.received: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self.fd, self._wakeup = os.pipe()
+        for fd in (self.fd, self._wakeup):
+            os.set_blocking(fd, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        for number in _STOPPING:
+            # Under nohup, a closed terminal must not end the run.
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self.fd)
+        os.close(self._wakeup)
+
+    def clear_wakeup(self) -> None:
+        """Empties the pipe behind `fd`, which is readable after every signal."""
+        try:
+            while os.read(self.fd, 512):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self.received.count(number) > 1:
+            self._on_repeat()

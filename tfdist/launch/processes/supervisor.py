@@ -1,0 +1,124 @@
+"""Runs the workers of this host: attempt after attempt, as the run policy decides."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tfdist.launch.processes.attempt import Attempt
+from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
+from tfdist.launch.processes.linux_syscalls import become_subreaper
+from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
+from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
+from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy
+from tfdist.launch.processes.run_status import RunStatus
+from tfdist.launch.processes.stop_signals import StopSignals
+from tfdist.launch.processes.warm_spares import WarmSpares
+from tfdist.launch.processes.worker_group import WorkerGroup
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
+from tfdist.launch.restart.timeouts import Timeouts
+
+
+class Supervisor:
+    """Runs attempts in one thread, the main thread.
+
+    Args:
+        command: The command of every worker.
+        environments: Returns the complete environment of each process of this host, by rank.
+        console: Shows output and messages.
+        logs: The log files.
+        policy: Decides when attempts start and what follows. Closed at the end of the run.
+        timeouts: When workers are frozen, stalled or killed.
+        workers: Number of workers of this host that were requested.
+        worker_restarts: Maximum number of times that a worker beside parameter servers is restarted in an attempt;
+            None: no limit.
+        warm_spares: Number of processes to keep that have imported TensorFlow, for the next attempt.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Callable[[AttemptStart], Mapping[int, Mapping[str, str]]],
+        console: Console,
+        logs: LogFiles,
+        *,
+        policy: RunPolicy,
+        timeouts: Timeouts,
+        workers: int,
+        worker_restarts: int | None = None,
+        warm_spares: int = 0,
+    ) -> None:
+        self._command, self._environments = command, environments
+        self._console, self._logs, self._policy, self._timeouts = console, logs, policy, timeouts
+        self._worker_restarts, self._spare_count = worker_restarts, warm_spares
+        self._status = RunStatus(workers)
+        self._attempt: Attempt | None = None
+
+    def run(self) -> int:
+        """Runs the workers until the policy ends the run.
+
+        Returns:
+            The exit code: 0; 75 if all workers were preempted; the exit code of the first failure of the last attempt;
+            69 on a host that lost the others; or 128 + the number of the signal that ended the run.
+
+        Raises:
+            OSError: If a worker could not be started in the first attempt.
+        """
+        become_subreaper()
+        spared = child_pids()
+        self._reaper = OrphanReaper()
+        self._spared = {*spared, self._reaper.pid}
+        self._spares = WarmSpares(self._command, self._spare_count)
+        try:
+            with StopSignals(on_repeat=self._kill) as self._signals:
+                # Ctrl-C ends all commands of a pipeline. The workers must save even if `tee` is gone.
+                self._console.outlive_reader(lambda: bool(self._signals.received))
+                while True:
+                    start = self._policy.next_attempt(self._signals)
+                    if isinstance(start, RunEnd):
+                        return start.exit_code
+                    self._policy.attempt_ended(self._run_attempt(start), self._signals)
+        except OutputClosed:
+            return 128 + signal.SIGPIPE  # as any command whose reader is gone
+        finally:
+            self._policy.close()
+            self._spares.close()
+            self._logs.close()
+            self._reaper.close()
+
+    def _run_attempt(self, start: AttemptStart) -> Outcome:
+        roles = start.local_roles
+        logs = self._logs.open(roles, attempt=start.attempt)
+        restarted_alone = [rank for rank, role in roles.items() if role.is_restarted_alone]
+        monitor = HeartbeatMonitor(
+            roles,
+            now=time.monotonic(),
+            heartbeat_timeout_seconds=self._timeouts.heartbeat_timeout,
+            stall_timeout_seconds=self._timeouts.stall_timeout,
+        )
+        self._attempt = Attempt(
+            start,
+            self._environments(start),
+            self._console,
+            logs,
+            policy=self._policy,
+            group=WorkerGroup(self._reaper, self._spares, keeps_spares=start.may_restart, spared=self._spared),
+            backoff=WorkerBackoff(restarted_alone, limit=self._worker_restarts),
+            signals=self._signals,
+            grace_periods=self._timeouts.grace_periods(may_restart=start.may_restart),
+            monitor=monitor,
+        )
+        self._status.begin_attempt(start.attempt, roles, monitor, now=time.monotonic())
+        self._console.follow(self._status, now=time.monotonic())
+        try:
+            return self._attempt.run()
+        finally:
+            self._attempt = None
+            with contextlib.suppress(OutputClosed):  # if it was closed before, that exception is already raised
+                self._console.follow(None, now=time.monotonic())
+            kill_orphans(spared=self._spared | self._spares.pids)
+
+    def _kill(self) -> None:
+        if self._attempt is not None:
+            self._attempt.kill()

@@ -1,0 +1,143 @@
+"""One worker: a process that leads its own session, and all processes that it starts."""
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tfdist.cluster.heartbeat import VARIABLE
+from tfdist.launch.processes.linux_syscalls import die_with_parent, pidfd_open
+
+_MAX_DATAGRAM_BYTES = 65_536
+_MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
+
+
+class WorkerProcess:
+    """A running worker.
+
+    The process leads a session, so that a signal can be sent to it and all its children, and Ctrl-C on the terminal
+    reaches the launcher only. The kernel kills it when the launcher dies. Start it from the launcher's main thread,
+    because the kernel watches the thread.
+
+    Args:
+        rank: Its rank.
+        command: Program and arguments.
+        environ: Its complete environment, without the number of its heartbeat socket.
+        pass_fds: Descriptors that it inherits besides the standard ones.
+
+    Raises:
+        OSError: If the system has no room for another process.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, pass_fds: Sequence[int] = ()
+    ) -> None:
+        self.rank = rank
+        launcher = os.getpid()
+        self.heartbeats, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.heartbeats.setblocking(False)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**environ, VARIABLE: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                preexec_fn=lambda: die_with_parent(launcher),
+            )
+        except BaseException:
+            self.heartbeats.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self.pidfd = pidfd_open(self.pid)
+        self.signals_sent: list[int] = []  # while it ran
+        self._group_is_gone = False
+        if self._process.stdout is None or self._process.stderr is None:
+            raise RuntimeError("a worker was started without pipes")
+        # From the stream's descriptor to whether it is the standard error.
+        self.streams = {self._process.stdout.fileno(): False, self._process.stderr.fileno(): True}
+        for fd in self.streams:
+            os.set_blocking(fd, False)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal's number, or None: as of the last `reap`."""
+        return self._process.returncode
+
+    def reap(self) -> int | None:
+        """Collects the process if it has exited, and returns its `returncode`."""
+        return self._process.poll()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until the process has exited, at most for `timeout_seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_seconds)
+
+    def read_heartbeats(self) -> Iterator[bytes]:
+        """Yields the heartbeats that have arrived."""
+        for _ in range(_MAX_DATAGRAMS):
+            try:
+                yield self.heartbeats.recv(_MAX_DATAGRAM_BYTES)
+            except OSError:  # none left, or the other end is closed
+                return
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP, but not by a debugger."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[:1] == [b"T"]
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the worker and all processes of its group."""
+        if self.is_gone():
+            return
+        if self.returncode is None:
+            self.signals_sent.append(number)
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def is_gone(self) -> bool:
+        """Whether the worker has been reaped and no process of its group is left."""
+        if self.returncode is None:
+            return False
+        # Once the group is empty, another process may get its number.
+        if not self._group_is_gone:
+            self._group_is_gone = _is_group_empty(self.pid)
+        return self._group_is_gone
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self.heartbeats.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _is_group_empty(group: int) -> bool:
+    # Orphans of the worker are children of the launcher now; a zombie would count as a member.
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

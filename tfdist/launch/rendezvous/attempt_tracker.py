@@ -1,0 +1,119 @@
+"""Collects what the nodes report about one attempt, and decides when all nodes shut down."""
+
+import dataclasses
+import time
+from typing import Any
+
+from tfdist.launch.processes.run_policy import ShutdownOrder
+from tfdist.launch.rendezvous.membership import Node
+from tfdist.launch.rendezvous.outcome_messages import merge
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.timeouts import GracePeriods
+
+
+class AttemptTracker:
+    """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause.
+
+    Args:
+        number: Number of the attempt, from 0.
+        nodes: The nodes that take part.
+        now: Time in seconds.
+    """
+
+    def __init__(self, number: int, nodes: list[Node], *, now: float) -> None:
+        self.number = number
+        self.order: ShutdownOrder | None = None
+        self.ordered_at: float | None = None  # time of the order
+        self.is_stopped = False  # a supervisor received a signal, before or after a failure
+        self._nodes = list(nodes)
+        self._workers = sum(node.share for node in nodes)
+        self._failed_ranks: list[int] = []  # nodes, in the order of their first failures
+        self._lost_peer = ""  # a failure that only reports a lost peer
+        self._lost_peer_from = now  # when it counts as the cause, unless another failure is reported
+        self._saved_until: float | None = None  # end of the grace period after workers saved and exited
+        self._lost = ""
+        self._began, self._started_at = now, time.time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no node runs the attempt any more."""
+        return not any(node.is_running for node in self._nodes)
+
+    def fail(self, node: Node, text: str, *, now: float) -> None:
+        """Records a failure with a cause on its node."""
+        if node.rank not in self._failed_ranks:
+            self._failed_ranks.append(node.rank)
+        self._order(ShutdownOrder(text), now)
+
+    def report_lost_peer(self, text: str, *, now: float) -> None:
+        """Records a failure that only reports a lost peer; its node has waited for another cause."""
+        self._lost_peer, self._lost_peer_from = self._lost_peer or text, now
+
+    def lose(self, node: Node, text: str, *, now: float) -> None:
+        """Records the loss of a node."""
+        self._nodes.remove(node)
+        self._lost = self._lost or ("" if self.order else text)
+        self._order(ShutdownOrder(text), now)
+
+    def stop(self, number: int, text: str, *, again: bool, now: float) -> None:
+        """Records a signal to a supervisor."""
+        self.is_stopped = True
+        if self.order is None:
+            self._order(ShutdownOrder(text, stop_signal=number), now)
+        elif again and not self.order.kill:
+            self.order = dataclasses.replace(self.order, kill=True)
+
+    def finish(self, node: Node, outcome: Outcome, *, grace_periods: GracePeriods, now: float) -> None:
+        """Records the outcome of a node.
+
+        Args:
+            node: The node.
+            outcome: The outcome of its workers.
+            grace_periods: How long the other nodes continue after workers have saved and exited, or after a worker has
+                only reported a lost peer.
+            now: Time in seconds.
+        """
+        node.outcome = outcome
+        if self.order is not None or not outcome.has_failed:
+            return
+        first = outcome.root_cause
+        if first is not None and first.is_preempted:
+            self._saved_until = self._saved_until or now + grace_periods.stop
+        elif first is not None and first.reports_lost_peer:
+            self._lost_peer = self._lost_peer or outcome.describe()
+            self._lost_peer_from = max(self._lost_peer_from, now + grace_periods.patience)
+        else:
+            self.fail(node, outcome.describe(), now=now)
+
+    def check(self, *, suspects: bool, now: float) -> None:
+        """Orders the shutdown if a grace period is over.
+
+        Args:
+            suspects: Whether a node, or a worker of a node, may be about to be lost. A failure that only reports a
+                lost peer is then not yet the cause.
+            now: Time in seconds.
+        """
+        if self._lost_peer and now >= self._lost_peer_from and not suspects:
+            self._order(ShutdownOrder(self._lost_peer), now)
+        if self._saved_until is not None and now >= self._saved_until:
+            self._order(ShutdownOrder("workers of other hosts saved and exited"), now)
+
+    def outcome(self, *, now: float) -> Outcome:
+        """Returns the outcome of all nodes."""
+        order = {rank: place for place, rank in enumerate(self._failed_ranks)}
+        nodes = sorted(self._nodes, key=lambda node: order.get(node.rank, len(order)))
+        more: dict[str, Any] = {"lost": self._lost}
+        if self.order is not None:
+            more["stop_signal"] = self.order.stop_signal
+        return merge(
+            [node.outcome for node in nodes if node.outcome is not None],
+            attempt=self.number,
+            workers=self._workers,
+            started_at=self._started_at,
+            seconds=(now if self.ordered_at is None else self.ordered_at) - self._began,
+            **more,
+        )
+
+    def _order(self, order: ShutdownOrder, now: float) -> None:
+        if self.order is None:
+            self.order, self.ordered_at = order, now

@@ -1,0 +1,297 @@
+"""Decides for all nodes of a run when an attempt starts, when it is shut down, and what follows."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE
+from tfdist.launch.processes.run_policy import ShutdownOrder
+from tfdist.launch.rendezvous.attempt_tracker import AttemptTracker
+from tfdist.launch.rendezvous.membership import (
+    SUSPICIOUS_HEARTBEATS,
+    JoinRejectedError,
+    Membership,
+    Node,
+    NodeConnection,
+)
+from tfdist.launch.rendezvous.outcome_messages import decode
+from tfdist.launch.rendezvous.run_config import RunConfig
+from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
+from tfdist.launch.restart.restart_policy import RestartPolicy
+from tfdist.launch.restart.worker_exit import signal_name
+from tfdist.transport.transport_errors import ConnectionClosedError
+
+_READY_SECONDS = 30.0
+
+
+class _Phase(enum.Enum):
+    GATHERING = "waits for nodes, or for the delay before a restart"
+    PREPARING = "nodes choose ports"
+    RUNNING = "an attempt runs"
+    OVER = "the nodes know the end of the run"
+
+
+class Coordinator:
+    """State machine of a run over several nodes, without sockets and clocks.
+
+    The caller passes connections, messages, and `now`: a time in seconds, see `ActiveClock`.
+
+    Args:
+        config: Configuration of the run.
+    """
+
+    def __init__(self, config: RunConfig, *, now: float) -> None:
+        self._config = config
+        self._membership = Membership(config)
+        self._phase = _Phase.GATHERING
+        self._attempt = self._round = 0
+        self._not_before, self._deadline = now, now + config.start_timeout
+        self._heartbeat_at = now
+        self._evaluator: AttemptEvaluator | None = None  # created when all nodes have joined
+        self._left_out: dict[int, int] = {}  # by node: workers that the next attempt leaves out
+        self._tracker: AttemptTracker | None = None
+        self._sent_order: ShutdownOrder | None = None
+        self._ready_by = now
+        self._reported_missing: list[int] = []
+        self._broken: list[tuple[Node, str]] = []  # connections that failed while sending
+        self._last_code = 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over, and the nodes know it."""
+        return self._phase is _Phase.OVER
+
+    def join(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> Node | None:
+        """Adds a node, or rejects it and returns None.
+
+        Raises:
+            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+            ConnectionClosedError: If the node is gone.
+        """
+        if self.is_over:
+            reason = "Received: a request to join after the end of the run. Expected: a run in progress."
+            connection.send({"type": "rejected", "reason": reason})
+            return None
+        try:
+            node, before = self._membership.admit(connection, message, now=now)
+        except JoinRejectedError as rejected:
+            connection.send({"type": "rejected", "reason": str(rejected)})
+            return None
+        if before is not None:
+            self._handle_loss(before, "it joined again", now)
+        config = self._config
+        timing = {"heartbeat_seconds": config.heartbeat_seconds, "heartbeat_timeout": config.heartbeat_timeout}
+        connection.send({"type": "joined", "run": config.run_id, **timing})
+        if self._phase is _Phase.RUNNING:
+            text = f"attempt {self._attempt} is running; {node.name} takes part from the next restart"
+            self._send(node, {"type": "notice", "text": text})
+        return node
+
+    def handle(self, node: Node, message: Mapping[str, Any], *, now: float) -> None:
+        """Handles a message of a node.
+
+        Raises:
+            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        """
+        node.heard_at = now
+        kind, tracker = message["type"], self._tracker
+        if kind == "heartbeat":
+            node.suspects = bool(message["suspects"])
+        elif kind == "stop":
+            self._stop(node, int(message["signal"]), bool(message["again"]), now)
+        elif kind == "ready" and self._phase is _Phase.PREPARING and message["round"] == self._round:
+            ports = tuple(int(port) for port in message["ports"])
+            if len(ports) != node.share or not all(0 < port < 65_536 for port in ports):
+                raise ValueError("invalid ports")
+            node.ports = ports
+        elif kind in ("failed", "lost_peer", "done") and tracker is not None and message["attempt"] == self._attempt:
+            if not node.is_running:
+                return
+            if kind == "failed":
+                tracker.fail(node, str(message["text"]), now=now)
+            elif kind == "lost_peer":
+                tracker.report_lost_peer(str(message["text"]), now=now)
+            else:
+                grace_periods = self._config.timeouts.grace_periods(may_restart=False)
+                tracker.finish(node, decode(message["outcome"], node.host), grace_periods=grace_periods, now=now)
+
+    def lose(self, node: Node, reason: str, *, now: float) -> None:
+        """Removes a node whose connection is closed or which sent a malformed message."""
+        if self._membership.find(node.rank) is node:
+            self._membership.remove(node)
+            self._handle_loss(node, reason, now)
+
+    def tick(self, *, now: float) -> None:
+        """Does everything that is due."""
+        limit = self._config.heartbeat_timeout
+        while self._broken:
+            node, reason = self._broken.pop()
+            self.lose(node, reason, now=now)
+        for node in self._membership.nodes:
+            if limit and now - node.heard_at >= limit:
+                self.lose(node, f"no heartbeat for {limit:g} s", now=now)
+        if self._phase is _Phase.GATHERING:
+            self._gather(now)
+        if self._phase is _Phase.PREPARING:
+            self._start_when_ready(now)
+        if self._phase is _Phase.RUNNING and self._tracker is not None:
+            self._watch(self._tracker, now)
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._config.heartbeat_seconds
+            self._broadcast({"type": "heartbeat"})
+
+    def abort(self, reason: str) -> None:
+        """Ends the run because it cannot continue."""
+        self._finish(LOST_RUN_EXIT_CODE, [reason])
+
+    def _gather(self, now: float) -> None:
+        """Starts a round when enough nodes are present."""
+        if now < self._not_before:
+            return
+        missing, least = self._membership.missing, self._config.min_workers
+        is_first = self._evaluator is None
+        if missing and (is_first or least is None or self._membership.workers < least):
+            names = ", ".join(f"node {rank}" for rank in missing)
+            if now >= self._deadline:
+                limit = self._config.start_timeout
+                self._finish(self._last_code, [f"not started: {names} did not join within {limit:g} s"])
+            elif missing != self._reported_missing:
+                self._reported_missing = missing
+                self._broadcast({"type": "notice", "text": f"waiting for {names}"})
+            return
+        all_workers = self._membership.all_workers
+        if is_first and least is not None and least > all_workers:
+            line = (
+                f"error: --min-workers exceeds --workers. Received: --min-workers {least}. Expected: at most "
+                f"{all_workers}, the workers of all hosts. Correct one of them."
+            )
+            self._finish(2, [line])
+            return
+        self._reported_missing = []
+        if sum(map(self._share_of, self._membership.nodes)) < (least or 1):
+            self._left_out = {}  # other nodes were present when it was decided
+        self._round += 1
+        first_rank = 0
+        for node in self._membership.nodes:
+            node.share = self._share_of(node)
+            node.first_rank, node.ports, node.outcome, node.suspects = first_rank, None, None, False
+            first_rank += node.share
+            if node.share:
+                self._send(node, {"type": "prepare", "round": self._round, "workers": node.share})
+        if first_rank:
+            self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
+
+    def _share_of(self, node: Node) -> int:
+        return max(0, node.workers - self._left_out.get(node.rank, 0))
+
+    def _start_when_ready(self, now: float) -> None:
+        nodes = [node for node in self._membership.nodes if node.share]
+        if any(node.ports is None for node in nodes):
+            for node in nodes if now >= self._ready_by else ():
+                if node.ports is None:
+                    self.lose(node, "it did not get ready", now=now)
+            return
+        all_workers = self._membership.all_workers
+        if self._evaluator is None:
+            policy = RestartPolicy(
+                workers=all_workers,
+                min_workers=self._config.min_workers or all_workers,
+                max_restarts=self._config.max_restarts,
+                delay_seconds=self._config.restart_delay,
+            )
+            self._evaluator = AttemptEvaluator(policy, self._config.run_id)
+        self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, now=now), None
+        self._phase = _Phase.RUNNING
+        start = {
+            "type": "start",
+            "attempt": self._attempt,
+            "workers": self._membership.worker_addresses(),
+            "all_workers": all_workers,
+            "may_restart": self._evaluator.may_restart,
+        }
+        for node in nodes:
+            self._send(node, {**start, "first_rank": node.first_rank})
+        shares = ", ".join(f"{node.name}: {node.share}" for node in nodes)
+        workers = sum(node.share for node in nodes)
+        self._broadcast({"type": "notice", "text": f"attempt {self._attempt}: {workers} workers ({shares})"})
+
+    def _watch(self, tracker: AttemptTracker, now: float) -> None:
+        running = [node for node in self._membership.nodes if node.is_running]
+        silence = SUSPICIOUS_HEARTBEATS * self._config.heartbeat_seconds
+        suspects = any(node.suspects or now - node.heard_at >= silence for node in running)
+        tracker.check(suspects=suspects, now=now)
+        if tracker.order is not None and tracker.order != self._sent_order:
+            self._sent_order = order = tracker.order
+            details = {"reason": order.reason, "signal": order.stop_signal, "kill": order.kill}
+            for node in running:
+                self._send(node, {"type": "shut_down", "attempt": self._attempt, **details})
+        if tracker.is_over and self._phase is _Phase.RUNNING:
+            self._evaluate(tracker, now)
+
+    def _evaluate(self, tracker: AttemptTracker, now: float) -> None:
+        """Ends the run, or plans the next attempt."""
+        if self._evaluator is None:
+            return
+        nodes = [node for node in self._membership.nodes if node.share]
+        outcome, present = tracker.outcome(now=now), self._membership.workers
+        has_enough = self._config.min_workers is not None and present >= self._config.min_workers
+        available = present if has_enough else self._membership.all_workers
+        result = self._evaluator.evaluate(outcome, is_stopped=tracker.is_stopped, available=available)
+        if result.exit_code is not None:
+            self._finish(result.exit_code, result.lines, entry=result.error_entry)
+            return
+        self._last_code = outcome.exit_code or 1
+        self._broadcast({"type": "attempt_over", "lines": result.lines, "entry": result.error_entry})
+        self._left_out = self._leave_out(nodes, outcome.failed_rank, available - result.workers)
+        for node in self._membership.nodes:
+            node.share = 0
+        ended_at = now if tracker.ordered_at is None else tracker.ordered_at
+        self._not_before, self._deadline = ended_at + result.delay_seconds, now + self._config.start_timeout
+        self._attempt += 1
+        self._tracker, self._phase = None, _Phase.GATHERING
+
+    def _handle_loss(self, node: Node, reason: str, now: float) -> None:
+        node.connection.close()
+        if self.is_over:
+            return
+        text = f"{node.name} was lost: {reason}"
+        if node.rank == 0:
+            self.abort(f"{text}; the run ends because the coordinator runs there")
+            return
+        if self._phase is _Phase.PREPARING:
+            self._phase, self._deadline = _Phase.GATHERING, now + self._config.start_timeout
+        if self._phase is _Phase.RUNNING and self._tracker is not None and node.is_running:
+            self._tracker.lose(node, text, now=now)
+        self._broadcast({"type": "notice", "text": text})
+
+    def _stop(self, node: Node, number: int, again: bool, now: float) -> None:
+        text = f"{signal_name(number)} on {node.name}"
+        if self._phase is _Phase.RUNNING and self._tracker is not None:
+            self._tracker.stop(number, text, again=again, now=now)
+        elif not self.is_over:
+            self._finish(128 + number, [f"{text}: the run ends"])
+
+    def _leave_out(self, nodes: list[Node], failed_rank: int | None, count: int) -> dict[int, int]:
+        """Returns how many workers each node leaves out: first the node of the failed worker, then the last nodes."""
+        failed = [node for node in nodes if failed_rank in range(node.first_rank, node.first_rank + node.share)]
+        left_out: dict[int, int] = {}
+        for node in [*failed, *reversed(self._membership.nodes)]:
+            taken = min(count, node.workers - left_out.get(node.rank, 0))
+            if taken > 0:
+                left_out[node.rank] = left_out.get(node.rank, 0) + taken
+                count -= taken
+        return left_out
+
+    def _finish(self, code: int, lines: list[str], *, entry: dict[str, Any] | None = None) -> None:
+        self._phase = _Phase.OVER
+        self._broadcast({"type": "run_over", "code": code, "lines": lines, "entry": entry})
+
+    def _broadcast(self, message: Mapping[str, Any]) -> None:
+        for node in self._membership.nodes:
+            self._send(node, message)
+
+    def _send(self, node: Node, message: Mapping[str, Any]) -> None:
+        try:
+            node.connection.send(message)
+        except ConnectionClosedError as closed:
+            self._broken.append((node, str(closed)))

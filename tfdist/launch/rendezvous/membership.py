@@ -1,0 +1,185 @@
+"""The nodes that have joined a run."""
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tfdist.launch.rendezvous.run_config import RunConfig
+from tfdist.launch.restart.attempt_outcome import Outcome
+
+SUSPICIOUS_HEARTBEATS = 2.5
+"""Number of missed heartbeats after which a node is suspected to be lost."""
+
+
+class NodeConnection(Protocol):
+    """What the coordinator needs of a connection to a node."""
+
+    @property
+    def local_address(self) -> str: ...
+
+    def send(self, message: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JoinRejectedError(Exception):
+    """A node may not join; the text says why."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A node that has joined, and its part in the current attempt."""
+
+    rank: int
+    host: str  # hostname
+    address: str  # where other nodes reach its workers
+    workers: int  # number of workers it was started for
+    connection: NodeConnection
+    heard_at: float  # time of its last message
+    suspects: bool = False  # it suspects one of its workers to be frozen
+    share: int = 0  # number of its workers in the attempt; 0: it does not take part
+    first_rank: int = 0  # rank of its first worker
+    ports: tuple[int, ...] | None = None  # of its workers
+    outcome: Outcome | None = None
+
+    @property
+    def name(self) -> str:
+        """The node in messages to users.
+
+        >>> Node(1, "b", "10.0.0.2", 2, None, 0.0).name
+        'node 1 (b)'
+        """
+        return f"node {self.rank} ({self.host})"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes part in the attempt and has not reported an outcome."""
+        return self.share > 0 and self.outcome is None
+
+
+class Membership:
+    """The nodes of a run.
+
+    Args:
+        config: Configuration of the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._nodes: dict[int, Node] = {}
+        self._sizes: dict[int, int] = {}  # workers of every node that has ever joined
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The present nodes, by rank."""
+        return [self._nodes[rank] for rank in sorted(self._nodes)]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of the absent nodes."""
+        return [rank for rank in range(self._config.nodes) if rank not in self._nodes]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers for which the present nodes were started."""
+        return sum(node.workers for node in self._nodes.values())
+
+    @property
+    def all_workers(self) -> int:
+        """Number of workers for which all nodes were started that have ever joined."""
+        return sum(self._sizes.values())
+
+    def find(self, rank: int) -> Node | None:
+        """Returns the node with a rank, or None if it is absent."""
+        return self._nodes.get(rank)
+
+    def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
+        """Adds a node.
+
+        Args:
+            connection: The connection to the node, which has proved the token.
+            message: Its request to join.
+            now: Time in seconds.
+
+        Returns:
+            The node, and the silent node of the same rank that it replaces, or None.
+
+        Raises:
+            JoinRejectedError: If the node does not fit.
+            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        """
+        rank, workers = int(message["node"]), int(message["workers"])
+        config, theirs = self._config, message["options"]
+        ours: dict[str, int | None] = {
+            "--nodes": config.nodes,
+            "--max-restarts": config.max_restarts,
+            "--min-workers": config.min_workers,
+        }
+        differing = [option for option, value in ours.items() if theirs[option] != value]
+        if differing:
+            received = " ".join(f"{option} {_shown(theirs[option])}" for option in differing)
+            expected = " ".join(f"{option} {_shown(ours[option])}" for option in differing)
+            raise JoinRejectedError(
+                f"Received: {received}. Expected: {expected}, as on node 0. Use the same options on every host."
+            )
+        if not 0 <= rank < config.nodes or workers < 1:
+            raise JoinRejectedError(
+                f"Received: --node-rank {rank} --workers {workers}. Expected: a rank from 0 to {config.nodes - 1} and "
+                "at least one worker. Give every host a different rank."
+            )
+        before = self._nodes.get(rank)
+        if before is not None and now - before.heard_at < SUSPICIOUS_HEARTBEATS * config.heartbeat_seconds:
+            raise JoinRejectedError(
+                f"Received: --node-rank {rank}, which {before.host} has. Expected: a free rank. Give every host a "
+                "different rank, or end the other tfdist run first."
+            )
+        node = Node(rank, str(message["host"])[:255], str(message["address"]), workers, connection, now)
+        self._nodes[rank] = node
+        self._sizes[rank] = workers
+        return node, before
+
+    def remove(self, node: Node) -> None:
+        """Removes a node that is lost."""
+        if self._nodes.get(node.rank) is node:
+            del self._nodes[node.rank]
+
+    def worker_addresses(self) -> list[str]:
+        """Returns `host:port` of all workers of the attempt, by rank.
+
+        If node 0 knows only its loopback address, because /etc/hosts maps its hostname to it, other nodes reach its
+        workers at the address at which they reach the coordinator.
+        """
+        coordinator = [node.connection.local_address for node in self.nodes if node.rank]
+        reached = next((address for address in coordinator if not is_loopback(address)), "")
+        found = []
+        for node in self.nodes:
+            if node.share:
+                address = reached if not node.rank and reached and is_loopback(node.address) else node.address
+                found += [f"{bracketed(address)}:{port}" for port in node.ports or ()]
+        return found
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address is a loopback address.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("node7")
+    (True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def bracketed(address: str) -> str:
+    """Returns an address as it is written before a port.
+
+    >>> bracketed("fd00::1"), bracketed("10.0.0.1")
+    ('[fd00::1]', '10.0.0.1')
+    """
+    return f"[{address}]" if ":" in address else address
+
+
+def _shown(value: object) -> str:
+    return "(none)" if value is None else str(value)

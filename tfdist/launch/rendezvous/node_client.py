@@ -1,0 +1,240 @@
+"""The run policy of one node of several: the coordinator decides; its messages and answers."""
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE
+from tfdist.launch.process_roles import worker_roles
+from tfdist.launch.processes.cores_and_ports import ReservedPorts
+from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
+from tfdist.launch.processes.stop_signals import StopSignals
+from tfdist.launch.rendezvous.active_clock import ActiveClock
+from tfdist.launch.rendezvous.outcome_messages import encode
+from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.usage_error import UsageError
+from tfdist.transport.connection import Connection
+from tfdist.transport.transport_errors import ConnectionClosedError
+
+_JOIN_SECONDS = 20.0
+_POLL_SECONDS = 0.25
+# The first signal ends the workers, the second kills them; a third means that the user does not wait for other hosts.
+_MAX_SIGNALS = 2
+
+
+class NodeClient(RunPolicy):
+    """The connection of a supervisor to the coordinator.
+
+    Args:
+        connection: The connection.
+        address: Where other nodes reach this node's workers; None: the local address of the connection.
+        say: Shows lines to the user.
+        error_file: Describes failed attempts; entries get this node's host name.
+    """
+
+    def __init__(
+        self, connection: Connection, address: str | None, *, say: Callable[..., None], error_file: ErrorFile
+    ) -> None:
+        self._connection, self._say, self._error_file = connection, say, error_file
+        self.address = address or connection.local_address
+        self.run_id = ""
+        self._heartbeat_seconds, self._heartbeat_timeout = 1.0, 0.0
+        self._clock = ActiveClock(now=time.monotonic())
+        self._heard_at = self._heartbeat_at = 0.0
+        self._reserved: ReservedPorts | None = None
+        self._start: AttemptStart | None = None  # not yet passed to the supervisor
+        self._end: RunEnd | None = None
+        self._attempt: int | None = None  # the running one
+        self._has_reported_lost_peer = self._suspects_freeze = False
+        self._stops_sent = 0
+
+    def join(self, request: Mapping[str, Any]) -> None:
+        """Asks to join, and waits for the answer.
+
+        Raises:
+            UsageError: If the coordinator rejects this node or does not answer.
+        """
+        deadline = time.monotonic() + _JOIN_SECONDS
+        try:
+            self._connection.send({**request, "address": self.address})
+            while True:
+                select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))
+                for answer in self._connection.receive():
+                    self._take_answer(answer)
+                    return
+                if time.monotonic() >= deadline:
+                    raise ConnectionClosedError("no answer")
+        except ConnectionClosedError as closed:
+            raise UsageError(
+                f"This host could not join the run. Received: {closed}. Expected: an answer of the coordinator. Read "
+                "the output of node 0."
+            ) from closed
+
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor that becomes readable with a message of the coordinator; None after its loss."""
+        return self._connection.fileno() if self.is_connected else None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is open."""
+        return self._connection.fileno() >= 0
+
+    def next_attempt(self, signals: StopSignals) -> AttemptStart | RunEnd:
+        """Waits until the coordinator starts an attempt or ends the run."""
+        while self._start is None and self._end is None:
+            self._wait(signals)
+        start, self._start = self._start, None
+        if self._end is not None or start is None:
+            return self._end or RunEnd(LOST_RUN_EXIT_CODE)
+        if start.attempt == 0:  # a node that joins again is in the middle of a run
+            with contextlib.suppress(OSError):
+                self._error_file.clear()
+        return start
+
+    def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
+        """Reports the outcome on this node, and waits until the attempt is over on all nodes."""
+        self._send({"type": "done", "attempt": self._attempt, "outcome": encode(outcome)})
+        finished = self._attempt
+        while self._attempt == finished and self._end is None:
+            self._wait(signals)
+
+    def poll(self, *, suspects_freeze: bool = False) -> None:
+        """Handles received messages and sends a heartbeat if it is due. Call this several times a second.
+
+        Args:
+            suspects_freeze: Whether a worker of this node may soon be found frozen.
+        """
+        if not self.is_connected:
+            return
+        try:
+            for message in self._connection.receive():
+                self._heard_at = self._clock.advance(time.monotonic())
+                self._handle(message)
+            now = self._clock.advance(time.monotonic())
+            if self._heartbeat_timeout and now - self._heard_at >= self._heartbeat_timeout:
+                raise ConnectionClosedError(f"no heartbeat for {self._heartbeat_timeout:g} s")
+            if now >= self._heartbeat_at or suspects_freeze != self._suspects_freeze:
+                self._heartbeat_at, self._suspects_freeze = now + self._heartbeat_seconds, suspects_freeze
+                self._connection.send({"type": "heartbeat", "suspects": suspects_freeze})
+            self._connection.flush()
+        except (ConnectionClosedError, KeyError, TypeError, ValueError) as error:
+            self._disconnect(str(error))
+
+    def report_failure(self, text: str) -> None:
+        """Reports at once a failure with a cause on this node."""
+        self._send({"type": "failed", "attempt": self._attempt, "text": text})
+
+    def report_lost_peer(self, text: str) -> bool:
+        """Reports a failure that only reports a lost peer; the coordinator decides whether the attempt ends.
+
+        Returns:
+            Whether the coordinator can decide.
+        """
+        if not self._has_reported_lost_peer:
+            self._has_reported_lost_peer = True
+            self._send({"type": "lost_peer", "attempt": self._attempt, "text": text})
+        return self.is_connected
+
+    def report_signals(self, received: Sequence[int]) -> None:
+        """Reports the signals that this supervisor received, each once."""
+        for index, number in enumerate(received):
+            if index >= self._stops_sent:
+                self._send({"type": "stop", "signal": int(number), "again": number in received[:index]})
+        self._stops_sent = max(self._stops_sent, len(received))
+
+    def close(self) -> None:
+        """Leaves the run."""
+        self._release_ports()
+        if self.is_connected:
+            self._connection.close()
+
+    def _wait(self, signals: StopSignals) -> None:
+        poll = select.poll()
+        for fd in (signals.fd, self.descriptor):
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
+        poll.poll(1000 * min(_POLL_SECONDS, self._heartbeat_seconds))
+        signals.clear_wakeup()
+        self.report_signals(signals.received)
+        self.poll()
+        if len(signals.received) > _MAX_SIGNALS and self._end is None:
+            self._disconnect("no reaction to the signals")
+
+    def _take_answer(self, answer: Mapping[str, Any]) -> None:
+        if answer.get("type") == "rejected":
+            raise UsageError(f"The rendezvous rejects this host. {answer.get('reason')}")
+        self.run_id = str(answer["run"])
+        self._heartbeat_seconds = float(answer["heartbeat_seconds"])
+        self._heartbeat_timeout = float(answer["heartbeat_timeout"])
+        self._heard_at = self._clock.advance(time.monotonic())
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "notice":
+            self._say(str(message["text"]))
+        elif kind == "prepare":
+            self._release_ports()
+            self._reserved = ReservedPorts(int(message["workers"]))
+            self._send({"type": "ready", "round": message["round"], "ports": list(self._reserved.ports)})
+        elif kind == "start":
+            self._start = self._attempt_start(message)
+            self._release_ports()
+            # Not in `next_attempt`: the order to shut down may already follow in the same read.
+            self._attempt, self.shutdown_order, self._has_reported_lost_peer = self._start.attempt, None, False
+        elif kind == "shut_down" and message["attempt"] == self._attempt:
+            number = message["signal"]
+            stop_signal = None if number is None else int(number)
+            self.shutdown_order = ShutdownOrder(str(message["reason"]), stop_signal, bool(message["kill"]))
+        elif kind in ("attempt_over", "run_over"):
+            self._say(*(str(line) for line in message["lines"]))
+            if message["entry"] is not None:
+                self._write_error_file(message["entry"])
+            self._attempt = None
+            if kind == "run_over":
+                self._end = RunEnd(int(message["code"]))
+                self.shutdown_order = self.shutdown_order or ShutdownOrder("the run is over")
+
+    def _attempt_start(self, message: Mapping[str, Any]) -> AttemptStart:
+        addresses = tuple(str(address) for address in message["workers"])
+        first, count = int(message["first_rank"]), 0 if self._reserved is None else len(self._reserved.ports)
+        return AttemptStart(
+            int(message["attempt"]),
+            worker_roles(len(addresses)),
+            local_ranks=range(first, first + count),
+            addresses=addresses,
+            full_workers=int(message["all_workers"]),
+            run_id=self.run_id,
+            may_restart=bool(message["may_restart"]),
+        )
+
+    def _write_error_file(self, entry: Mapping[str, Any]) -> None:
+        own = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
+        problem = self._error_file.write(own)
+        if problem:
+            self._say(problem)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self.is_connected:
+            try:
+                self._connection.send(message)
+            except ConnectionClosedError as closed:
+                self._disconnect(str(closed))
+
+    def _disconnect(self, reason: str) -> None:
+        self._connection.close()
+        self._release_ports()
+        if self._end is None:
+            text = f"the rendezvous was lost ({reason})"
+            self._say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
+            self._end = RunEnd(LOST_RUN_EXIT_CODE)
+            self.shutdown_order = ShutdownOrder(text)
+
+    def _release_ports(self) -> None:
+        if self._reserved is not None:
+            self._reserved.release()
+            self._reserved = None

@@ -1,0 +1,137 @@
+"""The outcome of an attempt: one start of all workers, until the last of them has exited."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfdist.launch.process_roles import Role
+from tfdist.launch.restart.worker_exit import WorkerExit, root_cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The outcome of an attempt.
+
+    Args:
+        attempt: Number of the attempt, 0 first.
+        workers: Number of workers.
+        exits: How they exited, in order of time.
+        roles: The processes, by rank; empty: all are workers that run the script.
+        started_at: Seconds since 1970.
+        failed_at: Monotonic time in seconds at which the workers were signalled or had exited.
+        seconds: Time from the start to `failed_at`.
+        stop_signal: The signal that this command received, or None.
+        stall: Description of the stall, or an empty string.
+        lost: Which host was lost, and why, or an empty string.
+        start_failure: The rank that could not be started, and the error, or None.
+        heartbeat_ranks: The ranks that sent heartbeats.
+        fit: Number of the last `fit` call of the script, 1 first.
+        step: The highest step of any worker in that `fit`, or None.
+        saved: The highest sequence number of a checkpoint of that `fit`, or None.
+        errors: The exceptions that workers reported by heartbeat, by rank: `type` and `message`.
+    """
+
+    attempt: int
+    workers: int
+    exits: tuple[WorkerExit, ...]
+    roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)
+    started_at: float = 0.0
+    failed_at: float = 0.0
+    seconds: float = 0.0
+    stop_signal: int | None = None
+    stall: str = ""
+    lost: str = ""
+    start_failure: tuple[int, OSError] | None = None
+    heartbeat_ranks: frozenset[int] = frozenset()
+    fit: int = 1
+    step: int | None = None
+    saved: int | None = None
+    errors: Mapping[int, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def root_cause(self) -> WorkerExit | None:
+        """The worker that failed first, or None if the attempt did not fail because of one worker."""
+        if self.stall or self.lost or self.start_failure or self.stop_signal is not None:
+            return None
+        # A worker that reported an exception by heartbeat may have printed nothing before it was killed.
+        reported = (worker for worker in self.exits if worker.rank in self.errors and worker.was_signalled)
+        return root_cause(self.exits) or next(reported, None)
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank of the worker that failed first or could not be started, or None."""
+        if self.start_failure is not None:
+            return self.start_failure[0]
+        return None if self.root_cause is None else self.root_cause.rank
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether all workers saved and exited after a preemption signal. Some may have exited with 0 before.
+
+        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 0))).is_preempted
+        True
+        >>> Outcome(0, 2, (WorkerExit(0, 75), WorkerExit(1, 1))).is_preempted
+        False
+        """
+        exits = [worker for worker in self.exits if self.runs_script(worker.rank)]
+        others_failed = any(worker.failed for worker in self.exits if not self.runs_script(worker.rank))
+        expected = sum(role.runs_script for role in self.roles.values()) if self.roles else self.workers
+        return (
+            any(worker.is_preempted for worker in exits)
+            and all(worker.is_preempted or worker.returncode == 0 for worker in exits)
+            and len(exits) == expected
+            and (self.stop_signal is not None or not others_failed)
+        )
+
+    def task(self, rank: int) -> str:
+        """Returns the name of a process in messages, for example "worker 0" or "ps 0"."""
+        return self.roles[rank].name if self.roles else f"worker {rank}"
+
+    def runs_script(self, rank: int) -> bool:
+        """Whether a process runs the user's script."""
+        return not self.roles or self.roles[rank].runs_script
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the attempt failed. A signal to this command is not a failure."""
+        return self.stop_signal is None and bool(self.stall or self.lost or self.start_failure or self.root_cause)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends with this attempt, unless all workers were preempted."""
+        if self.stop_signal is not None:
+            return 128 + self.stop_signal
+        if not self.has_failed:
+            return 0
+        first = self.root_cause
+        # The exit code of a worker that was signalled during its error says nothing about the error.
+        if first is None or (first.was_signalled and not first.failure_reason):
+            return 1
+        return first.exit_code or 1
+
+    def describe(self) -> str:
+        """Returns the cause in one line.
+
+        >>> Outcome(0, 1, (WorkerExit(0, 3),)).describe()
+        'worker 0: exit code 3'
+        """
+        if self.stall or self.lost:
+            return self.stall or self.lost
+        if self.start_failure is not None:
+            rank, error = self.start_failure
+            return f"{self.task(rank)} could not be started: {error}"
+        return "no failure" if self.root_cause is None else f"{self.root_cause.name}: {self.root_cause.describe()}"
+
+    def report(self) -> list[str]:
+        """Returns lines that describe the failure to the user, the root cause last."""
+        first = self.root_cause
+        others = [f"{worker.name} ended after that: {worker.describe()}" for worker in self.exits if worker != first]
+        return [*others, *(first.report() if first is not None else [f"the attempt failed: {self.describe()}"])]
+
+
+def fit_suffix(number: int) -> str:
+    """Returns the words that follow the number of a step: none in the first `fit`, because most scripts have only one.
+
+    >>> f"step 41{fit_suffix(1)}", f"step 41{fit_suffix(2)}"
+    ('step 41', 'step 41 of fit 2')
+    """
+    return "" if number == 1 else f" of fit {number}"

@@ -1,0 +1,148 @@
+"""Decides whether a failed attempt is followed by another one, when, and with how many workers."""
+
+import dataclasses
+import re
+
+from tfdist.launch.restart.attempt_outcome import Outcome, fit_suffix
+from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
+
+MAX_DELAY_SECONDS = 30.0
+# A script that sends no heartbeats is assumed to have made progress after this time.
+_SILENT_SECONDS = 60.0
+_MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
+# Failures before the first step that may pass: a lost race for a port, a peer that did not start.
+_TRANSIENT = re.compile(
+    r"The cluster was not complete|The port of this task is in use|Could not start gRPC server|Address already in use"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartDecision:
+    """What follows a failed attempt.
+
+    Args:
+        workers: Number of workers to start; 0: the run ends.
+        delay_seconds: Time from the failure to the next start.
+        text: Message for the user; empty: none.
+    """
+
+    workers: int
+    delay_seconds: float
+    text: str
+
+
+class RestartPolicy:
+    """Counts restarts and progress.
+
+    Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may call
+    `fit` several times, and an attempt may skip calls that are complete. Two restarts in a row without progress end
+    the run. A first attempt in which a worker exits with an error before its first heartbeat ends it, too, because a
+    wrong argument or import fails again.
+
+    Args:
+        workers: Full number of workers.
+        min_workers: Minimum number of workers.
+        max_restarts: Maximum number of restarts.
+        delay_seconds: Time from a failure to the next start after an attempt without progress. It doubles after each
+            further one, up to 30 s. After an attempt with progress there is no delay.
+
+    >>> policy = RestartPolicy(workers=2, min_workers=2, max_restarts=1, delay_seconds=1.0)
+    >>> policy.decide(Outcome(0, 2, (WorkerExit(1, -9),), heartbeat_ranks=frozenset({0, 1}), step=41)).text
+    'restart 1 of 1 at once with 2 workers'
+    """
+
+    def __init__(self, *, workers: int, min_workers: int, max_restarts: int, delay_seconds: float) -> None:
+        self._workers, self._min_workers = workers, min_workers
+        self._max, self._first_delay = max_restarts, delay_seconds
+        self._done = 0
+        self._sends_heartbeats = False
+        # The highest of each `fit`, by its number.
+        self._steps: dict[int, int] = {}
+        self._saves: dict[int, int] = {}
+        self._last_fit = 1
+        self._attempts_without_progress = 0
+        self._delay = 0.0
+        self._failed_rank: int | None = None  # in the attempt before, if that had all workers
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a restart is left."""
+        return self._done < self._max
+
+    def decide(self, outcome: Outcome, *, available: int | None = None) -> RestartDecision:
+        """Decides what follows. Call this once for each failed attempt.
+
+        Args:
+            outcome: The failed attempt.
+            available: Number of workers that the hosts have room for; None: all.
+        """
+        if self._max == 0:
+            return RestartDecision(0, 0.0, "")
+        self._record_progress(outcome)
+        reason = self._why_not(outcome)
+        if reason:
+            return RestartDecision(0, 0.0, f"no restart: {reason}")
+        self._done += 1
+        workers = min(self._resize(outcome), self._workers if available is None else available)
+        when = f"in {self._delay:g} s" if self._delay else "at once"
+        fewer = f", {self._workers - workers} fewer than requested" if workers < self._workers else ""
+        counted = "1 worker" if workers == 1 else f"{workers} workers"
+        text = f"restart {self._done} of {self._max} {when} with {counted}{fewer}"
+        return RestartDecision(workers, self._delay, text)
+
+    def _record_progress(self, outcome: Outcome) -> None:
+        self._sends_heartbeats |= any(map(outcome.runs_script, outcome.heartbeat_ranks))
+        is_further = [
+            _record_highest(highest, outcome.fit, number)
+            for highest, number in ((self._steps, outcome.step), (self._saves, outcome.saved))
+        ]
+        has_progress = any(is_further) if self._sends_heartbeats else outcome.seconds >= _SILENT_SECONDS
+        self._last_fit = outcome.fit
+        doubled = min(2 * self._delay, max(MAX_DELAY_SECONDS, self._first_delay))
+        self._delay = 0.0 if has_progress else doubled or self._first_delay
+        # The first attempt is not a restart.
+        without = 0 if has_progress or outcome.attempt == 0 else self._attempts_without_progress + 1
+        self._attempts_without_progress = without
+
+    def _why_not(self, outcome: Outcome) -> str:
+        if not self.is_left:
+            return f"all restarts are used (--max-restarts {self._max})"
+        first = outcome.root_cause
+        if first is not None and self._failed_before_heartbeat(outcome, first):
+            return (
+                f"{first.name} exited {outcome.seconds:.0f} s after the first start, before its first heartbeat, and "
+                "would do so again"
+            )
+        if self._attempts_without_progress < _MAX_ATTEMPTS_WITHOUT_PROGRESS:
+            return ""
+        if not self._sends_heartbeats:
+            return f"the last two restarts ended within {_SILENT_SECONDS:g} s"
+        fit, step = self._last_fit, self._steps.get(self._last_fit, -1)
+        beyond = f"beyond step {step}{fit_suffix(fit)}" if step >= 0 else f"to a first step{fit_suffix(fit)}"
+        return f"the last two restarts made no progress (none got {beyond}, none saved a new checkpoint)"
+
+    def _failed_before_heartbeat(self, outcome: Outcome, first: WorkerExit) -> bool:
+        if outcome.attempt > 0 or first.rank in outcome.heartbeat_ranks or outcome.seconds >= _SILENT_SECONDS:
+            return False
+        if first.returncode <= 0 or first.failure_reason or first.is_preempted:
+            return False
+        output = "\n".join(first.last_lines)
+        return not (reports_lost_peer(output) or _TRANSIENT.search(output))
+
+    def _resize(self, outcome: Outcome) -> int:
+        """Removes one worker if the same rank failed twice in a row or cannot be started; otherwise returns all."""
+        before, self._failed_rank = self._failed_rank, None
+        if outcome.start_failure is None:
+            if outcome.workers < self._workers:
+                return self._workers
+            if outcome.failed_rank is None or outcome.failed_rank != before:
+                self._failed_rank = outcome.failed_rank
+                return self._workers
+        return max(self._min_workers, outcome.workers - 1)
+
+
+def _record_highest(highest: dict[int, int], fit: int, number: int | None) -> bool:
+    """Records the number that a `fit` has reached; returns whether it exceeds all before."""
+    before = highest.get(fit, -1)
+    highest[fit] = max(before, -1 if number is None else number)
+    return highest[fit] > before

@@ -1,0 +1,94 @@
+"""Splits batches by rows into parts, and describes each part to its worker."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_internals.model_introspection import first_input
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Splits the rows of a batch, in order, into at most `parts` parts of nearly equal size and at least one row.
+
+    >>> import tensorflow as tf
+    >>> [part[0].shape[0] for part in split((tf.zeros([7, 2]),), 3)]
+    [3, 2, 2]
+    """
+    rows = num_rows(batch)
+    parts = max(1, min(parts, rows))
+    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(tf.nest.map_structure(lambda leaf, at=start, n=size: _rows(leaf, at, n), batch))
+        start += size
+    return pieces
+
+
+def split_all(batches: Sequence[Any], parts: int) -> list[list[Any]]:
+    """Splits several batches into at most `parts` parts each. Returns, by part, its pieces of the batches that have it.
+
+    >>> import tensorflow as tf
+    >>> split = split_all([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], 2)
+    >>> [[piece[0].shape[0] for piece in part] for part in split]
+    [[3, 1], [2]]
+    """
+    by_batch = [split(batch, parts) for batch in batches]
+    return [[pieces[part] for pieces in by_batch if part < len(pieces)] for part in range(max(map(len, by_batch)))]
+
+
+def num_rows(batch: Any) -> int:
+    """The number of rows of a batch.
+
+    >>> import tensorflow as tf
+    >>> num_rows((tf.zeros([7, 2]), tf.zeros([7])))
+    7
+    """
+    first = first_input(batch)
+    rows = first.shape[0]
+    return int(tf.shape(first)[0]) if rows is None else int(rows)
+
+
+def _rows(leaf: Any, start: int, size: int) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    if isinstance(leaf, tf.SparseTensor):
+        rank = int(leaf.dense_shape.shape[0])
+        return tf.sparse.slice(leaf, [start] + [0] * (rank - 1), [size, *leaf.dense_shape.numpy().tolist()[1:]])
+    return leaf[start : start + size]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartInfo:
+    """Metadata of a part of a push or a round, packed into one tensor for its worker.
+
+    >>> part = PartInfo.unpack(PartInfo(3, 1, 64, [40.0]).pack())
+    >>> int(part.number), int(part.buffer), int(part.total), [float(value) for value in part.normalizers]
+    (3, 1, 64, [40.0])
+
+    Attributes:
+        number: The part's number in this training. Unpacked: an int64 scalar.
+        buffer: Index of the gradient buffer that the part is written to in a round. Unpacked: an int32 scalar.
+        total: How many samples all parts have together. If the data are made on the workers, the chief does not know
+            it; then how many parts there are. Unpacked: an int64 scalar.
+        normalizers: Over all parts, what the means in the losses divide by if not by the number of samples. Unpacked:
+            float64 scalars.
+    """
+
+    number: Any
+    buffer: Any
+    total: Any
+    normalizers: Sequence[Any] = ()
+
+    def pack(self) -> tf.Tensor:
+        """Returns an int64 vector."""
+        normalizers = np.asarray(self.normalizers, np.float64).view(np.int64)
+        return tf.constant([self.number, self.buffer, self.total, *normalizers], tf.int64)
+
+    @staticmethod
+    def unpack(tensor: tf.Tensor) -> "PartInfo":
+        """Returns what was packed, as scalar tensors."""
+        normalizers = tf.unstack(tf.bitcast(tensor[3:], tf.float64))
+        return PartInfo(tensor[0], tf.cast(tensor[1], tf.int32), tensor[2], normalizers)

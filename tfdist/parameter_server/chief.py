@@ -1,0 +1,294 @@
+"""The chief's part of `fit`, `evaluate` and `predict`: it gives batches to the workers and collects their results."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.scheduled_training import metrics_result, update_counter
+from tfdist.parameter_server.batch_split import PartInfo, num_rows, split, split_all
+from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
+from tfdist.parameter_server.gradient_push import GradientEncoder
+from tfdist.parameter_server.loss_normalizers import LossNormalizers
+from tfdist.parameter_server.metric_sums import MetricSums
+from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
+from tfdist.parameter_server.result_packing import ResultPacking
+from tfdist.parameter_server.scheduler import Scheduler
+from tfdist.parameter_server.server_process import ServerMonitor, explains_lost_servers
+from tfdist.parameter_server.unsupported_features import reject_unsupported_model
+from tfdist.parameter_server.worker_datasets import WorkerIterator
+from tfdist.parameter_server.worker_functions import WorkerFunctions
+from tfdist.parameter_server.worker_stats import StatsCollector
+
+_QUEUED_PER_WORKER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainTag:
+    """Identifies a scheduled training step: when it was scheduled, and its round and buffer in synchronous mode."""
+
+    scheduled_at: float  # by `time.monotonic()`
+    round: int = 0
+    buffer: int = 0
+
+
+class ChiefTraining:
+    """Trains one model under a parameter server strategy."""
+
+    def __init__(self, model: keras.Model, stats: StatsCollector) -> None:
+        """Prepares the training of a model. Call this once for each model.
+
+        Args:
+            model: Created under a ParameterServerStrategy.
+            stats: Where the strategy collects its workers' statistics.
+        """
+        self._model, self._stats = model, stats
+        self._strategy = strategy = model.distribute_strategy
+        self._mode, self._workers = strategy.mode, strategy.num_workers
+        self.servers = ServerMonitor(strategy.server_addresses)
+        self._scheduler = Scheduler(strategy.coordinator, self.servers.check)
+        self._sums = MetricSums(model)
+        self._packing = ResultPacking()
+        self._encoder = GradientEncoder(strategy.policy, self._new_worker_variable)
+        self._functions: WorkerFunctions | None = None
+        self._normalizers = LossNormalizers(model, strategy)
+        self._pending: list[Any] = []  # batches of the next push
+        self._is_prepared = False
+        self._number: int | None = None  # of the next update to be scheduled; `None`: read it from the servers
+        buffers_per_worker = 2 if isinstance(self._mode, Synchronous) and self._mode.backup_workers else 1
+        self._num_buffers = buffers_per_worker * self._workers
+        self._free = list(range(self._num_buffers))
+        self._round = 0
+        self._late: set[int] = set()  # buffers of running parts whose round has ended without them
+        self._done: dict[int, tuple[int, Any]] = {}  # of this round: samples and result, by buffer
+        self._ends: list[tuple[float, int]] = []  # of this round: (time, worker) of each end, in order
+
+    # What Keras calls.
+
+    @explains_lost_servers
+    def train(self, iterator: Any) -> dict[str, Any]:
+        """Schedules the batches of `steps_per_execution` steps; returns the logs of all steps that have ended."""
+        functions = self._prepared()
+        for number in range(self._model.steps_per_execution):
+            try:
+                batch = iterator if isinstance(iterator, WorkerIterator) else next(iterator)
+            except StopIteration:
+                if number == 0:
+                    raise
+                break
+            self._pending.append(batch)
+            if len(self._pending) == self._strategy.gradient_accumulation_steps:
+                self._train_on_pending(functions)
+        if not isinstance(iterator, tf.data.Iterator | WorkerIterator):  # `train_on_batch`
+            self._finish_training()
+        return self._results()
+
+    @explains_lost_servers
+    def test(self, iterator: Any) -> dict[str, Any]:
+        """As `train`, for `evaluate`."""
+        functions = self._functions_of_model()
+        for number in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if number == 0:
+                    raise
+                break
+            self._wait_for_capacity()
+            self._scheduler.schedule(functions.test, (batch,), self._sums.next_number())
+        if not isinstance(iterator, tf.data.Iterator | WorkerIterator):
+            self._finish_scheduled()
+        return self._results()
+
+    @explains_lost_servers
+    def predict(self, batches: Any) -> Any:
+        """Returns the outputs for batches, whose rows are split over all workers."""
+        functions = self._functions_of_model()
+        self._finish_scheduled()
+        outputs: dict[int, Any] = {}
+        pieces = [piece for batch in batches for piece in split(batch, self._workers)]
+        for number, piece in enumerate(pieces):
+            self._scheduler.schedule(functions.predict, (piece,), number)
+        self._scheduler.wait(lambda: len(outputs) == len(pieces), outputs.__setitem__)
+        parts = [outputs[number] for number in range(len(pieces))]
+        return tf.nest.map_structure(_concatenated, *parts)
+
+    @explains_lost_servers
+    def begin(self) -> None:
+        """Resets the metrics."""
+        self._finish_scheduled()
+        self._sums.reset()
+        self._number = None
+
+    @explains_lost_servers
+    def wait(self) -> None:
+        """Waits until all batches so far are trained on, and stores the metrics."""
+        self._finish_training()
+        self._sums.store()
+        self._number = None  # so that the numbers after a save equal those after a restart
+
+    @explains_lost_servers
+    def abandon(self) -> None:
+        """Discards the pending batches of a `fit` that an exception has ended, before a checkpoint is restored."""
+        self._pending.clear()
+        self._finish_scheduled()
+        self._number = None
+
+    def forget(self, name: str) -> None:
+        """Discards the functions after the model was compiled again."""
+        if name == "train":
+            self._finish_scheduled()
+            self._functions, self._sums = None, MetricSums(self._model)
+            self._normalizers = LossNormalizers(self._model, self._strategy)
+
+    # Preparation.
+
+    def _prepared(self) -> WorkerFunctions:
+        functions = self._functions_of_model()
+        if not self._is_prepared:
+            model = self._model
+            reject_unsupported_model(model)
+            optimizer = model.optimizer
+            with self._strategy.scope():
+                if not optimizer.built:
+                    optimizer.build(model.trainable_variables)
+                inner = getattr(optimizer, "inner_optimizer", optimizer)
+                paths = OptimizerUpdate(inner, model.trainable_variables).paths
+                self._encoder.prepare(paths, [variable.shape for variable in model.trainable_variables])
+            self._is_prepared = True
+        return functions
+
+    def _functions_of_model(self) -> WorkerFunctions:
+        if self._functions is None:
+            buffers = GradientBuffers(self._num_buffers) if isinstance(self._mode, Synchronous) else None
+            self._functions = WorkerFunctions(self._model, self._strategy, self._encoder, buffers, self._packing)
+            self._is_prepared = False
+        return self._functions
+
+    def _new_worker_variable(self, value: tf.Tensor) -> tf.Variable:
+        with self._strategy.scope():
+            return tf.Variable(value, trainable=False, per_worker_variable=True)
+
+    # Scheduling.
+
+    def _train_on_pending(self, functions: WorkerFunctions) -> None:
+        batches, self._pending = self._pending, []
+        if isinstance(self._mode, Asynchronous):
+            self._wait_for_capacity()
+            total, normalizers = self._totals(functions, batches, [batches])
+            part = PartInfo(self._next_number(), 0, total, normalizers)
+            self._schedule(functions, batches, part, _TrainTag(time.monotonic()))
+        else:
+            self._run_round(functions, batches, self._mode)
+
+    def _next_number(self) -> int:
+        """The number of updates before this one; a resumed training counts those before the restart."""
+        if self._number is None:
+            self._number = int(update_counter(self._model.optimizer).numpy())
+        self._number += 1
+        return self._number - 1
+
+    def _schedule(self, functions: WorkerFunctions, batches: list[Any], part: PartInfo, tag: _TrainTag) -> None:
+        if isinstance(batches[0], WorkerIterator):
+            args: tuple[Any, ...] = (batches[0].on_workers, len(batches), part.pack())
+            self._scheduler.schedule(functions.train_on_iterator, args, tag)
+        else:
+            self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack()), tag)
+
+    def _totals(
+        self, functions: WorkerFunctions, batches: list[Any], parts: Sequence[list[Any]]
+    ) -> tuple[int, list[float]]:
+        """`total` and `normalizers` of the `PartInfo` of a push or a round."""
+        if isinstance(batches[0], WorkerIterator):
+            return len(parts), []
+        if len(parts) == len(batches) == 1:
+            return num_rows(batches[0]), []
+        number = functions.num_normalizers(parts[0])
+        return sum(map(num_rows, batches)), self._normalizers.of(batches, number) if number else []
+
+    def _run_round(self, functions: WorkerFunctions, batches: list[Any], mode: Synchronous) -> None:
+        # A worker that has not finished an earlier round takes no part in this one: its part would wait in the queue.
+        self._scheduler.wait(lambda: len(self._late) <= mode.backup_workers, self._collect)
+        available = self._workers - len(self._late)
+        parts = [batches] * available
+        if not isinstance(batches[0], WorkerIterator):
+            parts = split_all(batches, available)
+        total, normalizers = self._totals(functions, batches, parts)
+        self._round += 1
+        buffers, self._free = self._free[: len(parts)], self._free[len(parts) :]
+        self._done, self._ends = {}, []
+        first, began = self._next_number() * self._workers, time.monotonic()
+        for number, (buffer, batches_of_part) in enumerate(zip(buffers, parts, strict=True), first):
+            part = PartInfo(number, buffer, total, normalizers)
+            self._schedule(functions, batches_of_part, part, _TrainTag(began, self._round, buffer))
+        needed = max(1, len(parts) - max(0, mode.backup_workers - len(self._late)))
+        self._scheduler.wait(lambda: len(self._done) >= needed, self._collect)
+        if len(self._ends) > 1:
+            (before_last, _), (last, worker) = self._ends[-2:]
+            self._stats.add_held_up(worker, last - before_last)
+        used = dict(sorted(self._done.items()))
+        self._late |= set(buffers) - set(used)
+        for _, result in used.values():  # by buffer: rounding must not depend on who was first
+            self._sums.add(result["metrics"], result["logs"])
+        weights = sample_fractions([samples for samples, _ in used.values()])
+        functions.update(tf.constant(list(used), tf.int32), tf.constant(weights, tf.float64))
+        self._stats.updates += 1
+        self._free = sorted([*self._free, *used])  # sorted, so that sums have the same order after a restart
+        self._round += 1
+
+    def _wait_for_capacity(self) -> None:
+        limit = _QUEUED_PER_WORKER * self._workers
+        window: int | None = None
+        if isinstance(self._mode, Asynchronous):
+            limit = max_running_pushes(self._mode, self._workers) or limit
+            window = max_push_window(self._mode, self._workers)
+        scheduler = self._scheduler
+        scheduler.wait(lambda: len(scheduler) < limit and (window is None or scheduler.window < window), self._collect)
+
+    # Results.
+
+    def _collect(self, tag: Any, packed: list[Any]) -> None:
+        result = self._packing.unpack(packed)
+        if not isinstance(tag, _TrainTag):  # of `evaluate`
+            self._sums.add_in_order(tag, result["metrics"], result["logs"])
+            return
+        report = {name: int(value) for name, value in result["report"].items()}
+        counts = isinstance(self._mode, Asynchronous) or tag.round == self._round
+        self._stats.add(report, counts=counts, scheduled_at=tag.scheduled_at)
+        if isinstance(self._mode, Asynchronous):
+            self._stats.updates += 1
+            self._sums.add(result["metrics"], result["logs"])
+        elif counts:
+            self._done[tag.buffer] = report["samples"], result
+            self._ends.append((time.monotonic(), report["worker"]))
+        else:
+            self._late.discard(tag.buffer)
+            self._free.append(tag.buffer)
+
+    def _finish_training(self) -> None:
+        if self._pending and self._functions is not None:
+            self._train_on_pending(self._functions)
+        self._finish_scheduled()
+
+    def _finish_scheduled(self) -> None:
+        self._scheduler.wait(lambda: not len(self._scheduler), self._collect)
+        self._free, self._late = list(range(self._num_buffers)), set()  # also after an interrupted round
+
+    def _results(self) -> dict[str, Any]:
+        for tag, result in self._scheduler.finished():
+            self._collect(tag, result)
+        self._scheduler.wait(lambda: self._sums.has_results or not len(self._scheduler), self._collect)
+        # Keras asks for the metrics' names before the first push of an epoch.
+        return self._sums.results() or metrics_result(self._model)
+
+
+def _concatenated(*parts: Any) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(parts, 0)

@@ -1,0 +1,72 @@
+"""Looks up rows of embedding tables on the servers that hold them."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import server_variable
+from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.tensorflow_internals.low_precision_transfer import send_as
+
+
+def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
+    """Looks up each distinct row once, on the server of its part; only these rows cross the network.
+
+    Args:
+        parts: The table's rows in order. If they are uneven, the first parts have one row more.
+        ids: Row numbers, int32 or int64 of any shape.
+
+    Returns:
+        The rows, of the shape of `ids` followed by the row's dimension.
+    """
+    unique, positions = tf.unique(tf.reshape(ids, [-1]))
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + part.shape[0])
+    places, found = [], []
+    for part, start, end in zip(parts, starts, starts[1:], strict=False):
+        here = tf.where((unique >= start) & (unique < end))[:, 0] if len(parts) > 1 else None
+        local = unique if here is None else tf.gather(unique, here) - start
+        found.append(_rows(part, local))
+        places.append(here)
+    if len(parts) == 1:
+        rows = found[0]
+    else:
+        rows = tf.dynamic_stitch([tf.cast(place, tf.int32) for place in places], found)
+    rows = tf.gather(rows, positions)
+    return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+
+
+def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
+    """Returns into how many parts a table is split by its rows.
+
+    Args:
+        partitioner: The `variable_partitioner` of the strategy, or `None`.
+        shape: Rows and columns of the table.
+
+    Raises:
+        ValueError: The partitioner splits columns.
+    """
+    if not callable(partitioner):
+        return 1
+    parts = partitioner(shape=tf.TensorShape(shape), dtype=tf.float32)
+    if not parts or parts[0] < 1 or any(part != 1 for part in parts[1:]):
+        raise ValueError(
+            f"A table is split by its rows. Received: {parts} from variable_partitioner for a table of {shape}. "
+            "Expected: a number of at least 1, then ones, as tf.distribute.experimental.partitioners return."
+        )
+    return min(int(parts[0]), shape[0])
+
+
+def _rows(part: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    variable, scope = server_variable(part), WorkerScope.current()
+    with tf.device(variable.device):
+        rows = tf.nn.embedding_lookup(variable, ids)
+    dtype = rows.dtype
+    if scope is not None and scope.pull_dtype is not None and dtype == tf.float32:
+        dtype = scope.pull_dtype
+        rows = send_as(rows, variable.device, dtype)
+    if scope is not None:
+        scope.count_rows(part, ids, dtype.size * (part.shape[1:].num_elements() or 0))
+    return rows

@@ -1,0 +1,155 @@
+"""Gradient buffers: variables on the servers that hold the parts of a round until all have arrived."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compression.gradient_tensors import all_finite, divided
+from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
+from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
+from tfdist.parameter_server.worker_step import StepResult
+from tfdist.tensorflow_internals.variable_placement import colocated_variable
+
+
+class GradientBuffers:
+    """A fixed number of buffers, each of which takes one part of a round.
+
+    If a worker dies before it has reported a part, the part is computed again and written to the same buffer: so it
+    counts once. A buffer is reused only after its writer has ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Creates `number` buffers; their variables are created when they are first written."""
+        self._number = number
+        self._dense: dict[Any, tf.Variable] = {}
+        self._sparse: dict[Any, list[tuple[tf.Variable, tf.Variable]]] = {}
+        self._optimizers: list[tuple[Any, list[tf.Variable]]] = []
+        self._changed: list[tf.Variable] = []
+
+    def write(self, result: StepResult, buffer: tf.Tensor, encoder: GradientEncoder) -> dict[str, tf.Tensor]:
+        """Encodes what a worker has computed and writes it to a buffer; returns the report for the chief."""
+        sizes: list[Any] = []
+        self._optimizers = [(optimizer, optimizer.servers_variables) for optimizer in result.optimizers]
+        self._changed = [variable for variable, _ in result.changes]
+        for position, (optimizer, variables) in enumerate(self._optimizers):
+            gradients = result.gradients[position]
+            if optimizer.loss_scale is not None:
+                gradients = [divided(gradient, optimizer.loss_scale.value) for gradient in gradients]
+            for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
+                sent, size = encoder.encode(gradient, path)
+                sizes.append(size)
+                if isinstance(gradient, tf.IndexedSlices):
+                    self._write_rows((position, index), buffer, sent, gradient, variables[index])
+                else:
+                    self._write_dense((position, index), buffer, sent, gradient.dtype, variables[index])
+        for index, (variable, change) in enumerate(result.changes):
+            sent = EncodedGradient([change], lambda tensors: tensors[0])
+            self._write_dense(("change", index), buffer, sent, change.dtype, variable)
+        return push_report(result, tf.constant(0, tf.int64), sizes)
+
+    def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any) -> None:
+        """Makes one update of the parts in `buffers`. Call this in a replica context.
+
+        Args:
+            buffers: int32 vector, the buffers that count.
+            weights: float64 vector, the fraction of the batch in each; their sum is 1.
+            model_optimizer: Its count of updates is incremented.
+        """
+        updated = tf.constant(True)
+        for position, (optimizer, variables) in enumerate(self._optimizers):
+            gradients = [
+                self._read((position, index), buffers, weights, variable) for index, variable in enumerate(variables)
+            ]
+            scale = optimizer.loss_scale
+            if scale is None:
+                _apply(optimizer, gradients)
+            else:
+                finite = all_finite(gradients)
+                tf.cond(finite, lambda o=optimizer, g=gradients: _apply(o, g), lambda: None)
+                scale.update(finite)
+                updated = tf.logical_and(updated, finite)
+        for index, variable in enumerate(self._changed):
+            with tf.device(variable.device):
+                parts = tf.gather(self._dense["change", index], buffers)
+                floating = variable.dtype.is_floating
+                change = _weighted(parts, weights) if floating else tf.reduce_max(parts, axis=0)
+                variable.assign_add(change)
+        counter = update_counter(model_optimizer)
+        counter.assign_add(tf.cast(updated, counter.dtype))
+
+    def _write_dense(
+        self, key: Any, buffer: tf.Tensor, sent: EncodedGradient, dtype: tf.DType, beside: tf.Variable
+    ) -> None:
+        if key not in self._dense:
+            with tf.init_scope():
+                zeros = tf.zeros([self._number, *beside.shape], dtype)
+                self._dense[key] = colocated_variable(zeros, beside)
+        with tf.device(beside.device):
+            value = sent.decode([tf.identity(tensor) for tensor in sent.tensors])
+            tf.raw_ops.ResourceScatterUpdate(resource=self._dense[key].handle, indices=buffer, updates=value)
+
+    def _write_rows(
+        self, key: Any, buffer: tf.Tensor, sent: EncodedGradient, gradient: tf.IndexedSlices, beside: tf.Variable
+    ) -> None:
+        if key not in self._sparse:
+            width = gradient.values.shape[1:]
+            # TensorFlow cannot send a server the handle of a variable of which only the rank is known.
+            with tf.init_scope():
+                self._sparse[key] = [
+                    (
+                        colocated_variable(tf.zeros([0, *width], gradient.values.dtype), beside, tf.TensorShape(None)),
+                        colocated_variable(tf.zeros([0], gradient.indices.dtype), beside, tf.TensorShape(None)),
+                    )
+                    for _ in range(self._number)
+                ]
+        with tf.device(beside.device):
+            rows = sent.decode([tf.identity(tensor) for tensor in sent.tensors])
+
+            def write_to(values: tf.Variable, indices: tf.Variable) -> Callable[[], tf.Tensor]:
+                def write() -> tf.Tensor:
+                    values.assign(rows.values)
+                    indices.assign(rows.indices)
+                    return tf.constant(0)
+
+                return write
+
+            tf.switch_case(buffer, [write_to(*pair) for pair in self._sparse[key]])
+
+    def _read(self, key: Any, buffers: tf.Tensor, weights: tf.Tensor, variable: tf.Variable) -> Any:
+        with tf.device(variable.device):
+            if key in self._dense:
+                return _weighted(tf.gather(self._dense[key], buffers), weights)
+            parts = self._sparse[key]
+            weight_of = tf.scatter_nd(buffers[:, tf.newaxis], weights, [self._number])
+            used = [tf.reduce_any(tf.equal(buffers, number)) for number in range(self._number)]
+            values = [
+                part.read_value()[: tf.where(use, tf.shape(part)[0], 0)] * tf.cast(weight_of[number], part.dtype)
+                for number, ((part, _), use) in enumerate(zip(parts, used, strict=True))
+            ]
+            indices = [
+                part.read_value()[: tf.where(use, tf.shape(part)[0], 0)]
+                for (_, part), use in zip(parts, used, strict=True)
+            ]
+            unique, positions = tf.unique(tf.concat(indices, 0))
+            rows = tf.math.unsorted_segment_sum(tf.concat(values, 0), positions, tf.size(unique))
+            return tf.IndexedSlices(rows, unique, tf.shape(variable))
+
+
+def sample_fractions(samples: Sequence[int]) -> list[float]:
+    """The fraction of all samples in each part.
+
+    >>> sample_fractions([3, 1])
+    [0.75, 0.25]
+    """
+    total = sum(samples)
+    return [count / total for count in samples]
+
+
+def _apply(optimizer: Any, gradients: list[Any]) -> None:
+    optimizer.apply(optimizer.clip(gradients))
+    optimizer.constrain()
+
+
+def _weighted(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    return tf.tensordot(tf.cast(weights, parts.dtype), parts, 1)

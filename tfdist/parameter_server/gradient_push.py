@@ -1,0 +1,154 @@
+"""Encodes a worker's gradients and pushes them to the servers, which apply them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compression import Compressor, ErrorFeedback, MomentumCorrection, Policy
+from tfdist.compression.gradient_tensors import all_finite, divided, values_of
+from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
+from tfdist.parameter_server.worker_step import StepResult
+from tfdist.tensorflow_internals.cluster_coordinator import worker_index
+
+_ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+
+
+class GradientEncoder:
+    """Encodes the gradient of each variable as the compression policy says.
+
+    The state of a compressor is a variable of each worker; on a restarted worker it starts from its initial value.
+    """
+
+    def __init__(self, policy: Policy, new_worker_variable: Callable[[tf.Tensor], tf.Variable]) -> None:
+        """Creates an encoder.
+
+        Args:
+            policy: Chooses the compressor of each variable.
+            new_worker_variable: Given an initial value, creates a variable on each worker.
+        """
+        self._policy = policy
+        self._new_worker_variable = new_worker_variable
+        self._state: dict[str, dict[str, tf.Variable]] = {}
+
+    def prepare(self, paths: Sequence[str], shapes: Sequence[tf.TensorShape]) -> None:
+        """Creates the compressors' state for these variables. Call this outside of functions."""
+        for path, shape in zip(paths, shapes, strict=True):
+            compressor, has_state = self._policy.resolve(path, shape)
+            if has_state and path not in self._state:
+                initial = compressor.initial_state(shape)
+                self._state[path] = {name: self._new_worker_variable(value) for name, value in initial.items()}
+
+    def encode(self, gradient: Any, path: str) -> tuple[EncodedGradient, Any]:
+        """Encodes the gradient of the variable at `path`.
+
+        Args:
+            gradient: A dense tensor or `tf.IndexedSlices`.
+            path: Of the variable.
+
+        Returns:
+            The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
+        """
+        if isinstance(gradient, tf.IndexedSlices):
+            return self._encode_rows(gradient, path)
+        compressor, has_state = self._policy.resolve(path, gradient.shape)
+        shape, dtype = gradient.shape, gradient.dtype
+        if not has_state or dtype not in _ENCODED_DTYPES:
+            return EncodedGradient([gradient], lambda tensors: tensors[0]), shape.num_elements() * dtype.size
+        variables = self._state[path]
+        state = {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
+        payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
+        for name, value in new_state.items():
+            variables[name].assign(value)
+        names = sorted(payload)
+
+        def decode(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+            return tf.cast(compressor.decode(dict(zip(names, tensors, strict=True)), shape), dtype)
+
+        return EncodedGradient([payload[name] for name in names], decode), compressor.payload_bytes(shape)
+
+    def _encode_rows(self, gradient: tf.IndexedSlices, path: str) -> tuple[EncodedGradient, Any]:
+        # Rows that were looked up several times are summed and sent once.
+        indices, positions = tf.unique(gradient.indices)
+        rows = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
+        dense_shape, dtype = gradient.dense_shape, rows.dtype
+        row_shape = gradient.values.shape[1:]
+        compressor = self._rows_compressor(path, dense_shape)
+        count = tf.size(indices, out_type=tf.int64)
+        if compressor is None:
+            size = count * ((row_shape.num_elements() or 0) * dtype.size + indices.dtype.size)
+            return EncodedGradient([rows, indices], lambda tensors: tf.IndexedSlices(*tensors, dense_shape)), size
+        payload, _ = compressor.encode(tf.cast(rows, tf.float32), compressor.initial_state([]))
+        names = sorted(payload)
+
+        def decode(tensors: Sequence[tf.Tensor]) -> tf.IndexedSlices:
+            received = dict(zip(names, tensors[:-1], strict=True))
+            shape = tf.concat([tf.shape(tensors[-1]), tf.constant(row_shape.as_list(), tf.int32)], 0)
+            return tf.IndexedSlices(tf.cast(compressor.decode(received, shape), dtype), tensors[-1], dense_shape)
+
+        size = tf.add_n([tf.size(payload[name], out_type=tf.int64) * payload[name].dtype.size for name in names])
+        return EncodedGradient([payload[name] for name in names] + [indices], decode), size + count * indices.dtype.size
+
+    def _rows_compressor(self, path: str, dense_shape: Any) -> Compressor | None:
+        shape = tf.get_static_value(dense_shape)
+        if shape is None:
+            return None
+        compressor, has_state = self._policy.resolve(path, shape.tolist())
+        # A residual would be as large as the table on each worker, which looking up rows is to avoid.
+        has_residual = isinstance(compressor, ErrorFeedback | MomentumCorrection)
+        return compressor if has_state and compressor.encodes_rows and not has_residual else None
+
+
+def push(result: StepResult, model_optimizer: Any, encoder: GradientEncoder) -> dict[str, tf.Tensor]:
+    """Updates the variables on their servers. Concurrent additions by other workers are not lost.
+
+    Returns:
+        The report for the chief; see `push_report`.
+    """
+    counter = update_counter(model_optimizer)
+    values = [values_of(gradient) for of_optimizer in result.gradients for gradient in of_optimizer]
+    with tf.control_dependencies(values):
+        staleness = tf.cast(counter.read_value(), tf.int64) - result.updates
+    sizes: list[Any] = []
+    updated = tf.constant(True)
+    for optimizer, of_optimizer in zip(result.optimizers, result.gradients, strict=True):
+        of_update, finite = _update(optimizer, of_optimizer, encoder)
+        sizes, updated = sizes + of_update, tf.logical_and(updated, finite)
+    for variable, change in result.changes:
+        variable.assign_add(change)
+    with tf.control_dependencies([staleness]):
+        counter.assign_add(tf.cast(updated, counter.dtype))
+    return push_report(result, staleness, sizes)
+
+
+def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> tuple[list[Any], tf.Tensor]:
+    """Returns the sizes of the encoded gradients, and whether the update was applied."""
+    scale = optimizer.loss_scale
+    finite = tf.constant(True)
+    if scale is not None:
+        gradients = [divided(gradient, scale.value) for gradient in gradients]
+        finite = all_finite(gradients)
+    gradients = optimizer.clip(gradients)
+
+    def apply() -> None:
+        optimizer.apply([sent for sent, _ in encoded])
+        optimizer.constrain()
+
+    encoded = [encoder.encode(gradient, path) for gradient, path in zip(gradients, optimizer.paths, strict=True)]
+    if scale is None:
+        apply()
+    else:
+        tf.cond(finite, apply, lambda: None)
+        scale.update(finite)
+    return [size for _, size in encoded], finite
+
+
+def push_report(result: StepResult, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:
+    """What a worker reports to the chief about a push, as int64 scalars."""
+    return {
+        "worker": tf.cast(worker_index(), tf.int64),
+        "staleness": staleness,
+        "samples": result.samples,
+        "bytes_pushed": tf.add_n([tf.cast(size, tf.int64) for size in sizes] or [tf.constant(0, tf.int64)]),
+        "bytes_pulled": result.bytes_pulled,
+    }

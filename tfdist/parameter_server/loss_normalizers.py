@@ -1,0 +1,230 @@
+"""Scales the losses of a part so that all parts of a push or a round together give the loss of the complete batch.
+
+The gradients of the parts are averaged by samples: part p, of n_p samples, has the weight n_p / N. That is correct for
+a mean over the samples. A loss that is a sum must be multiplied by N / n_p beforehand. A mean may also divide by
+another *normalizer*, such as the number of valid entries of a mask or the sum of weights: d_p in the part, D in the
+batch. It must be multiplied by d_p / D * N / n_p. A part does not know D, so the chief computes it from the batch's
+masks and weights and sends it to the workers.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.parameter_server.worker_scope import WorkerScope
+
+
+class _Step:
+    """How the losses of a step are scaled; see `tfdist.keras_internals.losses.LossStep`."""
+
+    # What Keras divides by the number of replicas stays as it is.
+    has_scaled = False
+    parts_of_replica = 1
+    samples_are_static = True
+
+    def __init__(self) -> None:
+        self.fraction: Any = 1
+        self.sum_scale: Any = 1
+        self._graph = tf.compat.v1.get_default_graph()
+
+    @contextlib.contextmanager
+    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+        """Encloses the computation of a mean that divides by `divisor`, a float32 scalar.
+
+        Inside a condition, a loop or a nested function the normalizer cannot be computed beforehand: there the mean
+        counts as one over the samples.
+        """
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            yield
+            return
+        self.fraction = self._fraction_of(tf.stop_gradient(divisor))
+        try:
+            yield
+        finally:
+            self.fraction = 1
+
+    def _fraction_of(self, normalizer: tf.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class MicroStep(_Step):
+    """Scales the losses of a micro-step of a part.
+
+    Attributes:
+        num_normalizers: How many means with a normalizer other than the number of samples were taken so far.
+    """
+
+    def __init__(self, sum_scale: Any = 1, normalizers: Sequence[tf.Tensor] = ()) -> None:
+        """Creates the scaling.
+
+        Args:
+            sum_scale: The samples of all parts divided by those of this micro-step, a float64 scalar; or 1.
+            normalizers: Over all parts, in the order in which the means are taken. A mean beyond the last one counts
+                as one over the samples.
+        """
+        super().__init__()
+        self.sum_scale = sum_scale
+        self.num_normalizers = 0
+        self._normalizers = normalizers
+
+    def _fraction_of(self, normalizer: tf.Tensor) -> Any:
+        self.num_normalizers += 1
+        if self.num_normalizers > len(self._normalizers):
+            return 1
+        total = self._normalizers[self.num_normalizers - 1]
+        return tf.math.divide_no_nan(tf.cast(normalizer, total.dtype), total) * self.sum_scale
+
+
+class AllRecorded(BaseException):
+    """Ends a recorded step. A `BaseException`, so that no `except Exception` of a model catches it."""
+
+
+class Recording(_Step):
+    """Records the normalizers of a step.
+
+    Attributes:
+        normalizers: Those found so far.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Records `number` normalizers, and raises `AllRecorded` at the last one."""
+        super().__init__()
+        self.normalizers: list[tf.Tensor] = []
+        self._number = number
+
+    def _fraction_of(self, normalizer: tf.Tensor) -> Any:
+        self.normalizers.append(normalizer)
+        if len(self.normalizers) == self._number:
+            raise AllRecorded
+        return 1
+
+
+class LossNormalizers:
+    """Computes the normalizers of a batch on the chief, of its masks and weights alone.
+
+    The model's step is traced up to its losses, and the trace is pruned to what the normalizers need. Of an `Embedding`
+    with `mask_zero=True` that is the comparison of ids with zero, without the table and without any layer.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Any) -> None:
+        """Creates the functions' cache; `model` must be compiled and built when `of` is called."""
+        self._model, self._strategy = model, strategy
+        self._functions: dict[Any, PrunedFunction] = {}
+
+    def of(self, batches: Sequence[Any], number: int) -> list[float]:
+        """Returns the normalizers of a step on all rows of `batches`.
+
+        Args:
+            batches: Of any sizes: inputs, targets, weights, as `train_step` takes them.
+            number: How many normalizers a step has.
+
+        Returns:
+            `number` values, in the order in which the losses use them.
+
+        Raises:
+            RuntimeError: The step on a complete batch has fewer.
+        """
+        return np.sum([self._of_batch(batch, number) for batch in batches], axis=0).tolist()
+
+    def _of_batch(self, batch: Any, number: int) -> np.ndarray:
+        batch = tf.nest.map_structure(_tensor, batch)
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        key = (number, *(None if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves))
+        if key not in self._functions:
+            self._functions[key] = self.function(batch, number)
+        return self._functions[key](*[leaf for leaf in leaves if leaf is not None]).numpy()
+
+    def function(self, batch: Any, number: int) -> "PrunedFunction":
+        """Returns a function of a batch like `batch`, with any number of rows, that returns a float64 vector."""
+        step = tf.function(lambda batch: self._normalizers(batch, number), autograph=False)
+        with self._strategy.scope():
+            return PrunedFunction(step.get_concrete_function(tf.nest.map_structure(_spec, batch)))
+
+    def _normalizers(self, batch: Any, number: int) -> tf.Tensor:
+        recording = Recording(number)
+
+        def run() -> None:
+            scope = WorkerScope(self._model.metrics_variables, tf.constant(0, tf.int64), None)
+            with contextlib.suppress(AllRecorded), scope.step(recording):
+                self._model.train_step(batch)
+
+        self._strategy.run(run)
+        if len(recording.normalizers) < number:
+            raise RuntimeError(
+                "A step takes other losses on a complete batch than on a part of it. Received: "
+                f"{len(recording.normalizers)} masked or weighted means for the complete batch. Expected: {number}, as "
+                "for a part. Let `train_step` take the same losses whatever the number of samples."
+            )
+        return tf.cast(tf.stack(recording.normalizers), tf.float64)
+
+
+class PrunedFunction:
+    """The part of a traced function that its only output needs.
+
+    Attributes:
+        operations: The types of its operations, sorted.
+        reads: How many variables and other captured tensors it uses.
+    """
+
+    def __init__(self, traced: Any) -> None:
+        """Prunes `traced`, a concrete function with one output."""
+        [output] = traced.outputs
+        needed = _needed(output.op)
+        number = len(traced.inputs) - len(traced.captured_inputs)
+        self._used = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in needed]
+        captured = zip(traced.inputs[number:], traced.captured_inputs, strict=True)
+        handles = {given.op.name: handle for given, handle in captured if given.op.name in needed}
+        inputs = [traced.inputs[index].op.name for index in self._used]
+        self.reads = len(handles)
+        self.operations = sorted(needed[name] for name in needed.keys() - {*inputs, *handles})
+        graph = traced.graph.as_graph_def()
+        nodes = [node for node in graph.node if node.name in needed]
+        del graph.node[:]
+        graph.node.extend(nodes)
+        for node in graph.node:
+            data = [name for name in node.input if not name.startswith("^")]
+            del node.input[:]
+            node.input.extend(data)
+
+        def function(*tensors: tf.Tensor) -> tf.Tensor:
+            given = dict(zip(inputs, tensors, strict=True))
+            given |= {name: tf.identity(handle) for name, handle in handles.items()}
+            [result] = tf.graph_util.import_graph_def(graph, given, [output.name], name="")
+            return result
+
+        self._function = tf.function(function, autograph=False, reduce_retracing=True)
+
+    def __call__(self, *tensors: tf.Tensor) -> tf.Tensor:
+        """Computes the output; takes all tensors that the traced function takes."""
+        return self._function(*[tensors[index] for index in self._used])
+
+
+def _needed(operation: Any) -> dict[str, str]:
+    """The types, by name, of `operation` and all operations whose data it needs.
+
+    Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
+    """
+    found, waiting = {}, [operation]
+    while waiting:
+        one = waiting.pop()
+        if one.name not in found:
+            found[one.name] = one.type
+            waiting += [tensor.op for tensor in one.inputs]
+    return found
+
+
+def _tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    return leaf if isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+
+
+def _spec(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) if isinstance(spec, tf.TensorSpec) else spec

@@ -1,0 +1,80 @@
+"""Schedules functions on the workers and collects their results."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.cluster_coordinator import is_done
+
+_POLL_SECONDS = 0.0005
+_SLOW_POLL_SECONDS = 0.005
+_SLOW_POLL_AFTER_SECONDS = 0.1
+
+
+class Scheduler:
+    """Schedules functions by TensorFlow's coordinator; their results arrive in any order.
+
+    If a worker dies, the coordinator gives its function to another one. An error of a function cancels everything that
+    is scheduled and is raised once, by the next call.
+    """
+
+    def __init__(
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, while_waiting: Callable[[], None]
+    ) -> None:
+        """Creates a scheduler without work.
+
+        Args:
+            coordinator: Of the strategy.
+            while_waiting: Called repeatedly during a long wait.
+        """
+        self._coordinator, self._while_waiting = coordinator, while_waiting
+        self._running: list[tuple[Any, Any, int]] = []  # (remote value, tag, serial number), the oldest first
+        self._scheduled = 0
+
+    def __len__(self) -> int:
+        """The number of functions whose results have not been collected."""
+        return len(self._running)
+
+    @property
+    def window(self) -> int:
+        """How many functions were scheduled since the oldest running one, including it; 0 if none runs."""
+        return self._scheduled - self._running[0][2] if self._running else 0
+
+    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], tag: Any = None) -> None:
+        """Has a worker call `function(*args)`; `tag` is returned with the result."""
+        try:
+            self._running.append((self._coordinator.schedule(function, args=args), tag, self._scheduled))
+            self._scheduled += 1
+        except BaseException:
+            self._running.clear()
+            raise
+
+    def finished(self) -> Iterator[tuple[Any, Any]]:
+        """Yields the functions that have ended, as (tag, result), and removes them."""
+        self._raise_error()
+        done = [item for item in self._running if is_done(item[0])]
+        self._running = [item for item in self._running if not any(item is other for other in done)]
+        for value, tag, _ in done:
+            yield tag, value.get()
+
+    def wait(self, until: Callable[[], bool], collect: Callable[[Any, Any], None]) -> None:
+        """Calls `collect(tag, result)` for each function that ends, until `until()` is true."""
+        began = time.monotonic()
+        while True:
+            for tag, result in self.finished():
+                collect(tag, result)
+            if until():
+                return
+            is_long = time.monotonic() - began > _SLOW_POLL_AFTER_SECONDS
+            if is_long:
+                self._while_waiting()
+            time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)
+
+    def _raise_error(self) -> None:
+        try:
+            self._coordinator.done()
+        except BaseException:
+            self._running.clear()
+            raise

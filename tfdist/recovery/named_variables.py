@@ -1,0 +1,114 @@
+"""Finds the variables of a training and gives them names that the same program finds again in another process."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tfdist.keras_internals.model_state import (
+    SEED,
+    WEIGHT,
+    ModelVariable,
+    OptimizerState,
+    components,
+    metric_variables_by_key,
+    model_variables,
+    optimizers_of,
+    path_of,
+)
+from tfdist.recovery.compatibility import VariableSpec
+from tfdist.recovery.random_generators import generator_variables
+from tfdist.recovery.resharding import Rule
+
+ACCUMULATORS, GENERATORS, METRICS = "accumulators/", "generators/", "metrics/"
+
+
+@dataclass(frozen=True)
+class NamedVariable:
+    """A variable of a training.
+
+    Attributes:
+        path: The name that users know.
+        components: Its `tf.Variable`s on this worker: one per local replica if it is distributed, else one.
+        rule: How it is converted to another number of replicas.
+    """
+
+    path: str
+    components: list[Any] = field(repr=False)
+    rule: Rule = "first"
+
+    @property
+    def spec(self) -> VariableSpec:
+        """Shape, dtype and path."""
+        first = self.components[0]
+        return VariableSpec(tuple(first.shape), first.dtype.name, self.path)
+
+
+class NamedVariables:
+    """The variables of the training of `model` that exist at first use. Create a new object to find later ones."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._strategy = model.distribute_strategy
+
+    @cached_property
+    def optimizers(self) -> list[OptimizerState]:
+        """All optimizers, including those that other optimizers wrap."""
+        return [OptimizerState(optimizer) for optimizer in optimizers_of(self._model)]
+
+    @property
+    def local_replicas(self) -> int:
+        """The number of replicas of this worker."""
+        return max((len(variable.components) for variable in self.shared.values()), default=1)
+
+    @cached_property
+    def shared(self) -> dict[str, NamedVariable]:
+        """Variables that are equal on all replicas: weights, also frozen ones, and optimizers without accumulators."""
+        found = {
+            f"{variable.kind}/{variable.key}": self._named(variable.variable)
+            for variable in self._model_variables
+            if variable.kind == WEIGHT
+        }
+        for index, optimizer in enumerate(self.optimizers):
+            for number, variable in enumerate(optimizer.variables):
+                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
+        return found
+
+    @cached_property
+    def per_replica(self) -> dict[str, NamedVariable]:
+        """Variables that differ between replicas, without metrics and compression state."""
+        found = {
+            f"{variable.kind}/{variable.key}": self._named(
+                variable.variable, "first" if variable.kind == SEED else "mean"
+            )
+            for variable in self._model_variables
+            if variable.kind != WEIGHT
+        }
+        for index, optimizer in enumerate(self.optimizers):
+            for number, variable in enumerate(optimizer.accumulators):
+                found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, "sum")
+        return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
+
+    @cached_property
+    def metrics(self) -> dict[str, NamedVariable]:
+        """The states of the metrics and of the loss trackers."""
+        return {
+            f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
+            for key, variable in metric_variables_by_key(self._model).items()
+        }
+
+    def model_keys(self) -> dict[int, str]:
+        """Returns the keys of the model's variables by `id(variable)`."""
+        return {id(found.variable): f"{found.kind}/{found.key}" for found in self._model_variables}
+
+    @cached_property
+    def _model_variables(self) -> list[ModelVariable]:
+        return model_variables(self._model)
+
+    def _named(self, variable: Any, rule: Rule = "first") -> NamedVariable:
+        return NamedVariable(path_of(variable), components(self._strategy, variable), rule)
+
+
+def variable_specs(variables: Mapping[str, NamedVariable], ignored: Iterable[str] = ()) -> dict[str, VariableSpec]:
+    """Returns the specs of `variables`, without names that start with one of `ignored`."""
+    return {name: variable.spec for name, variable in variables.items() if not name.startswith(tuple(ignored))}

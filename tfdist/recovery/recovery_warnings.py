@@ -1,0 +1,160 @@
+"""Warnings of FailureRecovery: training already complete, diverged, or with a learning rate that is ignored."""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.keras_internals.model_state import OptimizerState, optimizers_of
+from tfdist.recovery.callback_state import callbacks_without_state
+from tfdist.recovery.training_progress import TrainingProgress
+
+
+def warn_always(message: str) -> None:
+    """Warns at every call, where `warnings.warn` shows repeated warnings only once.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("default")
+    ...     for _ in range(2):
+    ...         warn_always("Nothing is trained.")
+    >>> len(seen)
+    2
+    """
+    caller = sys._getframe(1)
+    # Without a registry Python does not record that the warning was shown.
+    warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
+
+
+def warn_lost_callback_state(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Warns of callbacks whose state is not saved because it is not known."""
+    if unknown := callbacks_without_state(callbacks):
+        warnings.warn(
+            f"These callbacks lose their state at a restart: {', '.join(unknown)}. If they keep state between steps, "
+            "add the methods `get_state` and `set_state` (tfdist.recovery.callback_state).",
+            stacklevel=3,
+        )
+
+
+def warn_training_complete(progress: TrainingProgress, epochs: int, directory: Any) -> None:
+    """Warns that `fit` trains nothing.
+
+    Args:
+        progress: The progress at the checkpoint.
+        epochs: How many epochs `fit` was asked for.
+        directory: The directory of the checkpoints.
+    """
+    how = ", ended by a callback that set stop_training" if progress.stopped else ""
+    warn_always(
+        f"Training is already complete in {str(directory)!r}: `fit` trains nothing. Received: epochs={epochs}, and a "
+        f"checkpoint of a completed training of {progress.epoch} epochs{how}; the model now has its weights. Expected: "
+        "more epochs, to continue it, or another directory, for a new training: use one directory per fold, phase or "
+        "setting."
+    )
+
+
+def is_terminated_by_nan(model: Any, callbacks: Iterable[Any], logs: Mapping[str, Any] | None) -> bool:
+    """Returns whether `TerminateOnNaN` ends the training after the step with `logs`.
+
+    Call this after all `callbacks` have seen the step: a subclass of `TerminateOnNaN` may accept some losses. All
+    workers get the same result, because logs are those of all replicas.
+
+    >>> import keras, types
+    >>> stopped, callbacks = types.SimpleNamespace(stop_training=True), [keras.callbacks.TerminateOnNaN()]
+    >>> logs = {"loss": float("inf")}
+    >>> is_terminated_by_nan(stopped, callbacks, logs), is_terminated_by_nan(stopped, [], logs)
+    (True, False)
+    >>> is_terminated_by_nan(types.SimpleNamespace(stop_training=False), callbacks, logs)
+    False
+    """
+    if not model.stop_training:
+        return False
+    loss = (logs or {}).get("loss")
+    terminates = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
+    return terminates and loss is not None and not bool(np.all(np.isfinite(loss)))
+
+
+def warn_terminated_by_nan(step: int, directory: Any) -> None:
+    """Warns that the last step was not saved, and explains how to continue."""
+    warn_always(
+        f"TerminateOnNaN has ended the training, which is not marked as complete. Received: a loss that is not finite, "
+        f"at step {step}. Expected: a finite loss. This step was not saved: when started again, the program resumes "
+        f"from the newest earlier checkpoint in {str(directory)!r}. Fix the cause first. If the weights were damaged "
+        "earlier, remove the newest of the directories ckpt-* there, until training resumes early enough."
+    )
+
+
+Rates = list[float | None]
+_trained_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers with which this process has trained
+
+
+class InitialLearningRates:
+    """The learning rates with which a run started: those of the program, before callbacks changed them.
+
+    In a process that trains again with the same optimizers, such as a notebook, callbacks may have set the rates.
+
+    Attributes:
+        values: The rates, as stored in checkpoints.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Reads the rates. Call this before a checkpoint is restored."""
+        self._model = model
+        self._may_be_of_callbacks = all(optimizer in _trained_optimizers for optimizer in optimizers_of(model))
+        self.values = learning_rates(model)
+
+    def compare_with_restored(self, saved: Rates | None, callbacks: Sequence[Any], *, warn: bool) -> None:
+        """Warns if the program's rates have changed. Call this after a checkpoint was restored.
+
+        Args:
+            saved: The initial rates of the run that saved the checkpoint; None if it did not store them.
+            callbacks: The callbacks of `fit`.
+            warn: Whether to warn.
+        """
+        if self._may_be_of_callbacks:
+            self.values = self.values if saved is None else saved
+        elif warn:
+            warn_learning_rate_ignored(saved, self.values, learning_rates(self._model), callbacks)
+
+    def mark_trained(self) -> None:
+        """Notes that this process trains with the optimizers. Call this before the first step."""
+        _trained_optimizers.update(optimizers_of(self._model))
+
+
+def learning_rates(model: Any) -> Rates:
+    """Returns the rates of the optimizers; None for a schedule, which belongs to the program, not to checkpoints."""
+    return [OptimizerState(optimizer).learning_rate for optimizer in optimizers_of(model)]
+
+
+def warn_learning_rate_ignored(saved: Rates | None, present: Rates, restored: Rates, callbacks: Sequence[Any]) -> None:
+    """Warns if a rate was changed in the program and the checkpoint's is used instead.
+
+    Args:
+        saved: The initial rates of the run that saved the checkpoint; None if it did not store them.
+        present: The initial rates of this run.
+        restored: The rates with which it resumes.
+        callbacks: The callbacks of `fit`. A `LearningRateScheduler` sets the rate whatever was restored.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as shown:
+    ...     warnings.simplefilter("always")
+    ...     warn_learning_rate_ignored([0.1], [0.1], [0.05], [])  # a callback has lowered it
+    ...     warn_learning_rate_ignored([0.1], [0.01], [0.1], [])
+    >>> [str(warning.message)[:30] for warning in shown]
+    ['The learning rate of this prog']
+    """
+    if saved is None or any(isinstance(other, keras.callbacks.LearningRateScheduler) for other in callbacks):
+        return
+    for before, now, used in zip(saved, present, restored, strict=False):
+        if now is not None and now not in (before, used):
+            warn_always(
+                f"The learning rate of this program is ignored: training resumes with that of the checkpoint. "
+                f"Received: {now:g}, where the run that saved the checkpoint started with {before}. Expected: the same "
+                f"value; training resumes with {used:g}, as if it had not been interrupted. To change the rate, pass a "
+                "LearningRateScheduler to fit, or assign model.optimizer.learning_rate in on_epoch_begin of a "
+                "callback, which takes effect when the next epoch begins."
+            )

@@ -1,0 +1,86 @@
+"""Finds the checkpoint from which all workers resume, and resumes the data at its position."""
+
+import logging
+import os
+import time
+
+from tfdist.checkpoint import Checkpoint, CheckpointError, CheckpointStore, OtherFormatError
+from tfdist.data_position.position import Position
+from tfdist.data_position.training_iterator import TrainingIterator
+
+_TIMEOUT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
+_log = logging.getLogger("tfdist")
+
+
+def choose_checkpoint(store: CheckpointStore) -> Checkpoint | None:
+    """Returns the newest complete checkpoint, None if nothing was saved yet. Called on the chief.
+
+    Logs which checkpoints it skips, and removes unfinished saves.
+
+    Raises:
+        CheckpointError: If no checkpoint is complete, or one cannot be read now. Nothing is removed then.
+    """
+    checkpoint, skipped = store.newest()
+    if checkpoint is None and skipped:
+        raise CheckpointError(
+            f"None of the checkpoints is complete. Received: {'; '.join(skipped)}, in {str(store.directory)!r}. "
+            "Expected: a complete one, or a directory without checkpoints. Repair or mount the disk, or copy the files "
+            "there again; for a new training, move this directory away or choose another one. Nothing was removed."
+        )
+    for reason in skipped:
+        _log.warning("FailureRecovery skips a checkpoint: %s", reason)
+    store.remove_unfinished()
+    return checkpoint
+
+
+def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> Checkpoint:
+    """Opens the checkpoint that the chief chose, on any worker.
+
+    Other workers than the chief retry for 10 s, because a network file system may show them an old directory.
+
+    Raises:
+        CheckpointError: If it is not complete as this worker sees it.
+    """
+    end = time.monotonic() + _TIMEOUT_SECONDS
+    while True:
+        try:
+            return store.open(sequence)
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            if rank == 0:
+                raise
+            if time.monotonic() >= end:
+                raise CheckpointError(
+                    f"Worker {rank} cannot read the checkpoint that the chief has chosen: {error}. Expected: a "
+                    "directory on a file system that all workers share. Mount one, and pass its path to "
+                    "FailureRecovery."
+                ) from error
+        time.sleep(_PAUSE_SECONDS)
+        _refresh_directory(store)
+
+
+def resume_data(
+    iterator: TrainingIterator, checkpoint: Checkpoint, rank: int, num_workers: int, *, replay: bool
+) -> None:
+    """Moves the training data to the position of the checkpoint.
+
+    Args:
+        iterator: The data of the running `fit`.
+        checkpoint: The checkpoint. An additional worker resumes at the position of rank 0.
+        rank: The rank of this worker.
+        num_workers: The present number of workers.
+        replay: Whether data without a position may be drawn again from its beginning.
+    """
+    position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
+    same_workers = checkpoint.num_ranks == num_workers
+    iterator.resume_at(Position.from_json(position), replay=replay, same_workers=same_workers)
+
+
+def _refresh_directory(store: CheckpointStore) -> None:
+    """Lists the directory, so that a network file system asks its server for the present content."""
+    try:
+        os.listdir(store.directory)
+    except OSError as error:
+        _log.debug("%s cannot be listed: %s", store.directory, error)

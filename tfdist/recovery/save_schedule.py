@@ -1,0 +1,81 @@
+"""Decides when a checkpoint is due, by steps, seconds and epochs, on all workers at the same step."""
+
+import time
+from dataclasses import dataclass
+
+from tfdist.recovery.worker_coordination import WorkerCoordination
+from tfdist.utils.argument_checks import check_whole_number, is_number
+
+_MAX_STEPS_BETWEEN_DECISIONS = 1000
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """How often to save. A checkpoint is due when any of the given intervals has passed.
+
+    Attributes:
+        steps: Number of training steps (micro-steps, with gradient accumulation).
+        seconds: Seconds from the end of one save to the beginning of the next, by the chief's clock.
+        epochs: Number of epochs; the checkpoint is saved at the end of an epoch.
+
+    Raises:
+        ValueError: If an interval is invalid.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("every_steps", self.steps), ("every_epochs", self.epochs)):
+            if value is not None:
+                check_whole_number(name, value, at_least=1)
+        if self.seconds is not None and not (is_number(self.seconds, at_least=0) and self.seconds > 0):
+            raise ValueError(
+                f"Invalid `every_seconds`. Received: every_seconds={self.seconds!r}. Expected: a finite number of "
+                "seconds above 0, or None."
+            )
+
+
+class SaveSchedule:
+    """Decides after each step whether to save. All workers ask at the same steps and get the same answer.
+
+    Clocks differ between workers. So for `seconds` the chief decides, at steps that all workers know, whether to save
+    now and at which step to decide again.
+    """
+
+    def __init__(self, interval: SaveInterval, coordination: WorkerCoordination, step: int) -> None:
+        """Starts at `step`, the number of steps since the training began."""
+        self._interval, self._coordination = interval, coordination
+        self._step = self._next_decision = step
+        self._decisions = 0
+        self._last_save = self._started = time.monotonic()
+        self._first_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to save after `step`, the number of steps since the training began."""
+        previous, self._step = self._step, step
+        every = self._interval.steps
+        due_by_steps = every is not None and step // every != previous // every
+        due_by_time = self._interval.seconds is not None and step >= self._next_decision and self._decide(step)
+        return due_by_steps or due_by_time
+
+    def is_due_after_epoch(self, epoch: int) -> bool:
+        """Returns whether to save after `epoch`, counted from 0."""
+        return self._interval.epochs is not None and (epoch + 1) % self._interval.epochs == 0
+
+    def saved(self) -> None:
+        """Restarts the clock. Call this after every save, whatever the reason for it."""
+        self._last_save = time.monotonic()
+
+    def _decide(self, step: int) -> bool:
+        seconds, now = self._interval.seconds or 0.0, time.monotonic()
+        due = now - self._last_save >= seconds
+        steps_per_second = (step - self._first_step) / max(now - self._started, 1e-6)
+        remaining = seconds if due else seconds - (now - self._last_save)
+        # Half of the remaining steps, because steps may become faster.
+        ahead = min(max(1, int(remaining * steps_per_second / 2)), _MAX_STEPS_BETWEEN_DECISIONS)
+        self._decisions += 1
+        due, ahead = self._coordination.broadcast(f"save/{self._decisions}", [due, ahead])
+        self._next_decision = step + ahead
+        return bool(due)

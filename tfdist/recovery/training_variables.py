@@ -1,0 +1,282 @@
+"""Copies the variables of a training to host memory, compares them with a checkpoint, and restores them bit by bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdist.keras_internals.accumulation import Accumulation
+from tfdist.keras_internals.model_state import OptimizerState, components
+from tfdist.keras_internals.symbolic_build import build_for_training
+from tfdist.recovery.compatibility import (
+    Mismatch,
+    find_optimizer_mismatch,
+    find_variable_mismatch,
+    mismatch_error,
+    saved_specs,
+)
+from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
+from tfdist.recovery.host_copies import HostCopies
+from tfdist.recovery.named_variables import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
+from tfdist.recovery.random_generators import create_generators
+from tfdist.recovery.resharding import (
+    AccumulationProgress,
+    convert_micro_steps,
+    group_by_variable,
+    replica_name,
+    reshard,
+)
+from tfdist.training.strategy_protocol import training_strategy
+
+Json = dict[str, Any]
+Arrays = Mapping[str, np.ndarray]
+
+
+class TrainingVariables:
+    """The variables of the training of one model, under names that the same program finds again in a new process.
+
+    A name is the position of a variable: `weights/3.Dense/0` is the first weight of layer 3, a Dense layer, where the
+    model is layer 0; `optimizer/0.Adam/2` is the third variable of its optimizer.
+
+    `shared` values are equal on all replicas and saved once: weights, slots, iterations, learning rate, averages, the
+    loss scale. `per_replica` values are saved by each rank under the number of the replica over all workers
+    (`state/2.BatchNormalization/0@3`): accumulators, compression state, moving statistics and other non-trainable
+    variables, seed generators, metrics.
+
+    Arrays never share memory with a variable.
+
+    >>> import keras
+    >>> from tfdist.recovery.training_variables import TrainingVariables
+    >>> def training(name):
+    ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name=name)])
+    ...     model.compile("sgd", loss="mse")
+    ...     variables = TrainingVariables(model)
+    ...     variables.build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])))
+    ...     return model, variables
+    >>> import tensorflow as tf
+    >>> model, variables = training("first")
+    >>> shared, per_replica, description = variables.snapshot()
+    >>> sorted(shared)
+    ['optimizer/0.SGD/0', 'optimizer/0.SGD/1', 'weights/2.Dense/0', 'weights/2.Dense/1']
+    >>> other, variables = training("second")
+    >>> variables.check(shared, per_replica, description)
+    >>> variables.restore_shared(shared, description)
+    >>> variables.restore_per_replica(per_replica, description)
+    >>> bool(np.array_equal(other.get_weights()[0], model.get_weights()[0]))
+    True
+    """
+
+    def __init__(self, model: Any, copies: HostCopies | None = None) -> None:
+        """Reads `model`. Variables that are created later are found, too.
+
+        Args:
+            model: A compiled Keras model.
+            copies: Makes the copies when its `finish` is called. None: copies are made at once, in new memory.
+        """
+        self._model = model
+        self._copies = copies
+        self._strategy = model.distribute_strategy
+        self._rank = training_strategy(self._strategy).rank
+
+    def build(self, element_spec: Any = None) -> None:
+        """Creates the variables that Keras would create in the first step. Call this before `check`.
+
+        Args:
+            element_spec: The spec of the batches, as `tf.data.Dataset.element_spec` or that of a distributed dataset.
+                Not needed if model, losses and metrics are built, as Keras does before training under a strategy.
+
+        Raises:
+            RuntimeError: If variables are missing and the shapes of a batch are not known.
+        """
+        build_for_training(self._model, element_spec)
+
+    def shared(self) -> Arrays:
+        """Returns copies of what is equal on all replicas."""
+        return self._shared(NamedVariables(self._model))
+
+    def per_replica(self) -> Arrays:
+        """Returns copies of the values of each local replica, including metrics."""
+        return self._per_replica(NamedVariables(self._model))
+
+    def description(self) -> Json:
+        """Returns what else is needed to check and restore a checkpoint, as JSON; the same on all ranks.
+
+        Its `accumulation_steps` is the number of micro-steps per update of the model's optimizer.
+        """
+        return self._description(NamedVariables(self._model))
+
+    def snapshot(self) -> tuple[Arrays, Arrays, Json]:
+        """Returns `shared`, `per_replica` and `description` in one pass over the variables."""
+        named = NamedVariables(self._model)
+        return self._shared(named), self._per_replica(named), self._description(named)
+
+    def check(self, shared: Arrays, per_replica: Arrays, description: Json) -> None:
+        """Compares a checkpoint with this training, without changing a variable.
+
+        Args:
+            shared: The saved `shared` values.
+            per_replica: The saved `per_replica` values of this rank; of any rank if the number of replicas differs.
+            description: The saved `description`.
+
+        Raises:
+            ValueError: If the optimizer, a variable or the compression differs; the message names the first
+                difference, its values in checkpoint and program, and the remedy.
+        """
+        named = NamedVariables(self._model)
+        mismatch = (
+            find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
+            or find_variable_mismatch(saved_specs(shared, description["paths"]), variable_specs(named.shared))
+            or self._find_per_replica_mismatch(named, per_replica, description)
+        )
+        if mismatch is not None:
+            raise mismatch_error(mismatch)
+
+    def restore_shared(self, shared: Arrays, description: Json) -> None:
+        """Restores what is equal on all replicas, on all local ones.
+
+        If the number of micro-steps per update differs, the count of micro-steps is converted so that the number of
+        updates stays.
+        """
+        named = NamedVariables(self._model)
+        for name, variable in named.shared.items():
+            for component in variable.components:
+                component.assign(shared[name])
+        for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=True):
+            if optimizer.accumulation_steps != saved["accumulation_steps"]:
+                for component in components(self._strategy, optimizer.counter):
+                    component.assign(_accumulation_progress(optimizer, saved).micro_steps)
+
+    def restore_per_replica(self, per_replica: Arrays, description: Json) -> None:
+        """Restores the values of each replica, without the metrics.
+
+        If the replicas are those of the checkpoint, each gets its own values. Otherwise accumulators and residuals
+        keep their sums over all replicas, moving statistics become the mean (they are equal under tfdist's
+        strategies), and all seed generators resume at the state of replica 0.
+
+        Args:
+            per_replica: The values of this rank; of all ranks (`merge_ranks`) if the number of replicas differs.
+            description: The saved `description`.
+
+        Raises:
+            ValueError: If the values of needed ranks are missing.
+        """
+        saved = group_by_variable(per_replica)
+        generators = [name.removeprefix(GENERATORS) for name in saved if name.startswith(GENERATORS)]
+        create_generators(generators, self._strategy)
+        named = NamedVariables(self._model)
+        self._assign(named.per_replica, named.local_replicas, saved, description)
+        optimizers = zip(named.optimizers, description["optimizers"], strict=True)
+        for index, (optimizer, described) in enumerate(optimizers):
+            for number, accumulator in enumerate(optimizer.accumulators):
+                is_saved = f"{ACCUMULATORS}{index}/{number}" in saved
+                factor = _accumulation_progress(optimizer, described).factor if is_saved else 0.0
+                for component in components(self._strategy, accumulator) if factor != 1.0 else ():
+                    component.assign(component * factor)
+        self._compression(named).restore(per_replica, description["compressing_replicas"])
+
+    def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
+        """Restores the metrics of a resumed epoch. Call this in `on_epoch_begin`, after Keras has reset them.
+
+        If the number of replicas differs, replica 0 gets the sums of all and the others zeros, so that the results
+        over all replicas stay.
+
+        Args:
+            per_replica: As for `restore_per_replica`.
+            description: The saved `description`.
+
+        Raises:
+            ValueError: If the values of needed ranks are missing.
+        """
+        named = NamedVariables(self._model)
+        self._assign(named.metrics, named.local_replicas, group_by_variable(per_replica), description)
+
+    def _description(self, named: NamedVariables) -> Json:
+        variables = {**named.shared, **named.per_replica, **named.metrics}
+        return {
+            "replicas": self._num_replicas,
+            "local_replicas": named.local_replicas,
+            "compressing_replicas": self._compression(named).num_replicas,
+            "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
+            "optimizers": [
+                {
+                    "kind": optimizer.kind,
+                    "settings": optimizer.settings,
+                    "accumulation_steps": optimizer.accumulation_steps,
+                    "micro_steps": optimizer.micro_steps,
+                }
+                for optimizer in named.optimizers
+            ],
+            "paths": {name: variable.path for name, variable in variables.items()},
+        }
+
+    def _shared(self, named: NamedVariables) -> Arrays:
+        return self._copy({name: variable.components[0] for name, variable in named.shared.items()})
+
+    def _per_replica(self, named: NamedVariables) -> Arrays:
+        first = self._rank * named.local_replicas
+        present = {
+            replica_name(name, first + index): component
+            for name, variable in {**named.per_replica, **named.metrics}.items()
+            for index, component in enumerate(variable.components)
+        }
+        return self._copy({**present, **self._compression(named).variables()})
+
+    def _copy(self, variables: Mapping[str, Any]) -> Arrays:
+        copies = self._copies or HostCopies()
+        arrays = {name: copies.request(name, variable) for name, variable in variables.items()}
+        if self._copies is None:
+            copies.finish()
+        return arrays
+
+    @property
+    def _num_replicas(self) -> int:
+        return int(self._strategy.num_replicas_in_sync)
+
+    def _find_per_replica_mismatch(
+        self, named: NamedVariables, per_replica: Arrays, description: Json
+    ) -> Mismatch | None:
+        # Global generators are created and removed as the checkpoint requires. Accumulators may exist on one side only
+        # if the number of micro-steps per update differs.
+        ignored = [GENERATORS, COMPRESSION]
+        saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
+        if saved_steps != [optimizer.accumulation_steps for optimizer in named.optimizers]:
+            ignored.append(ACCUMULATORS)
+        saved = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
+        present = {**named.per_replica, **named.metrics}
+        return find_variable_mismatch(
+            saved_specs(saved, description["paths"], ignored), variable_specs(present, ignored)
+        ) or self._compression(named).find_mismatch(per_replica)
+
+    def _assign(
+        self,
+        variables: Mapping[str, NamedVariable],
+        local_replicas: int,
+        saved: Mapping[str, Mapping[int, np.ndarray]],
+        description: Json,
+    ) -> None:
+        first = self._rank * local_replicas
+        same = (description["replicas"], description["local_replicas"]) == (self._num_replicas, local_replicas)
+        for name, variable in variables.items():
+            if name not in saved:
+                continue
+            values = saved[name]
+            has_all = first in values if same else len(values) == description["replicas"]
+            if not has_all and (same or variable.rule in ("sum", "total")):
+                expected = f"replica {first}" if same else f"all {description['replicas']} replicas"
+                raise ValueError(
+                    f"Shards of other ranks are missing. Received: {name!r} of the replicas {sorted(values)}. "
+                    f"Expected: {expected}. Pass the shard of this rank, or, if the number of replicas has changed, "
+                    "the result of `merge_ranks` for the shards of all ranks."
+                )
+            for replica, component in enumerate(variable.components, first):
+                if same:
+                    component.assign(values[replica])
+                else:
+                    component.assign(reshard(values, variable.rule, replica, self._num_replicas))
+
+    def _compression(self, named: NamedVariables) -> CompressionArrays:
+        return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
+
+
+def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
+    return convert_micro_steps(saved["micro_steps"], saved["accumulation_steps"], optimizer.accumulation_steps)

@@ -1,0 +1,67 @@
+"""Agreement between the workers of a `fit`, through the key-value store of TensorFlow's coordination service."""
+
+import itertools
+import json
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.runtime import set_key_value, wait_for_key_value
+
+_counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
+
+
+class WorkerCoordination:
+    """Messages between the workers of one `fit`. Each name can be used once.
+
+    Every worker must create its instances in the same order. A training with one worker sends no messages.
+    """
+
+    def __init__(self, rank: int, num_workers: int) -> None:
+        self.rank, self.num_workers = rank, num_workers
+        self._prefix = f"tfdist/recovery/{next(_counter)}" if num_workers > 1 else ""
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Returns the chief's `value`, any JSON. Other workers wait for it; their `value` is ignored."""
+        if self.num_workers == 1:
+            return value
+        if self.rank == 0:
+            self.set(name, value)
+        return self.wait_for(name)
+
+    def propose(self, name: str, value: Any) -> Any:
+        """Returns the value of the worker that proposes first."""
+        if self.num_workers == 1:
+            return value
+        try:
+            self.set(name, value)
+        except tf.errors.AlreadyExistsError:
+            pass
+        return self.wait_for(name)
+
+    def barrier(self, name: str) -> None:
+        """Waits until all workers have called this method."""
+        if self.num_workers > 1:
+            self.arrive(name)
+            self.wait_for_all(name)
+
+    def arrive(self, name: str) -> None:
+        """Reports that this worker has reached `name`."""
+        self.set(f"{name}/{self.rank}", True)
+
+    def wait_for_all(self, name: str) -> None:
+        """Waits until all workers have called `arrive(name)`."""
+        for rank in range(self.num_workers):
+            self.wait_for(f"{name}/{rank}")
+
+    def set(self, name: str, value: Any) -> None:
+        """Publishes `value` to all workers.
+
+        Raises:
+            tf.errors.AlreadyExistsError: If a worker has published a value under this name.
+        """
+        set_key_value(f"{self._prefix}/{name}", json.dumps(value))
+
+    def wait_for(self, name: str) -> Any:
+        """Waits until a worker publishes `name` and returns the value. Other threads keep running."""
+        return json.loads(wait_for_key_value(f"{self._prefix}/{name}"))

@@ -1,0 +1,142 @@
+"""Launches collectives on a replica: several at once, with instance keys that the graph draws."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.instance_keys import InstanceKeys
+from tfdist.tensorflow_internals.tensorflow_symbols import (
+    CollectiveAllReduce,
+    CollectiveReplicaLauncher,
+    ResourceVariable,
+    all_to_all,
+)
+
+_AT_ONCE_ON_CPU = 16
+_GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
+
+
+class ReplicaLauncher(CollectiveReplicaLauncher):
+    """TensorFlow's launcher, with instance keys that are drawn when a collective runs, and reused; see `InstanceKeys`.
+
+    Collectives with the same ordering token run one after the other, as NCCL requires. On CPUs their keys identify
+    them, and several at once keep the link busy; without a token TensorFlow would order those of all replicas of a
+    process.
+    """
+
+    def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
+        super().__init__(group_key, group_size, keys, device, options)
+        self._host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
+        at_once = _AT_ONCE_ON_CPU if tf.DeviceSpec.from_string(device).device_type == "CPU" else 1
+        with tf.init_scope(), tf.device(device):
+            self._tokens = [ResourceVariable(0.0, trainable=False, name="ordering_token") for _ in range(at_once)]
+        self._instance_keys = InstanceKeys(self._host, self._tokens)
+        self._launched = 0
+        self._launching: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of replicas that take part."""
+        return int(self._group_size)
+
+    @property
+    def device(self) -> str:
+        """The device of this replica."""
+        return str(self._device)
+
+    @property
+    def host(self) -> str:
+        """The CPU of this replica's worker."""
+        return self._host
+
+    def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        """Sums the replicas' tensors, which have the same shape; see `InstanceKeys.next` for `shape_is_fixed`."""
+        self._launching = _signature("reduce", tensor, shape_is_fixed)
+        return self.all_reduce(tensor, None, options)
+
+    def gather(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        """Concatenates the replicas' tensors, which have the same shape, along their first dimension."""
+        self._launching = _signature("gather", tensor, shape_is_fixed)
+        return self._all_gather(tensor, options)
+
+    def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
+        """Sends row `i` of `tensor`, `[size, ...]`, to the replica at position `i`; returns the received rows."""
+        self._launching = _signature("exchange", tensor, True)
+        instance_key = self._next_instance_key()
+        options = self._options.merge(options)
+        with tf.device(self._device):
+            return all_to_all(
+                tensor,
+                self._group_size,
+                self._group_key,
+                instance_key,
+                communication_hint=options.implementation.value,
+                timeout=options.timeout_seconds,
+                ordering_token=self._get_ordering_token(),
+            )
+
+    def _next_instance_key(self) -> Any:
+        signature, self._launching = self._launching, None
+        if tf.executing_eagerly():
+            return super()._next_instance_key()
+        return self._instance_keys.next(signature)
+
+    def _get_ordering_token(self) -> Any:
+        self._launched += 1
+        return self._tokens[self._launched % len(self._tokens)].handle
+
+
+def _signature(kind: str, tensor: tf.Tensor, shape_is_fixed: bool) -> str | None:
+    if not shape_is_fixed or not tensor.shape.is_fully_defined():
+        return None
+    return f"{kind} {tensor.dtype.name} {tensor.shape.as_list()}"
+
+
+class AllReduce(CollectiveAllReduce):
+    """TensorFlow's cross-device operations with tfdist's reduction in the replica context."""
+
+    def __init__(self, stock: CollectiveAllReduce, reduction: Any, rank: int = 0) -> None:
+        """Replaces `stock`, and uses its group key.
+
+        Args:
+            stock: The operations that TensorFlow created for a strategy.
+            reduction: Called once per local replica with the launchers `(over all replicas, between workers, within
+                this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors`
+                whenever that replica reduces a flat list.
+            rank: The rank of this worker.
+        """
+        super().__init__(
+            stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices
+        )
+        group_key = self._collective_keys.get_group_key(self._devices)
+        self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
+        local = len(self._devices)
+        workers = self._group_size // local
+        if local == 1 or workers == 1:
+            self._reductions = [
+                reduction(launcher, launcher, None, rank * local + index)
+                for index, launcher in enumerate(self._launchers)
+            ]
+            return
+        # One group of the workers' first replicas, and one per worker. Keys are unique in the cluster.
+        between = self._launcher(group_key + _GROUPS_OF_LEVELS, workers, self._devices[0])
+        local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
+        self._reductions = [
+            reduction(launcher, None if index else between, self._launcher(local_key, local, device), rank)
+            for index, (launcher, device) in enumerate(zip(self._launchers, self._devices, strict=True))
+        ]
+
+    def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
+        return ReplicaLauncher(group_key, size, self._collective_keys, device, self._options)
+
+    @property
+    def reductions(self) -> list[Any]:
+        """The result of `reduction` for each local replica."""
+        return self._reductions
+
+    def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
+        with tf.device(self._devices[replica_id]):
+            reduced = self._reductions[replica_id](
+                tf.nest.flatten(value), mean=reduce_op == tf.distribute.ReduceOp.MEAN, options=options
+            )
+        return tf.nest.pack_sequence_as(value, reduced)

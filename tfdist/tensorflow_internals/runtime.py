@@ -1,0 +1,77 @@
+"""TensorFlow's runtime in this process: its server, the cluster's key-value store, global seed and generator."""
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import context
+
+_random_ops = private(
+    "tensorflow.python.ops:stateful_random_ops", "shows whether a global generator exists without creating one"
+)
+
+
+def cluster_is_running() -> bool:
+    """Whether a multi-worker strategy has started TensorFlow's server in this process."""
+    return context()._collective_ops_server_def is not None
+
+
+def tensorflow_has_started() -> bool:
+    """Whether TensorFlow has created its devices, after which no server can be added."""
+    return bool(context()._initialized)
+
+
+@contextmanager
+def exit_on_timeout(seconds: float) -> Iterator[None]:
+    """Ends this process, with a traceback, if the body takes longer than `seconds`.
+
+    TensorFlow's start waits for its peers indefinitely, in C++ with Python's lock held: no other thread and no signal
+    handler can run meanwhile. The timer of `faulthandler` needs neither.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr.fileno())
+    except (AttributeError, ValueError, OSError):  # standard error has no file descriptor: a notebook
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def set_key_value(key: str, value: str) -> None:
+    """Publishes `value` to all workers under `key`, which must be new."""
+    context().set_config_key_value(key, value)
+
+
+def wait_for_key_value(key: str) -> str:
+    """Waits until a worker has published `key` and returns its value."""
+    return str(context().get_config_key_value(key))
+
+
+def global_seed() -> int | None:
+    """Returns TensorFlow's global seed in this process; `None` if none was set."""
+    seed = context()._seed
+    return None if seed is None else int(seed)
+
+
+@contextmanager
+def global_seed_for_functions(seed: int) -> Iterator[None]:
+    """Sets the global seed for functions traced in the body, and leaves the program's random state unchanged.
+
+    `tf.random.set_seed` would also restart the sequence of the numbers drawn from it.
+    """
+    before = context()._seed
+    context()._seed = seed
+    try:
+        yield
+    finally:
+        context()._seed = before
+
+
+def global_generator() -> Any:
+    """Returns the global `tf.random.Generator`; `None` if nothing has requested it yet."""
+    return _random_ops.global_generator

@@ -1,0 +1,67 @@
+"""The private TensorFlow symbols that tfdist uses, each with its reason. Tested with TensorFlow 2.21.0."""
+
+from tfdist.private_symbols import private
+
+_DISTRIBUTE = "tensorflow.python.distribute"
+
+CollectiveAllReduce = private(
+    f"{_DISTRIBUTE}.cross_device_ops:CollectiveAllReduce",
+    "the cross-device operations that MirroredStrategy and MultiWorkerMirroredStrategy reduce with",
+)
+CollectiveReplicaLauncher = private(
+    f"{_DISTRIBUTE}.cross_device_utils:CollectiveReplicaLauncher",
+    "launches one collective operation on one replica, in a function or eagerly",
+)
+MirroredExtended = private(
+    f"{_DISTRIBUTE}.mirrored_strategy:MirroredExtended", "the implementation behind MirroredStrategy"
+)
+CollectiveAllReduceExtended = private(
+    f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended",
+    "the implementation behind MultiWorkerMirroredStrategy",
+)
+Mirrored = private(f"{_DISTRIBUTE}.values:Mirrored", "marks a value as equal on all replicas")
+ResourceVariable = private(
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
+    "a plain variable, regardless of the strategy scope",
+)
+context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
+all_to_all = private(
+    "tensorflow.python.ops.collective_ops:all_to_all_v2", "the collective that TensorFlow's strategies do not expose"
+)
+get_default_graph = private("tensorflow.python.framework.ops:get_default_graph", "whether a function is being traced")
+
+ParameterServerExtended = private(
+    f"{_DISTRIBUTE}.parameter_server_strategy_v2:ParameterServerStrategyV2Extended",
+    "the implementation behind ParameterServerStrategy",
+)
+dispatch_context = private(
+    f"{_DISTRIBUTE}.coordinator.coordinator_context:get_current_dispatch_context", "the worker that runs a function"
+)
+record_operation = private(
+    "tensorflow.python.eager.record:record_operation", "gives a pulled and cast value its variable's gradient"
+)
+stop_recording = private("tensorflow.python.eager.record:stop_recording", "keeps that cast off the tape")
+variable_accessed = private("tensorflow.python.eager.tape:variable_accessed", "puts its variable on the tape")
+
+# Overridden private methods: if TensorFlow renamed one, the override would have no effect.
+for _method, _why in {
+    "mirrored_strategy:MirroredExtended._use_merge_call": "decides between replica-context and merge-call reduction",
+    "mirrored_strategy:MirroredExtended._make_collective_ops_with_fallbacks": "creates the cross-device operations",
+    "mirrored_strategy:MirroredExtended._get_cross_device_ops": "chooses the cross-device operations of a value",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._use_merge_call": "as for MirroredExtended",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._reduce_to": "does not map over structures",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices": "uses only one CPU device",
+    "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_multi_worker": "starts the server",
+    "cross_device_ops:CollectiveAllReduce._all_reduce": "reduces the tensors of one replica",
+    "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
+    "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
+    "cross_device_utils:CollectiveReplicaLauncher._get_ordering_token": "decides whether collectives run one by one",
+    "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable": (
+        "colocates variables with others without counting their bytes"
+    ),
+    "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable_round_robin": (
+        "places variables one after another, regardless of their size"
+    ),
+    "coordinator.values:RemoteValueImpl.get": "its copy of an output, not its status, shows that a function ended",
+}.items():
+    private(f"{_DISTRIBUTE}.{_method}", _why)

@@ -1,0 +1,67 @@
+"""Places the variables of a parameter server strategy: on the server with the fewest bytes, or beside another one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.tensorflow_symbols import ParameterServerExtended, ResourceVariable
+
+
+class _BalancedExtended(ParameterServerExtended):
+    """Places each variable on the server that holds the fewest bytes, instead of on one after another.
+
+    Attributes:
+        server_bytes: By server, the bytes of the variables placed there.
+        colocated_bytes: By server, the bytes of variables colocated with these: optimizer slots.
+    """
+
+    server_bytes: list[int]
+    colocated_bytes: list[int]
+
+    # With one replica there is nothing to merge, and a merge call is not possible within a condition, such as that of
+    # an update that is skipped after an overflow.
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if "colocate_with" in kwargs:
+            device = tf.DeviceSpec.from_string(variable.device)
+            if device.job == "ps":
+                self.colocated_bytes[device.task] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
+    def _create_variable_round_robin(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        initial_value = kwargs.get("initial_value")
+        if callable(initial_value) and not hasattr(initial_value, "checkpoint_position"):
+            with tf.init_scope():
+                kwargs["initial_value"] = initial_value = initial_value()
+        size = 0
+        if not callable(initial_value) and initial_value is not None:
+            kwargs["initial_value"] = value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
+            size = (value.shape.num_elements() or 0) * value.dtype.size
+        server = min(range(self._num_ps), key=lambda number: self.server_bytes[number] + self.colocated_bytes[number])
+        self.server_bytes[server] += size
+        self._variable_count = server
+        return super()._create_variable_round_robin(next_creator, **kwargs)
+
+
+def balance_by_bytes(strategy: Any) -> None:
+    """Makes `strategy`, a `tf.distribute.ParameterServerStrategy`, place variables by their size."""
+    extended = strategy.extended
+    extended.__class__ = _BalancedExtended
+    extended.server_bytes = [0] * extended._num_ps
+    extended.colocated_bytes = [0] * extended._num_ps
+
+
+def colocated_variable(value: tf.Tensor, beside: Any, shape: Any = None) -> tf.Variable:
+    """Creates a plain variable on the server of another variable; allowed while a function is traced."""
+    with tf.init_scope(), tf.device(beside.device):
+        return ResourceVariable(value, trainable=False, shape=shape)

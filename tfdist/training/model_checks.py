@@ -1,0 +1,44 @@
+"""Checks, before a step is traced, that a model can run on several replicas."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.keras_internals.model_introspection import first_variable_outside, is_made_under
+
+
+def check_model(model: Any, strategy: Any, devices: Sequence[str], *, training: bool) -> None:
+    """Raises an error if a step of `model` cannot run under `strategy`.
+
+    Args:
+        model: A compiled Keras model.
+        strategy: The strategy that runs the step.
+        devices: The devices of the local replicas.
+        training: Whether the step is a training step.
+
+    Raises:
+        ValueError: The model was compiled with `jit_compile=True` for CPU replicas; or it, its metrics or its optimizer
+            were not created under the strategy's scope.
+    """
+    if model.jit_compile and strategy.num_replicas_in_sync > 1 and any("CPU" in device for device in devices):
+        raise ValueError(
+            "XLA cannot compile a step with collectives between CPU replicas. "
+            f"Received: jit_compile=True and {strategy.num_replicas_in_sync} replicas, of which here "
+            f"{', '.join(devices)}. Expected: jit_compile=False (or 'auto') on CPUs. "
+            "Compile the model with `model.compile(..., jit_compile=False)`."
+        )
+    stray = first_variable_outside(model)
+    if stray is not None:
+        raise ValueError(
+            "A variable was created outside the strategy's scope, so it is not on all replicas. "
+            f"Received: {stray.path!r}, created outside {type(strategy).__name__}.scope(). Expected: the model, its "
+            "metrics (also the ones given to `compile`), the optimizer and `model.compile` within one "
+            "`with strategy.scope():` block. Move them there."
+        )
+    optimizer = model.optimizer if training else None
+    if optimizer is not None and not is_made_under(optimizer, strategy):
+        raise ValueError(
+            "The optimizer was created outside the strategy's scope, so its variables are not on all replicas. "
+            f"Received: {type(optimizer).__name__} {optimizer.name!r}, created outside "
+            f"{type(strategy).__name__}.scope(). Expected: the model, the optimizer and `model.compile` within one "
+            "`with strategy.scope():` block. Move them there."
+        )

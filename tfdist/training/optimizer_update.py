@@ -1,0 +1,208 @@
+"""One optimizer update over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.all_reduce import ReductionContext
+from tfdist.compression.gradient_tensors import all_finite, divided, zeros_unless
+from tfdist.keras_internals.accumulation import Accumulation
+from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
+from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
+from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
+from tfdist.training.sample_shares import current_step
+from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
+
+_updated_by_tfdist: weakref.WeakSet[Any] = weakref.WeakSet()
+_patched = False
+
+
+def apply_once_for_micro_batches(
+    apply: Callable[[list[Any]], None], gradients: list[Any], are_values: Sequence[bool]
+) -> None:
+    """Calls `apply` with `gradients`, or once for all micro-batches of this replica with the sums of theirs.
+
+    Args:
+        apply: Runs an optimizer's update.
+        gradients: Of this micro-batch's part of the loss, if the step is computed in micro-batches.
+        are_values: For each gradient whether it is instead a new value of its variable (a float8 scale). The largest
+            value of all micro-batches is used.
+    """
+    micro_batch = current_micro_batch()
+    if micro_batch is None:
+        return apply(gradients)
+    is_value = [*are_values, *[False] * (len(gradients) - len(are_values))]
+
+    def combine(total: list[Any], new: list[Any]) -> list[Any]:
+        sums = sum_pairwise(total, new)
+        for position, (a, b) in enumerate(zip(total, new, strict=True)):
+            if is_value[position] and a is not None:
+                sums[position] = tf.maximum(a, b)
+        return sums
+
+    contributes = _contributes()
+    own = [
+        gradient if gradient is None or value else zeros_unless(contributes, gradient)
+        for gradient, value in zip(gradients, is_value, strict=True)
+    ]
+    micro_batch.synchronize("an update", own, combine, apply)
+
+
+def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], context: ReductionContext) -> None:
+    """Runs one micro-step, and the update if it is the last micro-step of an update.
+
+    `k` micro-steps on `n` replicas compute the update of one step of one process on the `k * n` concatenated batches:
+    gradients are summed on the replica, reduced once, then checked, unscaled, clipped and applied. If a gradient
+    overflows on one replica, all replicas see it in the sum, and all of them skip the update and lower the loss scale.
+    No replica waits for another in a branch.
+
+    Args:
+        optimizer: The optimizer, with the variables that have a gradient.
+        gradients: One for each variable, dense or `tf.IndexedSlices`, of the replica's part of the loss.
+        context: Marks the reduction as one of gradients.
+    """
+    steps = optimizer.accumulation_steps
+    if steps == 1:
+        _reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
+        return
+    accumulators = optimizer.accumulators
+    contributes = _contributes()
+
+    def finish() -> None:
+        total = [_added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
+        if contributes is not None:
+            total = tf.cond(contributes, lambda: total, lambda: [tf.convert_to_tensor(v) for v in accumulators])
+        _reduce_and_apply(optimizer, total, context, contributes=None, micro_steps=steps)
+        _reset(optimizer)
+
+    def accumulate() -> None:
+        for accumulator, gradient in zip(accumulators, gradients, strict=True):
+            optimizer.strategy.extended.update(accumulator, _add, args=(gradient,), group=False)
+
+    def accumulate_own() -> None:
+        if contributes is None:
+            accumulate()
+        else:
+            tf.cond(contributes, accumulate, lambda: None)
+
+    cond_over_replicas(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
+
+
+def flush(accumulation: Accumulation) -> int:
+    """Applies the mean over the micro-steps that were accumulated since the last update.
+
+    Call this eagerly and on all workers, under a strategy of tfdist or after `apply_updates_with_tfdist`.
+
+    Returns:
+        The number of micro-steps in the update; 0 if there was nothing to apply.
+    """
+    micro_steps = accumulation.remainder
+    if not micro_steps:
+        return 0
+    strategy = accumulation.strategy
+    reduction = training_strategy(strategy).gradient_reduction
+    context = ReductionContext() if reduction is None else reduction.context
+
+    def flush_replica() -> None:
+        update = accumulation.update()
+        accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
+        _reduce_and_apply(update, accumulated, context, contributes=None, micro_steps=micro_steps)
+        _reset(update)
+        for variable in accumulation.constrained_variables:
+            variable.assign(variable.constraint(variable))
+
+    tf.function(lambda: strategy.run(flush_replica), autograph=False)()
+    accumulation.complete()
+    return micro_steps
+
+
+def apply_updates_with_tfdist(accumulation: Accumulation) -> None:
+    """Replaces the updates of a model's optimizer by `update_over_replicas`, permanently, from its next step on.
+
+    For models that were created under a strategy of TensorFlow: Keras' own accumulation cannot run on its replicas,
+    evaluates schedules by micro-steps, and averages the weights in each micro-step. Under strategies of tfdist nothing
+    changes.
+    """
+    global _patched
+    if is_tfdist_strategy(accumulation.strategy) or accumulation.optimizers[0] in _updated_by_tfdist:
+        return
+    if not _patched:
+        patch_optimizers(_updated_by_tfdist.__contains__, _update_stock, apply_once_for_micro_batches)
+        _patched = True
+    _updated_by_tfdist.update(accumulation.optimizers)
+    accumulation.leave_to_tfdist()
+
+
+def _update_stock(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    update_over_replicas(optimizer, gradients, ReductionContext())
+
+
+def _reduce_and_apply(
+    optimizer: OptimizerUpdate,
+    gradients: Sequence[Any],
+    context: ReductionContext,
+    *,
+    contributes: tf.Tensor | None,
+    micro_steps: int,
+) -> None:
+    """Sums `gradients`, the sums of `micro_steps` micro-steps, over the replicas and updates the variables."""
+    if contributes is not None and tf.executing_eagerly():
+        # Eager replicas reduce in a merge call, where a replica's own condition is not known.
+        gradients = [zeros_unless(contributes, gradient) for gradient in gradients]
+        contributes = None
+    loss_scale = optimizer.loss_scale
+    divisor: Any = None if micro_steps == 1 else float(micro_steps)
+    if loss_scale is not None:
+        divisor = loss_scale.value * micro_steps
+    # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
+    # of micro-steps of an update.
+    if divisor is not None:
+        gradients = [divided(gradient, divisor) for gradient in gradients]
+    for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient.set_shape(shape)  # The inferred shape depends on the data for which a replica is traced.
+    with context.of_gradients(contributes, optimizer.paths):
+        summed = sum_over_replicas(gradients)
+    if loss_scale is None:
+        optimizer.apply(optimizer.clip(summed))
+        return
+    finite = all_finite(summed)
+    cond_over_replicas(
+        finite,
+        lambda: optimizer.apply(optimizer.clip(summed)),
+        # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
+        lambda: optimizer.take_back(micro_steps),
+    )
+    loss_scale.update(finite)
+
+
+def _reset(optimizer: OptimizerUpdate) -> None:
+    """Sets the accumulators to zero."""
+    for accumulator in optimizer.accumulators:
+        optimizer.strategy.extended.update(
+            accumulator, lambda variable: variable.assign(tf.zeros_like(variable)), group=False
+        )
+
+
+def _contributes() -> Any:
+    """Returns whether this replica has samples, a bool scalar, or `None` if it certainly has."""
+    step = current_step()
+    if step is None or step.contributes is True:
+        return None
+    return tf.convert_to_tensor(step.contributes)
+
+
+def _add(accumulator: tf.Variable, gradient: Any) -> None:
+    if isinstance(gradient, tf.IndexedSlices):
+        accumulator.scatter_add(gradient)
+    else:
+        accumulator.assign_add(tf.cast(gradient, accumulator.dtype))
+
+
+def _added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
+    total = tf.convert_to_tensor(accumulator)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], gradient.values)
+    return total + tf.cast(gradient, total.dtype)

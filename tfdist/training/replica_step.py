@@ -1,0 +1,184 @@
+"""Runs a Keras step on each replica: splits the samples, runs the step, synchronizes the results."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.model_introspection import (
+    batch_statistics,
+    computes_over_all_replicas,
+    first_input,
+    step_states,
+)
+from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.training.empty_batches import revert_unless, zeros_if_empty
+from tfdist.training.metric_synchronization import PartialResult, synchronize_results
+from tfdist.training.micro_batches import run_micro_batches
+from tfdist.training.sample_shares import (
+    ReplicaStep,
+    count_samples,
+    has_rows,
+    is_distributed,
+    rows_of_part,
+    static_samples,
+)
+
+
+def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any, strategy: Any) -> Callable[..., Any]:
+    """Wraps `step_function`, a bound step of `model`, for `strategy.run(..., args=(data,))`.
+
+    Args:
+        model: A Keras model.
+        step_function: Its `train_step` or `test_step`.
+        data: The batch, of which each replica computes a part.
+        strategy: The strategy that will run the result.
+
+    Returns:
+        A function of a replica's data.
+    """
+    training = step_function.__name__ == "train_step"
+    parts = _local_parts(data, strategy)
+    steps = iter(_static_steps([first_input(part) for part in parts], strategy.num_replicas_in_sync))
+    waiting = iter(parts)
+
+    @tf.autograph.experimental.do_not_convert
+    def replica_step(_: Any) -> Any:
+        replica_data = next(waiting)
+        # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
+        # the count of iterations and the keys of collectives.
+        with tf.control_dependencies(_tensors(replica_data)):
+            # Replicas are traced, or run eagerly, one after another in their order.
+            step = next(steps, None) or _dynamic_step(replica_data)
+            with step.running():
+                if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
+                    results = _run_micro_batches(model, step_function, replica_data, step, strategy)
+                else:
+                    results = [_run_whole_batch(model, step_function, replica_data, step)]
+            return synchronize_results(model, step, results, training=training)
+
+    return replica_step
+
+
+def _run_whole_batch(model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep) -> PartialResult:
+    if step.contributes is True or computes_over_all_replicas(model):
+        logs = step_function(data)
+    else:
+        with revert_unless(step.contributes, model.metrics_variables):
+            logs = step_function(zeros_if_empty(data, step.samples))
+    return PartialResult(step, logs, [variable.value for variable in batch_statistics(model)])
+
+
+def _run_micro_batches(
+    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, strategy: Any
+) -> list[PartialResult]:
+    """Runs the step on parts of a replica's data, one after another, as that number of replicas would."""
+    count = strategy.micro_batches
+    value = first_input(data)
+    parts = [rows_of_part(data, value, part, count) for part in range(count)]
+    steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
+    fills = not computes_over_all_replicas(model)
+    statistics = batch_statistics(model)
+    states = step_states(model)
+    own = [_values(states) for _ in parts]
+    active = 0
+
+    @contextmanager
+    def turn(part: int) -> Iterator[None]:
+        """Swaps states: each micro-batch begins with those of the step, and resumes with the states that it left."""
+        nonlocal active
+        if part != active:
+            own[active] = _values(states)
+            _assign(states, own[part], strategy)
+            active = part
+        contributes = steps[part].contributes
+        with revert_unless(contributes if fills else True, model.metrics_variables):
+            yield
+
+    def body(part: int) -> Any:
+        with tf.control_dependencies(_tensors(parts[part])), steps[part].running():
+            samples = steps[part].samples
+            is_full = steps[part].contributes is True or not fills
+            return step_function(parts[part] if is_full else zeros_if_empty(parts[part], samples))
+
+    logs = run_micro_batches([functools.partial(body, part) for part in range(count)], turn)
+    own[active] = _values(states)
+    _assign(states, [_combined_state(*values) for values in zip(states, *own, strict=True)], strategy)
+    positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
+    return [
+        PartialResult(step, part_logs, [kept[position] for position in positions])
+        for step, part_logs, kept in zip(steps, logs, own, strict=True)
+    ]
+
+
+def _combined_state(variable: Any, *of_parts: tf.Tensor) -> tf.Tensor:
+    """Combines the values of a variable after each micro-batch as its aggregation says."""
+    if variable.aggregation == "mean":
+        return tf.cast(tf.add_n(of_parts) / tf.cast(len(of_parts), of_parts[0].dtype), of_parts[0].dtype)
+    return of_parts[0] if variable.aggregation == "only_first_replica" else of_parts[-1]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor], strategy: Any) -> None:
+    """Assigns `values` on this replica only."""
+    for variable, value in zip(variables, values, strict=True):
+        strategy.extended.update(variable.value, _assign_one, args=(value,), group=False)
+
+
+def _assign_one(variable: tf.Variable, value: tf.Tensor) -> None:
+    variable.assign(value)
+
+
+def _values(variables: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.identity(variable.value) for variable in variables]
+
+
+def _samples(value: Any) -> int | tf.Tensor:
+    static = static_samples(value)
+    return count_samples(value) if static is None else static
+
+
+def _can_be_split(data: Any) -> bool:
+    value = first_input(data)
+    return value is not None and has_rows(value)
+
+
+def _tensors(data: Any) -> list[tf.Tensor]:
+    return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+
+
+def _local_parts(data: Any, strategy: Any) -> list[Any]:
+    """Returns the data of each local replica. Splits the rows if the data is not distributed yet."""
+    replicas = len(strategy.extended.worker_devices)
+    value = first_input(data)
+    if not is_distributed(data) and value is not None and _is_dense(value):
+        return [rows_of_part(data, value, part, replicas) for part in range(replicas)]
+    leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(data)]
+    return [
+        tf.nest.pack_sequence_as(data, [leaf[replica] if len(leaf) > 1 else leaf[0] for leaf in leaves])
+        for replica in range(replicas)
+    ]
+
+
+def _is_dense(value: Any) -> bool:
+    return not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) and bool(len(value.shape))
+
+
+def _static_steps(inputs: list[Any], replicas: int) -> Iterator[ReplicaStep]:
+    """Yields the local replicas' steps if all replicas are local and the numbers of samples are known while tracing."""
+    if any(value is None for value in inputs):
+        yield from (ReplicaStep(1, 1 / replicas) for _ in inputs)
+        return
+    counts = [count for count in map(static_samples, inputs) if count]
+    if len(counts) == len(inputs) == replicas:
+        yield from (ReplicaStep(count, count / sum(counts)) for count in counts)
+
+
+def _dynamic_step(replica_data: Any) -> ReplicaStep:
+    value = first_input(replica_data)
+    samples = count_samples(value)
+    (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
+    fraction = tf.math.divide_no_nan(tf.cast(samples, tf.float32), total)
+    static = static_samples(value)
+    return ReplicaStep(samples if static is None else static, fraction)

@@ -1,0 +1,132 @@
+"""The number of samples of each replica, its fraction of the global batch, and the split of rows among replicas."""
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+
+_current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
+
+
+def current_step() -> "ReplicaStep | None":
+    """Returns the Keras step that this replica runs, or None."""
+    return _current.get()
+
+
+class ReplicaStep:
+    """One replica's part of a Keras step.
+
+    The gradient of a global batch is the sum of the replicas' gradients if each replica's mean loss is multiplied by
+    its `fraction` of the samples. With equal parts that is Keras' `1 / N`. Each micro-batch has a separate step.
+    """
+
+    sum_scale = 1  # The sum over the replicas is already the sum over the global batch.
+
+    def __init__(self, samples: int | tf.Tensor, fraction: float | tf.Tensor, parts_of_replica: int = 1) -> None:
+        """Describes a replica's part, or a micro-batch of it.
+
+        Args:
+            samples: This replica's number of samples, an int or an int32 scalar.
+            fraction: `samples` divided by all replicas' samples, a float or a float32 scalar.
+            parts_of_replica: The number of micro-batches of the replica.
+        """
+        self.samples = samples
+        self.fraction = fraction
+        self.parts_of_replica = parts_of_replica
+        self.has_scaled = False
+
+    @property
+    def samples_are_static(self) -> bool:
+        """Whether the number of samples is known while the step is traced."""
+        return isinstance(self.samples, int)
+
+    @property
+    def contributes(self) -> bool | tf.Tensor:
+        """Whether this replica has samples."""
+        return self.samples > 0
+
+    def micro_batch(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
+        """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
+        if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
+            return ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts)
+        share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
+        return ReplicaStep(samples, self.fraction * share, parts)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Sets this as the `current_step` of the replica."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
+        """Sets `fraction` to this replica's share of the sum of all replicas' `divisor`, a float32 scalar."""
+        divisor = tf.stop_gradient(divisor)
+        of_samples = self.fraction
+        (total,) = sum_over_replicas([divisor])
+        self.fraction = tf.math.divide_no_nan(divisor, total)
+        try:
+            yield
+        finally:
+            self.fraction = of_samples
+
+
+def static_samples(value: Any) -> int | None:
+    """Returns the number of samples of an input if it is known while tracing, else None."""
+    shape = getattr(value, "shape", None)
+    return None if shape is None or getattr(shape, "rank", 1) is None or len(shape) == 0 else shape[0]
+
+
+def count_samples(value: Any) -> tf.Tensor:
+    """Returns the number of samples of an input (dense, ragged or sparse), an int32 scalar."""
+    if isinstance(value, tf.RaggedTensor):
+        return tf.cast(value.nrows(), tf.int32)
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    return tf.shape(value)[0]
+
+
+def is_distributed(data: Any) -> bool:
+    """Whether a strategy has distributed `data` already."""
+    return any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
+
+
+def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
+    """Returns the rows of one of `parts` nearly equal parts of a batch, in order.
+
+    Args:
+        data: A structure of tensors (dense, ragged or sparse) or arrays. Each leaf with as many rows as `counted`, as
+            far as they are known, is sliced.
+        counted: The leaf, of rank 1 or more, whose rows are the samples.
+        part: The number of the part, from 0.
+        parts: The number of parts.
+    """
+    static = counted.shape[0]
+    samples = count_samples(counted) if static is None else int(static)
+    first, end = part * samples // parts, (part + 1) * samples // parts
+
+    def cut(leaf: Any) -> Any:
+        if not has_rows(leaf) or None not in (static, leaf.shape[0]) and leaf.shape[0] != static:
+            return leaf
+        return _sparse_rows(leaf, first, end) if isinstance(leaf, tf.SparseTensor) else leaf[first:end]
+
+    return tf.nest.map_structure(cut, data)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether `leaf` is an array or a tensor, and not a scalar as far as its rank is known."""
+    shape = getattr(leaf, "shape", ())
+    return shape.rank != 0 if isinstance(shape, tf.TensorShape) else len(shape) > 0
+
+
+def _sparse_rows(leaf: tf.SparseTensor, first: Any, end: Any) -> tf.SparseTensor:
+    others = leaf.dense_shape[1:]
+    start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(others)], axis=0)
+    return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], others], axis=0))

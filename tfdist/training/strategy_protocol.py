@@ -1,0 +1,97 @@
+"""What callbacks and recovery may ask any strategy, whether it is one of tfdist's or of TensorFlow's."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdist.collectives import CommunicationStats, CompressionState
+from tfdist.collectives.all_reduce import ReplicaReduction
+
+
+class TrainingStrategy(Protocol):
+    """The interface of every strategy of `tfdist.strategies`.
+
+    The strategies derive from this class explicitly, so that `is_tfdist_strategy` reads no property. Use
+    `training_strategy` to view any other strategy through the same interface.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among those that call `fit`. The chief has rank 0.
+
+        Under parameter servers the chief alone calls `fit`.
+        """
+        ...
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers. Under parameter servers the chief is not counted."""
+        ...
+
+    @property
+    def communication(self) -> CommunicationStats:
+        """What this worker's first replica has sent so far; under parameter servers, the pushes of all workers."""
+        ...
+
+    @property
+    def gradient_reduction(self) -> ReplicaReduction | None:
+        """The reduction of this process's first replica, which counts and times gradients.
+
+        None if the replicas do not reduce gradients with tfdist's collectives.
+        """
+        ...
+
+    @property
+    def compression_state(self) -> CompressionState | None:
+        """The state of this process's compressors, or None if the strategy saves none."""
+        ...
+
+    @property
+    def worker_stats(self) -> Sequence[Any]:
+        """Under parameter servers a `WorkerStats` for each worker; empty under other strategies."""
+        ...
+
+
+class _StockStrategy(TrainingStrategy):
+    """View of a strategy that is not tfdist's: nothing is counted, and this process is the chief."""
+
+    rank = 0
+    communication = CommunicationStats()
+    gradient_reduction = None
+    compression_state = None
+    worker_stats = ()
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def num_workers(self) -> int:
+        # Read on demand: the resolver of a TPU asks a service on every call, which may fail.
+        return _num_workers(self._strategy)
+
+
+def is_tfdist_strategy(strategy: Any) -> bool:
+    """Whether `strategy` is one of `tfdist.strategies`."""
+    return TrainingStrategy in type(strategy).__mro__
+
+
+def training_strategy(strategy: Any) -> TrainingStrategy:
+    """Views any strategy as a `TrainingStrategy`.
+
+    Args:
+        strategy: A `tf.distribute.Strategy`.
+
+    Returns:
+        `strategy` itself if it is one of tfdist's. Otherwise an object with rank 0, the number of workers that the
+        strategy's cluster resolver knows, and empty counters.
+    """
+    return strategy if is_tfdist_strategy(strategy) else _StockStrategy(strategy)
+
+
+def _num_workers(strategy: Any) -> int:
+    resolver = getattr(strategy, "cluster_resolver", None)
+    spec = resolver.cluster_spec() if resolver is not None else None
+    tasks = spec.as_dict() if spec else {}
+    jobs = ("worker",) if isinstance(strategy, tf.distribute.ParameterServerStrategy) else ("chief", "worker")
+    return max(sum(len(tasks.get(job, ())) for job in jobs), 1)

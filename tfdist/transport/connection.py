@@ -1,0 +1,121 @@
+"""Authenticated connection that never blocks."""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tfdist.transport.authenticated_messages import MAX_MESSAGE_BYTES, MessageCodec
+from tfdist.transport.handshake import SessionKeys
+from tfdist.transport.transport_errors import ConnectionClosedError, FrameError
+
+_MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
+
+
+class Connection:
+    """Sends and receives JSON objects after a handshake; see `MessageCodec`.
+
+    Args:
+        connection: A connected stream socket. `close` closes it.
+        keys: This side's keys.
+        received: Bytes that arrived behind the handshake.
+    """
+
+    def __init__(self, connection: socket.socket, keys: SessionKeys, received: bytes = b"") -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._codec = MessageCodec(send_key=keys.send_key, receive_key=keys.receive_key, received=received)
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        """Returns the descriptor to poll, -1 after `close`."""
+        return self._socket.fileno()
+
+    @property
+    def local_address(self) -> str:
+        """The address of this side."""
+        return plain_address(self._socket.getsockname()[0])
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a part of a message waits to be sent."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message, or buffers it until the socket accepts it.
+
+        Raises:
+            ConnectionClosedError: If the other side is gone or does not read.
+            ValueError: If the message is too long.
+        """
+        self._unsent += self._codec.encode(message)
+        self.flush()
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            raise ConnectionClosedError("the other side does not read its messages")
+
+    def flush(self) -> None:
+        """Sends as much as the socket accepts.
+
+        Raises:
+            ConnectionClosedError: If the other side is gone.
+        """
+        while self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ConnectionClosedError(error.strerror or str(error)) from error
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yields the messages that have arrived.
+
+        Raises:
+            ConnectionClosedError: After the last message, if the other side has closed the connection; at once, if the
+                received bytes are not an authentic message.
+        """
+        reason = ""
+        while not reason:
+            try:
+                data = self._socket.recv(65_536)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                reason = error.strerror or str(error)
+                break
+            self._codec.buffer.feed(data)
+            if not data:
+                reason = "the connection was closed"
+            yield from self._messages()
+        yield from self._messages()
+        if reason:
+            raise ConnectionClosedError(reason)
+
+    def close(self) -> None:
+        """Closes the connection. Unsent messages are lost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        try:
+            while (message := self._codec.next()) is not None:
+                yield message
+        except FrameError as error:
+            raise ConnectionClosedError(str(error)) from error
+
+
+def plain_address(address: str) -> str:
+    """Returns an IPv4-mapped IPv6 address as IPv4, and any other address unchanged.
+
+    >>> plain_address("::ffff:10.0.0.1"), plain_address("fe80::1")
+    ('10.0.0.1', 'fe80::1')
+    """
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def set_tcp_options(connection: socket.socket) -> None:
+    """Disables Nagle's algorithm, and enables keepalive, by which the kernel notices a lost host."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
