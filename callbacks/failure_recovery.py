@@ -10,7 +10,7 @@ from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import rank_and_num_workers, reject_unsupported_strategies, warn_untested_on_tpu
 from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.data_position.training_iterator import start_at_epoch, training_iterator

@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
-from tfdist.cluster.environment_variables import optional_integer_variable
 from tfdist.strategies.cluster_resolver import peer_addresses, start_timeout_of, worker_resolver
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.tensorflow_internals.runtime import (
@@ -25,7 +24,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
-from tfdist.utils.argument_checks import check_whole_number
+from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
 
 _UNKNOWN = -1
 

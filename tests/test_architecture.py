@@ -41,16 +41,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch": frozenset({"launch/cli", "launch/notebook"}),  # launch/__init__.py and __main__.py
     "launch/cli": frozenset(
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
-        "launch/usage_error utils".split()
+        "launch/run_config utils".split()
     ),
-    "launch/notebook": frozenset("cluster launch/cli launch/processes launch/restart launch/usage_error utils".split()),
+    "launch/notebook": frozenset("cluster launch/cli launch/processes launch/restart utils".split()),
     "launch/rendezvous": frozenset(
-        "cluster launch/processes launch/restart launch/process_roles launch/usage_error transport".split()
+        "cluster launch/processes launch/restart launch/process_roles launch/run_config transport utils".split()
     ),
-    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/usage_error utils".split()),
-    "launch/restart": frozenset("cluster launch/process_roles launch/usage_error utils".split()),
+    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/run_config utils".split()),
+    "launch/restart": frozenset("cluster launch/process_roles utils".split()),
     "launch/process_roles": frozenset({"cluster"}),
-    "launch/usage_error": frozenset(),
+    "launch/run_config": frozenset(),
     "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
     "utils": frozenset(),
     "internals": frozenset({"private_symbols"}),
@@ -255,7 +255,7 @@ def shown_arrows() -> dict[str, str]:
         "examples",
         "benchmarks",
         "launch/process_roles",
-        "launch/usage_error",
+        "launch/run_config",
     }
     return {
         titles[room]: ", ".join(sorted(name.removeprefix("launch/") for name in targets - {"private_symbols"})) or "–"

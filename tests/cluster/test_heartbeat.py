@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster import heartbeat as module
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import VARIABLE, Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,6 @@ True
 
 from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
 from tfdist.cluster.detect import detect
-from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
 from tfdist.cluster.slurm import expand_hostlist, expand_tasks_per_node, from_slurm, is_slurm_step
@@ -33,3 +32,15 @@ __all__ = [
     "wait_for_peers",
     "why_unreachable",
 ]
+
+PREEMPTED_EXIT_CODE = 75
+"""A worker, or `tfdist run`, was preempted and has saved: start it again to resume.
+
+EX_TEMPFAIL of sysexits.h. Shells, Python and TensorFlow do not use it.
+"""
+
+LOST_RUN_EXIT_CODE = 69
+"""`tfdist run --nodes` has lost the connection to the other nodes: start it again to rejoin them.
+
+EX_UNAVAILABLE of sysexits.h.
+"""

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
-from tfdist.cluster.environment_variables import integer_variable, optional_integer_variable, required_variable
+from tfdist.utils.argument_checks import integer_variable, optional_integer_variable, required_variable
 
 DEFAULT_PORT = 2222
 _HOSTNAME = re.compile(r"(?P<name>[^.]+)-(?P<index>\d+)(?:\..*)?")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
-from tfdist.cluster.environment_variables import integer_variable, optional_integer_variable, required_variable
+from tfdist.utils.argument_checks import integer_variable, optional_integer_variable, required_variable
 
 # Below Linux' ephemeral ports (32768 and up), which outgoing connections may occupy.
 _FIRST_PORT = 12_000

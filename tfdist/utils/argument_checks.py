@@ -1,8 +1,16 @@
-"""Checks numeric arguments of public functions; all of them raise the same form of error."""
+"""Checks what users pass: arguments of functions, options of commands and environment variables."""
 
+import argparse
 import math
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
+
+_MAX_SECONDS = 1e9  # the system calls that wait accept no more
+
+
+class UsageError(ValueError):
+    """The command, or the environment it runs in, is invalid: nothing was started; exit code 2."""
 
 
 def is_whole_number(value: Any, *, at_least: int) -> bool:
@@ -68,6 +76,91 @@ def check_seconds(name: str, value: Any) -> None:
             f"Invalid `{name}`. Received: {name}={_shortened(value)}. Expected: a finite number of seconds of at "
             "least 0."
         )
+
+
+def whole_number(*, at_least: int, example: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers, for the `type` of an argument.
+
+    >>> whole_number(at_least=1, example=2)("0")
+    Traceback (most recent call last):
+        ...
+    argparse.ArgumentTypeError: Invalid number. Received: '0'. Expected: a whole number of at least 1, for example 2.
+    """
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = at_least - 1
+        if number < at_least:
+            raise argparse.ArgumentTypeError(
+                f"Invalid number. Received: {text!r}. Expected: a whole number of at least {at_least}, for example "
+                f"{example}."
+            )
+        return number
+
+    return parse
+
+
+def seconds(*, may_be_zero: bool = True, example: float) -> Callable[[str], float]:
+    """Returns a parser of durations in seconds, for the `type` of an argument.
+
+    >>> seconds(may_be_zero=False, example=300)("0")
+    Traceback (most recent call last):
+        ...
+    argparse.ArgumentTypeError: Invalid number. Received: '0'. Expected: a number of seconds above 0, for example 300.
+    """
+    smallest = "of at least 0" if may_be_zero else "above 0"
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number <= _MAX_SECONDS or (number == 0 and not may_be_zero):
+            limit = f" and at most {_MAX_SECONDS:g}" if number > _MAX_SECONDS else ""
+            raise argparse.ArgumentTypeError(
+                f"Invalid number. Received: {text!r}. Expected: a number of seconds {smallest}{limit}, for example "
+                f"{example:g}."
+            )
+        return number
+
+    return parse
+
+
+def required_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> str:
+    """Returns a variable.
+
+    Raises:
+        ValueError: If it is missing or empty.
+    """
+    value = environ.get(name, "").strip()
+    if not value:
+        raise ValueError(
+            f"The environment variable {name} is missing. Received: {name}={environ.get(name)!r}. Expected: a value. "
+            f"{remedy}"
+        )
+    return value
+
+
+def integer_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> int:
+    """Returns a variable as an integer.
+
+    Raises:
+        ValueError: If it is missing, or not an integer of at least 0.
+    """
+    value = required_variable(environ, name, remedy=remedy)
+    if not (value.isascii() and value.isdigit()):
+        raise ValueError(
+            f"The environment variable {name} is not a number. Received: {name}={value!r}. Expected: an integer of at "
+            f"least 0. {remedy}"
+        )
+    return int(value)
+
+
+def optional_integer_variable(environ: Mapping[str, str], name: str, *, remedy: str) -> int | None:
+    """Returns a variable as an integer, or None if it is not set."""
+    return integer_variable(environ, name, remedy=remedy) if environ.get(name, "").strip() else None
 
 
 def _shortened(value: Any) -> str:

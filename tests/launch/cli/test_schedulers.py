@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.cli.run_options import add_options
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

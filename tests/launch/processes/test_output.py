@@ -7,7 +7,7 @@ import pytest
 
 from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError
 
 TIME_LIMIT = 30
 

@@ -1,8 +1,7 @@
 """A coordinator and its nodes, without sockets and clocks."""
 
 from tfdist.launch.rendezvous.coordinator import Coordinator
-from tfdist.launch.rendezvous.run_config import RunConfig
-from tfdist.launch.restart.timeouts import Timeouts
+from tfdist.launch.run_config import RunConfig, Timeouts
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 

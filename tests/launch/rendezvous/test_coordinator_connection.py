@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from tfdist.launch.rendezvous.coordinator_connection import connect_to_coordinator, rendezvous_credentials
-from tfdist.launch.usage_error import UsageError
 from tfdist.transport import dial_with_retry
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
 from tfdist.transport.handshake import Hello, ServerHandshake
 from tfdist.transport.transport_errors import HandshakeError
+from tfdist.utils.argument_checks import UsageError
 
 TOKEN = "0123456789abcdef"
 LIMIT_SECONDS = 20

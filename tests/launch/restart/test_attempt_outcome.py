@@ -1,8 +1,8 @@
 import pytest
 
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.timeouts import Timeouts
 from tfdist.launch.restart.worker_exit import WorkerExit
+from tfdist.launch.run_config import Timeouts
 
 SAVED, FINISHED, KILLED = WorkerExit(0, 75), WorkerExit(1, 0), WorkerExit(1, -9, was_signalled=True)
 

@@ -10,7 +10,7 @@ import pytest
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile, error_entry
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError
 
 NO_DELAY = ("--restart-delay", "0")
 FAILED = error_entry(Outcome(0, 1, (WorkerExit(0, 3),)), "f00d", earlier=[])

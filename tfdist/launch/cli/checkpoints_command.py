@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.launch.cli.number_arguments import whole_number
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError, whole_number
 from tfdist.utils.formatting import align_columns, format_bytes, format_duration
 
 if TYPE_CHECKING:

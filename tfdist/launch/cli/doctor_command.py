@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfdist import cluster
-from tfdist.launch.cli.number_arguments import seconds, whole_number
 from tfdist.launch.processes.cores_and_ports import ReservedPorts, usable_cores
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError, seconds, whole_number
 
 if TYPE_CHECKING:
     from tfdist.doctor.report import Finding

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tfdist
 from tfdist.launch.cli import checkpoints_command, doctor_command, run_command
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError
 
 _COMMANDS = (run_command, checkpoints_command, doctor_command)
 _USAGE_EXIT_CODE = 2

@@ -5,11 +5,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.launch.cli.number_arguments import whole_number
-from tfdist.launch.rendezvous.run_config import NodeOptions
-from tfdist.launch.usage_error import UsageError
+from tfdist.launch.run_config import TOKEN_VARIABLE, NodeOptions
+from tfdist.utils.argument_checks import UsageError, whole_number
 
-TOKEN_VARIABLE = "TFDIST_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 _MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from tfdist import cluster
 from tfdist.launch.cli.node_options import read_node_options
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
-from tfdist.launch.cli.worker_environments import WorkerEnvironments
 from tfdist.launch.process_roles import Role, describe_jobs, parameter_server_roles, worker_roles
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.network_namespace import choose_network
@@ -19,13 +18,13 @@ from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
 from tfdist.launch.processes.supervisor import Supervisor
 from tfdist.launch.processes.terminal_lines import StatusLine
+from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.join_run import join_run
-from tfdist.launch.rendezvous.run_config import NodeOptions, RunConfig
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import RestartPolicy
-from tfdist.launch.restart.timeouts import Timeouts
-from tfdist.launch.usage_error import UsageError
+from tfdist.launch.run_config import NodeOptions, RunConfig, Timeouts
+from tfdist.utils.argument_checks import UsageError
 
 _START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
 

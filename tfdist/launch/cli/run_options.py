@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from tfdist.launch.cli.node_options import add_node_options
-from tfdist.launch.cli.number_arguments import seconds, whole_number
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
-from tfdist.launch.restart.timeouts import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
+from tfdist.launch.run_config import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
+from tfdist.utils.argument_checks import seconds, whole_number
 
 START_TIMEOUT_SECONDS = 300.0
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.restart.worker_exit import signal_name
 
 _PREEMPTED = "a signal announced a preemption, and the workers saved and left. Run the cell again to resume"

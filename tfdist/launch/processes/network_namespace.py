@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from tfdist.launch.processes.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, unshare
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError
 
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914

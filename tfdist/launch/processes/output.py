@@ -14,7 +14,7 @@ from typing import BinaryIO
 from tfdist.launch.process_roles import Role
 from tfdist.launch.processes.run_status import RunStatus
 from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
-from tfdist.launch.usage_error import UsageError
+from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0
 # More than is shown: the start of a long traceback is needed, too (see worker_exit.py).

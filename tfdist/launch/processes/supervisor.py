@@ -17,7 +17,7 @@ from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
-from tfdist.launch.restart.timeouts import Timeouts
+from tfdist.launch.run_config import Timeouts
 
 
 class Supervisor:

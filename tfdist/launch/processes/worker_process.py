@@ -1,4 +1,4 @@
-"""One worker: a process that leads its own session, and all processes that it starts."""
+"""One worker: its environment, a process that leads its own session, and all processes that it starts."""
 
 import contextlib
 import os
@@ -7,8 +7,13 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tfdist.cluster import ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
+from tfdist.launch.process_roles import cluster_spec
+from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.linux_syscalls import die_with_parent, pidfd_open
+from tfdist.launch.processes.run_policy import AttemptStart
+from tfdist.launch.run_config import TOKEN_VARIABLE
 
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
@@ -141,3 +146,34 @@ def _is_group_empty(group: int) -> bool:
     except PermissionError:
         pass
     return False
+
+
+class WorkerEnvironments:
+    """Builds the complete environment of each process of this host.
+
+    Args:
+        environ: The launcher's environment, which the workers inherit, except for the token of the rendezvous.
+        start_timeout: Seconds to wait for peers.
+        threads_per_worker: Threads of each process if the user set it.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, start_timeout: float, threads_per_worker: int | None) -> None:
+        self._environ = environ
+        self._start_timeout, self._threads_per_worker = start_timeout, threads_per_worker
+
+    def __call__(self, start: AttemptStart) -> dict[int, dict[str, str]]:
+        """Returns the environments of an attempt, by rank."""
+        roles = start.local_roles
+        share = ThreadShare(len(roles), usable_cores(), self._threads_per_worker, self._environ)
+        spec = cluster_spec(start.roles.values(), start.addresses)
+        common = {
+            **{name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE},
+            **share.environment(),
+            "PYTHONUNBUFFERED": "1",
+            "TFDIST_START_TIMEOUT": f"{self._start_timeout:g}",
+            "TFDIST_RUN_ID": start.run_id,
+            "TFDIST_ATTEMPT": str(start.attempt),
+            "TFDIST_FULL_WORKERS": str(start.full_workers),
+        }
+        configs = {rank: ClusterConfig(spec, role.task) for rank, role in roles.items()}
+        return {rank: {**common, "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()}

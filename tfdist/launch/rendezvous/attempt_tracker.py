@@ -8,7 +8,7 @@ from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.rendezvous.outcome_messages import merge
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.timeouts import GracePeriods
+from tfdist.launch.run_config import GracePeriods
 
 
 class AttemptTracker:

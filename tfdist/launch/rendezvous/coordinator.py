@@ -4,7 +4,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE
+from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.attempt_tracker import AttemptTracker
 from tfdist.launch.rendezvous.membership import (
@@ -15,10 +15,10 @@ from tfdist.launch.rendezvous.membership import (
     NodeConnection,
 )
 from tfdist.launch.rendezvous.outcome_messages import decode
-from tfdist.launch.rendezvous.run_config import RunConfig
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.restart_policy import RestartPolicy
 from tfdist.launch.restart.worker_exit import signal_name
+from tfdist.launch.run_config import RunConfig
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 _READY_SECONDS = 30.0

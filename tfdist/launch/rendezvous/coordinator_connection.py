@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from tfdist.launch.usage_error import UsageError
 from tfdist.transport.connection import Connection
 from tfdist.transport.dial_with_retry import dial
 from tfdist.transport.handshake import Credentials
@@ -12,6 +11,7 @@ from tfdist.transport.transport_errors import (
     ProtocolMismatchError,
     TokenRejectedError,
 )
+from tfdist.utils.argument_checks import UsageError
 
 PROTOCOL = 2
 

@@ -15,11 +15,11 @@ from tfdist.launch.rendezvous.active_clock import ActiveClock
 from tfdist.launch.rendezvous.coordinator import Coordinator
 from tfdist.launch.rendezvous.coordinator_connection import rendezvous_credentials
 from tfdist.launch.rendezvous.membership import Node, is_loopback
-from tfdist.launch.rendezvous.run_config import RunConfig
-from tfdist.launch.usage_error import UsageError
+from tfdist.launch.run_config import RunConfig
 from tfdist.transport.connection import Connection
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.argument_checks import UsageError
 
 _POLL_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0  # for all nodes to read the end of the run

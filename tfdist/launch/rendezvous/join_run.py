@@ -8,8 +8,8 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.rendezvous.coordinator_connection import connect_to_coordinator
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess
 from tfdist.launch.rendezvous.node_client import NodeClient
-from tfdist.launch.rendezvous.run_config import NodeOptions, RunConfig
 from tfdist.launch.restart.error_file import ErrorFile
+from tfdist.launch.run_config import NodeOptions, RunConfig
 
 
 @contextlib.contextmanager

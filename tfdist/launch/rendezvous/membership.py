@@ -5,8 +5,8 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tfdist.launch.rendezvous.run_config import RunConfig
 from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.run_config import RunConfig
 
 SUSPICIOUS_HEARTBEATS = 2.5
 """Number of missed heartbeats after which a node is suspected to be lost."""

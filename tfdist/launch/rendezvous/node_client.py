@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.cluster.exit_codes import LOST_RUN_EXIT_CODE
+from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.cores_and_ports import ReservedPorts
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
@@ -16,9 +16,9 @@ from tfdist.launch.rendezvous.active_clock import ActiveClock
 from tfdist.launch.rendezvous.outcome_messages import encode
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.usage_error import UsageError
 from tfdist.transport.connection import Connection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.argument_checks import UsageError
 
 _JOIN_SECONDS = 20.0
 _POLL_SECONDS = 0.25

@@ -1,1 +1,1 @@
-"""What follows when workers exit: root causes, outcomes, the restart policy and its timeouts. Starts no process."""
+"""What follows when workers exit: root causes, outcomes and the restart policy. Starts no process."""

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import error_entry
 from tfdist.launch.restart.restart_policy import RestartPolicy

@@ -9,8 +9,8 @@ from typing import Any
 
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.worker_exit import WorkerExit, signal_name
-from tfdist.launch.usage_error import UsageError
 from tfdist.utils import atomic_files
+from tfdist.utils.argument_checks import UsageError
 
 _NAME = re.compile(r"attempt-\d+\.json")
 

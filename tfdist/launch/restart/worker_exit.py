@@ -5,7 +5,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from tfdist.cluster.exit_codes import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE
 
 _SHOWN_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
