@@ -19,17 +19,21 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
 ReductionFactory = Callable[..., Any]
 
 
-def _merge_call_is_needed() -> bool:
+def _merge_call_is_needed(extended: Any) -> bool:
     """Whether replicas must reduce in a merge call: eagerly, when they run one after another, and between replicas.
 
     In a function every replica is traced and launches its collectives, so they may be in a condition (gradient
-    accumulation) and start as soon as their inputs are ready (overlap with backpropagation).
+    accumulation) and start as soon as their inputs are ready (overlap with backpropagation). Outside `run` there are
+    no replicas to launch them: `reduce` and `gather` take TensorFlow's path, also outside `scope()`, where
+    TensorFlow's context is that of another strategy's replica.
     """
     in_function = get_default_graph().building_function
     # A function called by a replica that runs eagerly: the other replicas run after it, so its collectives would wait
     # indefinitely; a merge call raises an error there.
     replica_is_eager = getattr(threading.current_thread(), "in_eager", False)
-    return tf.executing_eagerly() or not in_function or replica_is_eager or tf.distribute.in_cross_replica_context()
+    replica = tf.distribute.get_replica_context()
+    is_between_replicas = replica is None or replica.strategy.extended is not extended
+    return tf.executing_eagerly() or not in_function or replica_is_eager or is_between_replicas
 
 
 class ReplicaMirroredExtended(MirroredExtended):
@@ -43,7 +47,7 @@ class ReplicaMirroredExtended(MirroredExtended):
         super().__init__(strategy, devices=devices, cross_device_ops=cross_device_ops)
 
     def _use_merge_call(self) -> bool:
-        return _merge_call_is_needed()
+        return _merge_call_is_needed(self)
 
     def _make_collective_ops_with_fallbacks(self) -> Any:
         stock = super()._make_collective_ops_with_fallbacks()
@@ -76,7 +80,7 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank)
 
     def _use_merge_call(self) -> bool:
-        return _merge_call_is_needed()
+        return _merge_call_is_needed(self)
 
     def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
         # A process has one server: the second strategy of a process uses that of the first.
@@ -92,9 +96,21 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(len(logical)))
         return devices, kind
 
+    # A single worker takes the path of MirroredStrategy, without collectives where there is one.
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if self._num_workers == 1:
+            return MirroredExtended._reduce_to(self, reduce_op, value, destinations, options)
         reduce_one = super()._reduce_to
         return tf.nest.map_structure(lambda v: reduce_one(reduce_op, v, destinations, options), value)
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+        base = MirroredExtended if self._num_workers == 1 else CollectiveAllReduceExtended
+        return base._gather_to_implementation(self, value, destinations, axis, options)
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        base = MirroredExtended if self._num_workers == 1 else CollectiveAllReduceExtended
+        return base._get_cross_device_ops(self, value)
 
     @property
     def replica_operations(self) -> AllReduce:

@@ -1,0 +1,102 @@
+"""`reduce` and `gather` within one process: TensorFlow's results, dtypes and errors, without collectives."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from stock_strategy import stock_mirrored
+
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+
+DTYPES = ["float32", "int32", "uint8", "complex64", "bool"]
+
+
+def on_all_devices(cpus):
+    """The strategies of one process with all of its devices, which is what a single worker has."""
+    return {"mirrored": MirroredStrategy(cpus), "one worker": MultiWorkerMirroredStrategy()}
+
+
+@pytest.fixture(scope="module", params=["mirrored", "one worker"])
+def strategies(request, cpus):
+    """A strategy, and TensorFlow's on the same devices."""
+    return on_all_devices(cpus)[request.param], stock_mirrored(cpus)
+
+
+def replica_values(strategy, dtype):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.cast(tf.constant([context.replica_id_in_sync_group, 3]), dtype)
+    )
+
+
+def outcome(strategy, call, *, in_scope):
+    """What a function that makes the call computes, with the types of its collectives, or its error's type."""
+
+    @tf.function(autograph=False)
+    def function():
+        with strategy.scope() if in_scope else contextlib.nullcontext():
+            return call(strategy)
+
+    try:
+        graph = function.get_concrete_function().graph
+        result = function()
+    except Exception as error:  # compared with TensorFlow's
+        return type(error)
+    collectives = [operation.type for operation in graph.get_operations() if operation.type.startswith("Collective")]
+    return result.dtype, result.numpy().tolist(), collectives
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_function_reduces_as_tensorflow_does(strategies, dtype, in_scope):
+    ours, theirs = (
+        outcome(
+            strategy,
+            lambda strategy: strategy.reduce("SUM", replica_values(strategy, dtype), axis=None),
+            in_scope=in_scope,
+        )
+        for strategy in strategies
+    )
+    assert ours == theirs
+    if dtype == "bool":
+        assert ours is TypeError
+    else:
+        assert ours == (tf.as_dtype(dtype), [6, 12], [])
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_function_gathers_as_tensorflow_does(strategies, dtype, in_scope):
+    ours, theirs = (
+        outcome(strategy, lambda strategy: strategy.gather(replica_values(strategy, dtype), axis=0), in_scope=in_scope)
+        for strategy in strategies
+    )
+    assert ours == theirs
+    if dtype == "int32":
+        assert ours == (tf.int32, [0, 3, 1, 3, 2, 3, 3, 3], [])
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_shapes_that_differ_are_an_error_after_which_collectives_still_run(strategies, in_scope):
+    def call(strategy):
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones([context.replica_id_in_sync_group + 1])
+        )
+        return strategy.reduce("SUM", values, axis=None)
+
+    assert [outcome(strategy, call, in_scope=in_scope) for strategy in strategies] == [ValueError, ValueError]
+    strategy = strategies[0]
+
+    @tf.function
+    def summed():
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([2])))
+
+    for local in strategy.experimental_local_results(summed()):
+        np.testing.assert_array_equal(local, [4.0, 4.0])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "complex64"])
+def test_reduce_takes_every_dtype_eagerly(strategies, dtype):
+    for strategy in strategies:
+        result = strategy.reduce("SUM", replica_values(strategy, dtype), axis=None)
+        assert (result.dtype, result.numpy().tolist()) == (tf.as_dtype(dtype), [6, 12])
