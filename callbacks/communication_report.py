@@ -6,14 +6,46 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.callbacks.exchange_timing_callback import ExchangeTimingCallback
 from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations
 from tfdist.collectives.byte_counters import GRADIENTS
+from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.argument_checks import check_whole_number
 from tfdist.utils.formatting import byte_unit, table_with_total
+
+
+class ExchangeTimingCallback(ListedCallback):
+    """A callback that can have the training step take the times of the gradient exchange.
+
+    The first such callback of a list starts the timing, and the last one stops it.
+
+    Attributes:
+        timing: Whether this callback asks for times.
+    """
+
+    timing = False
+
+    def begin_timing(self) -> None:
+        """Starts timing from zero. The step is traced again. Call this in `on_train_begin`."""
+        if self._timed_callbacks()[0] is self:
+            self._time(True)
+
+    def end_timing(self) -> None:
+        """Stops timing. Call this in `on_train_end`."""
+        if self._timed_callbacks()[-1] is self:
+            self._time(False)
+
+    def _timed_callbacks(self) -> list[Any]:
+        listed = self.neighbours or (self,)
+        return [other for other in listed if isinstance(other, ExchangeTimingCallback) and other.timing] or [None]
+
+    def _time(self, enabled: bool) -> None:
+        reduction = training_strategy(self.model.distribute_strategy).gradient_reduction
+        if reduction is not None:
+            reduction.measure_durations(enabled)
+            self.model.make_train_function(force=True)
 
 
 class CommunicationReport(ExchangeTimingCallback):

@@ -14,7 +14,7 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
-from tfdist.keras_internals.callback_list import LastCallback
+from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.checkpoint_saver import CheckpointSaver
@@ -28,8 +28,7 @@ from tfdist.recovery.recovery_warnings import (
 )
 from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint, resume_data
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
-from tfdist.recovery.training_progress import TrainingProgress
-from tfdist.recovery.training_state import TrainingState
+from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
 
 _log = logging.getLogger("tfdist")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tfdist.callbacks.strategy_support import describe_strategy
-from tfdist.keras_internals.callback_list import ListedCallback
+from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.formatting import byte_unit, table_with_total
 

@@ -32,7 +32,7 @@ from tfdist.tensorflow_internals.cluster_coordinator import (
     has_coordinators,
     without_reconnecting,
 )
-from tfdist.tensorflow_internals.variable_placement import balance_by_bytes
+from tfdist.tensorflow_internals.server_variables import balance_by_bytes
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
 from tfdist.versions import check_versions

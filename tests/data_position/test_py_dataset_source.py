@@ -12,7 +12,7 @@ from py_datasets import NoisyInSome, Remembering, Shuffled, noise
 from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once, run
 
 from tfdist.data_position.py_dataset_source import PyDatasetView
-from tfdist.data_position.random_states import states_equal
+from tfdist.data_position.python_randomness import states_equal
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -12,7 +12,7 @@ from recovered_runs import STEPS
 from tfdist.data_position import py_dataset_hooks
 from tfdist.data_position.py_dataset_hooks import attribute_orders
 from tfdist.data_position.py_dataset_source import PyDatasetView
-from tfdist.data_position.random_states import set_global_states, states_equal
+from tfdist.data_position.python_randomness import set_global_states, states_equal
 from tfdist.data_position.read_ahead import ReadAhead
 from tfdist.utils.json_state import from_text, to_json, to_text, unsupported_type
 

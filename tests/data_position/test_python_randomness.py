@@ -11,8 +11,7 @@ from data_runs import BATCH, IDS, SEED, dataset, train
 from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once, run
 
 from tfdist.data_position import python_randomness
-from tfdist.data_position.python_randomness import PythonRandomness, find_generators
-from tfdist.data_position.random_states import set_state_of, state_of
+from tfdist.data_position.python_randomness import PythonRandomness, find_generators, set_state_of, state_of
 from tfdist.tensorflow_internals.pipeline_traits import runs_python
 
 pytestmark = pytest.mark.usefixtures("cpus")

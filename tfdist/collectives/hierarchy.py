@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.collective_group import CollectiveGroup
-from tfdist.compression.dense import sum_dense
+from tfdist.compression.compressor import sum_dense
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 
 

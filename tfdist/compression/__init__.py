@@ -9,16 +9,12 @@
 
 from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.compression.cast import Cast
-from tfdist.compression.compressor import Compressor, Reduced
-from tfdist.compression.dense import Dense
+from tfdist.compression.compressor import Compressor, Dense, Group, Reduced
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.momentum_correction import MomentumCorrection
-from tfdist.compression.policy import Policy
+from tfdist.compression.policy import Policy, get
 from tfdist.compression.powersgd import PowerSGD
-from tfdist.compression.quantization import Quantize
-from tfdist.compression.registry import get
-from tfdist.compression.replica_group import Group
-from tfdist.compression.sign import Sign
+from tfdist.compression.quantization import Quantize, Sign
 from tfdist.compression.sparsification import RandomK, TopK
 from tfdist.compression.warm_up import WarmUp
 

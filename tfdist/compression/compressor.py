@@ -1,4 +1,4 @@
-"""`Compressor`, the interface of all compression methods."""
+"""`Compressor`, the interface of all methods, `Group`, the replicas of a reduction, and `Dense`: no compression."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,46 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfdist.compression.replica_group import Group
+from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
 
 State = dict[str, tf.Tensor]
 Payload = dict[str, tf.Tensor]
+
+
+class Group(ABC):
+    """The collectives over the replicas that take part in a reduction.
+
+    Each replica has a position in the group, from 0 to `size - 1`. All replicas call the same methods in the same
+    order, with tensors of equal shapes and dtypes.
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of replicas that take part."""
+
+    @abstractmethod
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the replicas' `tensor`. A replica of N sends `2 (N - 1) / N` times its size."""
+
+    @abstractmethod
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates the replicas' `tensor`, of rank 1 or more, along axis 0 in the order of their positions.
+
+        A replica of N sends `N - 1` times its size.
+        """
+
+    @abstractmethod
+    def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends `slices[i]` to the replica at position `i` (all-to-all). A replica of N sends `(N - 1) / N` of them.
+
+        Args:
+            slices: Int32 of shape `[size, length]`.
+
+        Returns:
+            The slices for this replica, in the order of their senders' positions, of the shape of `slices`; and the
+            position of this replica, an int32 scalar.
+        """
 
 
 @dataclass(frozen=True)
@@ -102,6 +138,31 @@ class Compressor(ABC):
         return hash(repr(self))
 
 
+class Dense(Compressor):
+    """Sends gradients uncompressed, as float32: 4 bytes for each value.
+
+    >>> Dense().payload_bytes((3, 5))
+    60
+    """
+
+    @property
+    def encodes_rows(self) -> bool:
+        return True
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        return 4 * num_elements(shape)
+
+    def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
+        return {"values": gradient}, state
+
+    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
+        return tf.reshape(payload["values"], shape)
+
+    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        sums = sum_dense(gradients, group)
+        return Reduced(sums, [tf.zeros_like(g) for g in gradients], [state or {} for state in states], all_finite(sums))
+
+
 def num_elements(shape: Sequence[int]) -> int:
     """Returns the number of elements of a tensor of `shape`."""
     elements = 1
@@ -113,3 +174,10 @@ def num_elements(shape: Sequence[int]) -> int:
 def static_or_dynamic_shape(tensor: tf.Tensor) -> "Sequence[int] | tf.Tensor":
     """Returns the shape of `tensor` for `decode`: the static shape if it is known, else a tensor."""
     return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+
+
+def sum_dense(tensors: Sequence[tf.Tensor], group: Group) -> list[tf.Tensor]:
+    """Returns the sums of `tensors` over `group`, with one all-reduce."""
+    if not tensors:
+        return []
+    return unflatten(group.sum(flatten(tensors)), tensors)

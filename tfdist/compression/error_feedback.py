@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, static_or_dynamic_shape
+from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, static_or_dynamic_shape
 from tfdist.compression.gradient_tensors import all_finite
-from tfdist.compression.replica_group import Group
 
 
 class ErrorFeedback(Compressor):

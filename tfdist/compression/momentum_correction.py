@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, static_or_dynamic_shape
-from tfdist.compression.dense import Dense
+from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State, static_or_dynamic_shape
 from tfdist.compression.error_feedback import pop_entry
 from tfdist.compression.gradient_tensors import all_finite
-from tfdist.compression.replica_group import Group
 from tfdist.compression.sparsification import RandomK, TopK
 
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, num_elements
+from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, num_elements
 from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
-from tfdist.compression.replica_group import Group
 from tfdist.utils.argument_checks import check_whole_number
 
 _DEPENDENT = 1e-4  # Squared sine of the angle below which a direction counts as a combination of the others.

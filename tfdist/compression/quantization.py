@@ -1,9 +1,12 @@
-"""Quantization to integers of 8 and 4 bits."""
+"""Quantization to integers of 8 and 4 bits, and to signs: one bit for each value."""
 
 import tensorflow as tf
 
 from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.compression.cast import codes_and_scales, scale_blocks, scales_of, words_with_scales
+from tfdist.compression.gradient_tensors import all_finite
+
+_SIGN_BIT = 1 << 31
 
 
 class Quantize(BlockCompressor):
@@ -34,7 +37,7 @@ class Quantize(BlockCompressor):
         """
         if bits not in (8, 4):
             raise ValueError(f"Invalid `bits`. Received: bits={bits!r}. Expected: 8 or 4.")
-        check_block_size(block_size, 8)
+        _check_block_size(block_size, 8)
         self.bits, self.block_size, self.stochastic = bits, block_size, bool(stochastic)
 
     @property
@@ -79,9 +82,80 @@ class Quantize(BlockCompressor):
         return scales_of(words)
 
 
-def check_block_size(block_size: int, multiple: int) -> None:
+class Sign(BlockCompressor):
+    """Sends the signs of the values and the mean magnitude of each block.
+
+    A value `x` of a block of `d` values is decoded to `sign(x) * ||block||_1 / d`; zeros have a sign, too. With error
+    feedback (on by default), this scaled form converges as fast as SGD; signs alone may not converge (Karimireddy
+    et al. 2019, "Error feedback fixes SignSGD"; Seide et al. 2014, "1-bit stochastic gradient descent").
+
+    Payload: 0.141 bytes for each value with blocks of 256; smaller blocks are larger and more precise. Cost: three
+    passes over the values to encode, two to decode.
+
+    >>> Sign().payload_bytes((1024,))
+    144
+    """
+
+    def __init__(self, block_size: int = 256) -> None:
+        """Creates a compressor with blocks of `block_size` values, a multiple of 32.
+
+        Raises:
+            ValueError: `block_size` is not a positive multiple of 32.
+        """
+        _check_block_size(block_size, 32)
+        self.block_size = block_size
+
+    @property
+    def needs_error_feedback(self) -> bool:
+        return True
+
+    @property
+    def block_values(self) -> int:
+        return self.block_size
+
+    @property
+    def block_words(self) -> int:
+        return self.block_size // 32 + 1
+
+    def encode_blocks(self, blocks: tf.Tensor, seed: tf.Tensor | None = None) -> tf.Tensor:
+        signs = tf.bitcast(tf.reshape(blocks, [-1, 32, self.block_size // 32]), tf.uint32)
+        # The sign is the highest bit. Shifted to 32 different places, the bits add up without overlap.
+        bits = tf.bitwise.right_shift(tf.bitwise.bitwise_and(signs, _SIGN_BIT), _places())
+        words = tf.bitcast(tf.reduce_sum(bits, axis=1), tf.int32)
+        magnitudes = tf.abs(blocks)
+        scales = tf.reduce_mean(magnitudes, axis=1, keepdims=True)
+        # The sum of large finite values may overflow.
+        scales = tf.cond(
+            all_finite([scales]),
+            lambda: tf.identity(scales),
+            lambda: tf.reduce_sum(magnitudes / self.block_size, axis=1, keepdims=True),
+        )
+        return tf.concat([words, tf.bitcast(scales, tf.int32)], axis=1)
+
+    def decode_blocks(self, words: tf.Tensor) -> tf.Tensor:
+        signs = tf.bitwise.left_shift(tf.bitcast(words[:, tf.newaxis, :-1], tf.uint32), _places())
+        return tf.reshape(_with_signs_of(signs, words[:, tf.newaxis, -1:]), [-1, self.block_size])
+
+    def encoding_error(self, blocks: tf.Tensor, words: tf.Tensor) -> tf.Tensor:
+        return blocks - _with_signs_of(tf.bitcast(blocks, tf.uint32), words[:, -1:])
+
+    def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
+        return scales_of(words)
+
+
+def _check_block_size(block_size: int, multiple: int) -> None:
     """Raises a ValueError unless `block_size` is a positive multiple of `multiple`."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0 or block_size % multiple:
         raise ValueError(
             f"Invalid `block_size`. Received: block_size={block_size!r}. Expected: a positive multiple of {multiple}."
         )
+
+
+def _with_signs_of(signs: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+    """Returns float32 numbers with the magnitudes of `scales` and the signs of the uint32 `signs`."""
+    scales = tf.bitcast(scales, tf.uint32)
+    return tf.bitcast(tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(signs, _SIGN_BIT), scales), tf.float32)
+
+
+def _places() -> tf.Tensor:
+    return tf.constant([[place] for place in range(32)], tf.uint32)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.compression.block_compressor import BlockCompressor
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State, num_elements
+from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, num_elements
 from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
-from tfdist.compression.replica_group import Group
 
 
 class TopK(BlockCompressor):

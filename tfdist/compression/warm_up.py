@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Payload, Reduced, State
-from tfdist.compression.dense import Dense
+from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.momentum_correction import MomentumCorrection
-from tfdist.compression.replica_group import Group
 from tfdist.utils.argument_checks import check_whole_number
 
 

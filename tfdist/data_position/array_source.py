@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
-from tfdist.keras_internals.data_adapters import ARRAYS, shuffle_argument
+from tfdist.keras_internals.epoch_iterator import ARRAYS, shuffle_argument
 from tfdist.tensorflow_internals.runtime import global_seed, global_seed_for_functions
 
 _SEEDS = 1 << 31

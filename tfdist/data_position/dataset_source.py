@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist.data_position.data_comparison import describe_elements
 from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import PythonRandomness
-from tfdist.keras_internals.data_adapters import DATASET
+from tfdist.keras_internals.epoch_iterator import DATASET
 from tfdist.tensorflow_internals.input_pipeline import (
     batches_to_replay,
     create_unused_iterator,

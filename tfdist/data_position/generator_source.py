@@ -5,7 +5,7 @@ from typing import Any
 
 from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
-from tfdist.keras_internals.data_adapters import data_kind
+from tfdist.keras_internals.epoch_iterator import data_kind
 
 
 class GeneratorSource(DatasetSource):

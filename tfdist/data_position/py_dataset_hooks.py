@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfdist.data_position.position import Json
-from tfdist.data_position.random_states import global_states, set_global_states, states_equal
+from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
 from tfdist.utils.json_state import from_text, to_text
 
 AttributeOrders = dict[str, list[int]]  # by attribute: number of elements, hash of the elements, hash of their order

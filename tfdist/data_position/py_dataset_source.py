@@ -11,9 +11,9 @@ import keras
 from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
 from tfdist.data_position.py_dataset_hooks import BEGIN, END, PyDatasetHooks
-from tfdist.data_position.random_states import global_states, set_global_states
+from tfdist.data_position.python_randomness import global_states, set_global_states
 from tfdist.data_position.read_ahead import OWN, ReadAhead, copy_changes
-from tfdist.keras_internals.data_adapters import PY_DATASET, discard_read_ahead, has_workers, wrap_py_dataset
+from tfdist.keras_internals.epoch_iterator import PY_DATASET, discard_read_ahead, has_workers, wrap_py_dataset
 from tfdist.utils.json_state import from_text, unsupported_type
 
 

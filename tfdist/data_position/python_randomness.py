@@ -1,4 +1,7 @@
-"""The random numbers of Python code within a tf.data pipeline: `from_generator`, `py_function`, `numpy_function`."""
+"""The states of Python's and NumPy's random generators, and the generators that a tf.data pipeline's Python code uses.
+
+Such code is given to `from_generator`, `py_function` and `numpy_function`.
+"""
 
 import collections
 import contextlib
@@ -15,8 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data_position.random_states import global_states, set_global_states, set_state_of, state_of, states_equal
-
+State = Any
 States = dict[str, Any]
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
@@ -24,6 +26,56 @@ _LIBRARIES = ("tensorflow.", "keras.", "numpy.")
 _DEEPEST = 12
 _LONGEST = 100
 _MOST_VALUES = 10_000  # a pipeline may hold models and data frames
+
+
+def global_states() -> dict[str, State]:
+    """Returns the states of `numpy.random` and `random`.
+
+    >>> before = global_states()
+    >>> states_equal(before, global_states())
+    True
+    >>> numbers = np.random.random(), random.random()
+    >>> set_global_states(before)
+    >>> (np.random.random(), random.random()) == numbers
+    True
+    """
+    return {"numpy": np.random.get_state(legacy=False), "python": random.getstate()}
+
+
+def set_global_states(states: dict[str, State]) -> None:
+    """Restores the given states."""
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "python" in states:
+        random.setstate(states["python"])
+
+
+def state_of(generator: Any) -> State:
+    """Returns the state of a generator of NumPy or Python."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+
+
+def set_state_of(generator: Any, state: State) -> None:
+    """Restores a state that `state_of` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def states_equal(one: State, other: State) -> bool:
+    """Whether two states, or structures of states, are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(states_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(states_equal(*pair) for pair in zip(one, other, strict=True))
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)
 
 
 class PythonRandomness:

@@ -5,7 +5,7 @@ import contextlib
 import copy
 from typing import Any
 
-from tfdist.data_position.random_states import states_equal
+from tfdist.data_position.python_randomness import states_equal
 from tfdist.utils.json_state import to_text
 
 States = dict[str, Any]

@@ -13,8 +13,7 @@ from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
 from tfdist.data_position.position import Json, Position, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
-from tfdist.keras_internals.data_adapters import data_kind
-from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, extend_epoch_iterator
+from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
 
 _SOURCES: dict[str, type[DatasetSource]] = {

@@ -1,4 +1,4 @@
-"""Keras' epoch iterator: how it is extended, and equal numbers of steps on all workers."""
+"""Keras' epoch iterator: how it is extended, equal numbers of steps on all workers, and the data that it draws from."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +13,17 @@ for _method, _why in {
     "reset": "discards the iterator with which the model was built",
 }.items():
     private(f"{_EPOCH_ITERATOR}.{_method}", _why)
+
+_ADAPTERS = "keras.src.trainers.data_adapters"
+ARRAYS, DATASET, PY_DATASET, GENERATOR = "arrays", "tf.data.Dataset", "keras.utils.PyDataset", "generator"
+_KINDS = {
+    private(f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter", "shuffles without a generator that can be saved"): (
+        ARRAYS
+    ),
+    private(f"{_ADAPTERS}.tf_dataset_adapter:TFDatasetAdapter", "holds the dataset that was given to `fit`"): DATASET,
+    private(f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter", "shuffles in a thread, with `random`"): PY_DATASET,
+    private(f"{_ADAPTERS}.generator_data_adapter:GeneratorDataAdapter", "can be read only once"): GENERATOR,
+}
 
 
 class EpochIteratorMixin:
@@ -137,3 +148,36 @@ def patch_number_of_batches(agree: Callable[[Any, int | None], int | None]) -> N
 
     AgreedEpochIterator.__name__ = stock.__name__
     trainer.TFEpochIterator = AgreedEpochIterator
+
+
+def data_kind(adapter: Any) -> str:
+    """Returns the kind of data behind an adapter: a constant of this module, or else the adapter's class name."""
+    return _KINDS.get(type(adapter), type(adapter).__name__)
+
+
+def shuffle_argument(adapter: Any) -> Any:
+    """Returns the `shuffle` that `fit` was given, for an adapter of arrays."""
+    return adapter._shuffle
+
+
+def wrap_py_dataset(adapter: Any, wrap: Callable[[Any, bool], Any]) -> Any:
+    """Replaces an adapter's PyDataset by `wrap(py_dataset, shuffle)`, which shuffles itself, and returns it."""
+    wrapper = wrap(adapter.py_dataset, adapter.shuffle)
+    adapter.py_dataset, adapter.shuffle = wrapper, False
+    return wrapper
+
+
+def has_workers(adapter: Any) -> bool:
+    """Whether threads or processes read the batches of an adapter's PyDataset."""
+    return adapter.enqueuer is not None
+
+
+def discard_read_ahead(adapter: Any) -> None:
+    """Discards the batches that the workers of an adapter's PyDataset have read ahead.
+
+    A pass that ended early, as to build the model, leaves batches in the queue, and maybe a thread that still takes
+    some.
+    """
+    if has_workers(adapter):
+        data = adapter.py_dataset
+        adapter.enqueuer = type(adapter.enqueuer)(data, data.workers, data.use_multiprocessing, data.max_queue_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.callback_list import wrap_callback_list
+from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _READ_SECONDS = 0.5  # how often a moving bar reads the counters

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.callback_list import wrap_callback_list
+from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.private_symbols import private
 
 private("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs", "takes the logs of the epoch's last step")

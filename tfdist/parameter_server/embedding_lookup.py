@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.scheduled_training import server_variable
 from tfdist.parameter_server.worker_scope import WorkerScope
-from tfdist.tensorflow_internals.low_precision_transfer import send_as
+from tfdist.tensorflow_internals.server_variables import send_as
 
 
 def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor:

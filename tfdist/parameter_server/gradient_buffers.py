@@ -9,7 +9,7 @@ from tfdist.compression.gradient_tensors import all_finite, divided
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
 from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
 from tfdist.parameter_server.worker_step import StepResult
-from tfdist.tensorflow_internals.variable_placement import colocated_variable
+from tfdist.tensorflow_internals.server_variables import colocated_variable
 
 
 class GradientBuffers:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.losses import LossStep
 from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
-from tfdist.tensorflow_internals.low_precision_transfer import pull_as
+from tfdist.tensorflow_internals.server_variables import pull_as
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have distinct seeds

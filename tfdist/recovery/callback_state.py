@@ -31,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.stock_callbacks import find_monitor_direction, has_monitor_direction, state_attributes
+from tfdist.keras_internals.keras_callbacks import find_monitor_direction, has_monitor_direction, state_attributes
 from tfdist.utils.json_state import from_json, to_json
 
 Json = dict[str, Any]

@@ -7,8 +7,7 @@ from typing import Any
 
 from tfdist.checkpoint import BackgroundWriter, CheckpointStore
 from tfdist.data_position.training_iterator import TrainingIterator
-from tfdist.recovery.training_progress import TrainingProgress
-from tfdist.recovery.training_state import TrainingState
+from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
 
 

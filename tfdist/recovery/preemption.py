@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
-from tfdist.keras_internals.stock_callbacks import open_files
+from tfdist.keras_internals.keras_callbacks import open_files
 from tfdist.recovery.worker_coordination import WorkerCoordination
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 with `--signal=USR1@60`

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data_position.random_states import global_states, set_global_states
+from tfdist.data_position.python_randomness import global_states, set_global_states
 from tfdist.keras_internals.seed_generators import (
     forget_global_seed_generator,
     global_seed_generator,

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfdist.keras_internals.model_state import OptimizerState, optimizers_of
 from tfdist.recovery.callback_state import callbacks_without_state
-from tfdist.recovery.training_progress import TrainingProgress
+from tfdist.recovery.training_state import TrainingProgress
 
 
 def warn_always(message: str) -> None:

@@ -7,8 +7,8 @@ import weakref
 import keras
 import pytest
 
-from tfdist.keras_internals import callback_list
-from tfdist.keras_internals.callback_list import LastCallback, ListedCallback, wrap_callback_list
+from tfdist.keras_internals import keras_callbacks
+from tfdist.keras_internals.keras_callbacks import LastCallback, ListedCallback, wrap_callback_list
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -44,7 +44,7 @@ def test_last_callbacks_are_called_last_and_all_know_the_order():
 
 def test_wrappers_are_called_once_around_a_method(monkeypatch):
     stock = keras.callbacks.CallbackList
-    monkeypatch.setattr(callback_list, "_wrappers", dict(callback_list._wrappers))
+    monkeypatch.setattr(keras_callbacks, "_wrappers", dict(keras_callbacks._wrappers))
     monkeypatch.setattr(stock, "on_predict_begin", stock.on_predict_begin)  # restores Keras' method after the test
     called = []
     listed = stock([keras.callbacks.LambdaCallback(on_predict_begin=lambda logs: called.append(logs))])

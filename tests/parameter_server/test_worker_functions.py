@@ -1,4 +1,4 @@
-"""Results are packed into one tensor where possible, and unpacked to the bit."""
+"""Results of workers' functions are packed into one tensor where possible, and unpacked to the bit."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.parameter_server.result_packing import ResultPacking
+from tfdist.parameter_server.worker_functions import ResultPacking
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -1,4 +1,4 @@
-"""Keras' callback list: one way to wrap its methods, and callbacks that know their list or run last in it."""
+"""Keras' callbacks: wrapping their list, callbacks that know it or run last in it, and the state of Keras' own ones."""
 
 import functools
 import warnings
@@ -8,7 +8,17 @@ from typing import Any
 
 import keras
 
+from tfdist.private_symbols import private
+
 Wrapper = Callable[..., None]
+
+_MonitorCallback = private(
+    "keras.src.callbacks.monitor_callback:MonitorCallback", "holds the direction in which a metric improves"
+)
+private(
+    "keras.src.callbacks.monitor_callback:MonitorCallback._set_monitor_op",
+    "chooses that direction from the metric's name",
+)
 
 _wrappers: dict[str, list[Wrapper]] = {}
 _LOG_WRITERS = (
@@ -18,6 +28,21 @@ _LOG_WRITERS = (
     keras.callbacks.History,
     keras.callbacks.ProgbarLogger,
 )
+# The state of each class; configuration is left to the program. `min_delta` and `monitor_op` are left out on purpose:
+# see `find_monitor_direction`.
+_STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("best", "wait", "stopped_epoch", "best_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: (
+        "_global_train_batch",
+        "_global_test_batch",
+        "_previous_epoch_iterations",
+        "_should_write_train_graph",
+    ),
+}
 
 
 def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
@@ -99,3 +124,35 @@ def _order_and_show_list(call: Callable[..., None], callback_list: Any, logs: An
         if isinstance(callback, ListedCallback):
             callback._listed = tuple(map(weakref.ref, callback_list.callbacks))
     call(logs)
+
+
+def state_attributes(callback: Any) -> tuple[str, ...]:
+    """Returns the names of the attributes in which a callback of Keras, or of a subclass, keeps its state."""
+    return tuple(name for known, names in _STATE_ATTRIBUTES.items() if isinstance(callback, known) for name in names)
+
+
+def has_monitor_direction(callback: Any) -> bool:
+    """Whether a callback that monitors a quantity has determined whether it should fall or rise."""
+    return isinstance(callback, _MonitorCallback) and callback.monitor_op is not None
+
+
+def find_monitor_direction(callback: Any) -> None:
+    """Makes a callback determine that now, instead of at the end of an epoch; it changes the sign of `min_delta`.
+
+    Call this after the model's metrics are built.
+    """
+    if callback.monitor_op is None:
+        callback._set_monitor_op()
+
+
+def open_files(callback: Any) -> list[Any]:
+    """Returns what a callback of Keras has written to and not closed; each has a method `flush`."""
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return list(callback._writers.values())
+    if (
+        isinstance(callback, keras.callbacks.CSVLogger)
+        and callback.csv_file is not None
+        and not callback.csv_file.closed
+    ):
+        return [callback.csv_file]
+    return []
