@@ -13,8 +13,7 @@ import pytest
 
 from tfdist.transport import listener as listeners
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
-from tfdist.transport.connection import Connection
-from tfdist.transport.dial_with_retry import dial
+from tfdist.transport.connection import Connection, dial
 from tfdist.transport.handshake import ClientHandshake, Credentials, Hello
 from tfdist.transport.listener import Listener
 from tfdist.transport.transport_errors import TokenRejectedError

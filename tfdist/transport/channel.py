@@ -1,17 +1,18 @@
 """Authenticated connection that blocks with time limits: requests, answers, and raw bytes for measurements."""
 
+import contextlib
 import select
 import socket
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfdist.transport.authenticated_messages import MessageCodec
-from tfdist.transport.blocking_handshake import BlockingHandshake, client_handshake, server_handshake
-from tfdist.transport.connection import set_tcp_options
-from tfdist.transport.handshake import Credentials, SessionKeys
-from tfdist.transport.transport_errors import ConnectionClosedError, FrameError
+from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, MessageCodec, encode_frame
+from tfdist.transport.handshake import ClientHandshake, Credentials, ServerHandshake, SessionKeys
+from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, HandshakeError
 
 _CHUNK_BYTES = 2**18
+BlockingHandshake = Callable[[socket.socket, Credentials, float], tuple[SessionKeys, bytes]]
 
 
 class Channel:
@@ -56,13 +57,8 @@ class Channel:
     ) -> "Channel":
         try:
             set_tcp_options(connection)
-            return cls(connection, *handshake(connection, credentials, time.monotonic() + timeout_seconds))
-        except TimeoutError as error:
-            connection.close()
-            raise ConnectionClosedError("no answer in time") from error
-        except OSError as error:
-            connection.close()
-            raise ConnectionClosedError(f"the connection broke ({error.strerror or error})") from error
+            with _as_closed():
+                return cls(connection, *handshake(connection, credentials, time.monotonic() + timeout_seconds))
         except BaseException:
             connection.close()
             raise
@@ -146,25 +142,31 @@ class Channel:
         return max(count - half, 1) / max(time.monotonic() - half_at, 1e-9)
 
     def _send(self, data: bytes | memoryview, timeout_seconds: float) -> None:
-        try:
+        with _as_closed():
             self._socket.settimeout(max(timeout_seconds, 0.001))
-            self._socket.sendall(data)
-        except TimeoutError as error:
-            raise ConnectionClosedError("the other side does not read its messages") from error
-        except OSError as error:
-            raise ConnectionClosedError(f"the connection broke ({error.strerror or error})") from error
+            try:
+                self._socket.sendall(data)
+            except TimeoutError as error:
+                raise ConnectionClosedError("the other side does not read its messages") from error
 
     def _receive(self, most: int, deadline: float) -> bytes:
-        try:
+        with _as_closed():
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self._socket.recv(most)
-        except TimeoutError as error:
-            raise ConnectionClosedError("no answer in time") from error
-        except OSError as error:
-            raise ConnectionClosedError(f"the connection broke ({error.strerror or error})") from error
         if not data:
             raise ConnectionClosedError("the other side closed the connection")
         return data
+
+
+@contextlib.contextmanager
+def _as_closed() -> Iterator[None]:
+    """Turns errors of the socket into `ConnectionClosedError`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ConnectionClosedError("no answer in time") from error
+    except OSError as error:
+        raise ConnectionClosedError(f"the connection broke ({error.strerror or error})") from error
 
 
 def close_socket(connection: socket.socket) -> None:
@@ -175,3 +177,76 @@ def close_socket(connection: socket.socket) -> None:
     except OSError:
         pass
     connection.close()
+
+
+def set_tcp_options(connection: socket.socket) -> None:
+    """Disables Nagle's algorithm, and enables keepalive, by which the kernel notices a lost host."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def client_handshake(connection: socket.socket, credentials: Credentials, deadline: float) -> tuple[SessionKeys, bytes]:
+    """Runs the client's side over a blocking socket.
+
+    Args:
+        connection: The connected socket.
+        credentials: Of this process.
+        deadline: Monotonic time at which the handshake must be complete.
+
+    Returns:
+        The keys, and the bytes that arrived behind the handshake.
+
+    Raises:
+        TransportError: If the handshake fails.
+        OSError: If the connection fails, or the deadline passes.
+    """
+    handshake, frames = ClientHandshake(credentials), _BlockingFrames(connection, deadline)
+    frames.send(handshake.hello)
+    proof = handshake.prove(frames.receive())
+    try:
+        frames.send(proof)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the answer that the server sent before it closed says why
+    return handshake.finish(frames.receive()), frames.rest()
+
+
+def server_handshake(connection: socket.socket, credentials: Credentials, deadline: float) -> tuple[SessionKeys, bytes]:
+    """Runs the server's side over a blocking socket; see `client_handshake`."""
+    handshake, frames = ServerHandshake(credentials), _BlockingFrames(connection, deadline)
+    while handshake.keys is None:
+        try:
+            frames.send(handshake.receive(frames.receive()))
+        except HandshakeError as error:
+            if error.reply:
+                frames.send(error.reply)
+            raise
+    return handshake.keys, frames.rest()
+
+
+class _BlockingFrames:
+    """Sends and receives frames of a handshake before a deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline = connection, deadline
+        self._buffer = FrameBuffer(max_bytes=MAX_HANDSHAKE_BYTES)
+        self.rest = self._buffer.take
+
+    def send(self, body: bytes) -> None:
+        self._set_timeout()
+        self._socket.sendall(encode_frame(body))
+
+    def receive(self) -> bytes:
+        while (body := self._buffer.next()) is None:
+            self._set_timeout()
+            data = self._socket.recv(4096)
+            if not data:
+                raise ConnectionClosedError("the connection was closed")
+            self._buffer.feed(data)
+        return body
+
+    def _set_timeout(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake timed out")
+        self._socket.settimeout(left)

@@ -1,14 +1,26 @@
-"""Authenticated connection that never blocks."""
+"""Authenticated connection that never blocks; dials a server that may not be up yet."""
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist.transport.authenticated_messages import MAX_MESSAGE_BYTES, MessageCodec
-from tfdist.transport.handshake import SessionKeys
-from tfdist.transport.transport_errors import ConnectionClosedError, FrameError
+from tfdist.transport.channel import client_handshake, set_tcp_options
+from tfdist.transport.handshake import Credentials, SessionKeys
+from tfdist.transport.transport_errors import (
+    ConnectionClosedError,
+    FrameError,
+    InvalidProofError,
+    ProtocolMismatchError,
+    TokenRejectedError,
+    TransportError,
+)
 
+_TRY_SECONDS = 10.0
+_PAUSE_SECONDS = 0.25
+_QUIET_SECONDS = 2.0  # before the user is shown why it takes long
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 
 
@@ -105,6 +117,52 @@ class Connection:
             raise ConnectionClosedError(str(error)) from error
 
 
+def dial(
+    host: str, port: int, credentials: Credentials, *, timeout_seconds: float, on_wait: Callable[[str], None]
+) -> Connection:
+    """Connects to a server and runs the handshake, again and again until one try succeeds or the time is over.
+
+    Args:
+        host: Host of the server.
+        port: Port of the server.
+        credentials: Of this process.
+        timeout_seconds: How long to try.
+        on_wait: Called once with the reason if the server does not answer for two seconds.
+
+    Raises:
+        ConnectionClosedError: If no try succeeds in time; the text is the last reason.
+        ProtocolMismatchError, TokenRejectedError, InvalidProofError: If another try cannot succeed.
+    """
+    began = time.monotonic()
+    end = began + timeout_seconds
+    has_reported = False
+    while True:
+        try:
+            return _connect(host, port, credentials, deadline=min(end, time.monotonic() + _TRY_SECONDS))
+        except (ProtocolMismatchError, TokenRejectedError, InvalidProofError):
+            raise
+        except (OSError, TransportError) as error:
+            reason = str(getattr(error, "strerror", None) or error)
+        now = time.monotonic()
+        if now >= end:
+            raise ConnectionClosedError(reason)
+        if not has_reported and now >= began + _QUIET_SECONDS:
+            has_reported = True
+            on_wait(reason)
+        time.sleep(min(_PAUSE_SECONDS, end - now))
+
+
+def _connect(host: str, port: int, credentials: Credentials, *, deadline: float) -> Connection:
+    connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1))
+    try:
+        set_tcp_options(connection)
+        keys, received = client_handshake(connection, credentials, deadline)
+        return Connection(connection, keys, received)
+    except BaseException:
+        connection.close()
+        raise
+
+
 def plain_address(address: str) -> str:
     """Returns an IPv4-mapped IPv6 address as IPv4, and any other address unchanged.
 
@@ -112,10 +170,3 @@ def plain_address(address: str) -> str:
     ('10.0.0.1', 'fe80::1')
     """
     return address.removeprefix("::ffff:") if "." in address else address
-
-
-def set_tcp_options(connection: socket.socket) -> None:
-    """Disables Nagle's algorithm, and enables keepalive, by which the kernel notices a lost host."""
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

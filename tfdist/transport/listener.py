@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
-from tfdist.transport.connection import Connection, plain_address, set_tcp_options
+from tfdist.transport.channel import set_tcp_options
+from tfdist.transport.connection import Connection, plain_address
 from tfdist.transport.handshake import Credentials, ServerHandshake
 from tfdist.transport.transport_errors import FrameError, HandshakeError, TransportError
 

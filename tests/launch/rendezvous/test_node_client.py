@@ -6,10 +6,8 @@ import pytest
 
 from tfdist.launch.processes.run_policy import RunEnd
 from tfdist.launch.rendezvous.node_client import NodeClient
-from tfdist.launch.rendezvous.outcome_messages import decode, encode
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.transport.connection import Connection
 from tfdist.transport.handshake import SessionKeys
 
@@ -117,33 +115,3 @@ class Signals:
     def close(self) -> None:
         for end in self._ends:
             end.close()
-
-
-def test_outcomes_pass_complete():
-    ends = (WorkerExit(1, -9, ("one", "two"), failure_reason="frozen", at=1.5), WorkerExit(2, 1, was_signalled=True))
-    outcome = Outcome(
-        0,
-        2,
-        ends,
-        stall="stands",
-        start_failure=(3, OSError("no room")),
-        heartbeat_ranks=frozenset({1}),
-        fit=2,
-        step=4,
-        errors={1: {"a": "b"}},
-    )
-    back = decode(encode(outcome), "h")
-    assert [(end.rank, end.returncode, end.last_lines, end.host) for end in back.exits] == [
-        (1, -9, ("one", "two"), "h"),
-        (2, 1, (), "h"),
-    ]
-    assert (back.exits[0].failure_reason, back.exits[0].at, back.exits[1].was_signalled) == ("frozen", 1.5, True)
-    assert (back.stall, back.heartbeat_ranks, back.errors) == ("stands", {1}, {1: {"a": "b"}})
-    assert (back.fit, back.step, back.saved) == (2, 4, None)
-    assert (back.start_failure[0], str(back.start_failure[1])) == (3, "no room")
-
-
-def test_long_outcomes_are_cut():
-    """So that they are no longer than a message may be."""
-    ends = tuple(WorkerExit(rank, 1, ("x" * 10_000,) * 200) for rank in range(100))
-    assert len(str(encode(Outcome(0, 100, ends)))) < 2 * 2**20

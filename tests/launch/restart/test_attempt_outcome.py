@@ -1,6 +1,6 @@
 import pytest
 
-from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, encode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_config import Timeouts
 
@@ -60,3 +60,33 @@ def test_stall_is_reported_without_a_culprit():
 def test_grace_periods(grace, may_restart, stop, failure, patience):
     grace_periods = Timeouts(grace, 10.0, 600.0).grace_periods(may_restart=may_restart)
     assert (grace_periods.stop, grace_periods.failure, grace_periods.patience) == (stop, failure, patience)
+
+
+def test_outcomes_pass_complete():
+    ends = (WorkerExit(1, -9, ("one", "two"), failure_reason="frozen", at=1.5), WorkerExit(2, 1, was_signalled=True))
+    outcome = Outcome(
+        0,
+        2,
+        ends,
+        stall="stands",
+        start_failure=(3, OSError("no room")),
+        heartbeat_ranks=frozenset({1}),
+        fit=2,
+        step=4,
+        errors={1: {"a": "b"}},
+    )
+    back = decode_outcome(encode_outcome(outcome), "h")
+    assert [(end.rank, end.returncode, end.last_lines, end.host) for end in back.exits] == [
+        (1, -9, ("one", "two"), "h"),
+        (2, 1, (), "h"),
+    ]
+    assert (back.exits[0].failure_reason, back.exits[0].at, back.exits[1].was_signalled) == ("frozen", 1.5, True)
+    assert (back.stall, back.heartbeat_ranks, back.errors) == ("stands", {1}, {1: {"a": "b"}})
+    assert (back.fit, back.step, back.saved) == (2, 4, None)
+    assert (back.start_failure[0], str(back.start_failure[1])) == (3, "no room")
+
+
+def test_long_outcomes_are_cut():
+    """So that they are no longer than a message may be."""
+    ends = tuple(WorkerExit(rank, 1, ("x" * 10_000,) * 200) for rank in range(100))
+    assert len(str(encode_outcome(Outcome(0, 100, ends)))) < 2 * 2**20

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.launch.process_roles import Role
+from tfdist.launch.processes.active_clock import ActiveClock
 from tfdist.launch.restart.attempt_outcome import fit_suffix
 from tfdist.utils.json_messages import json_object
 
@@ -12,8 +13,6 @@ from tfdist.utils.json_messages import json_object
 _SUSPICIOUS_SECONDS = 2.0
 _STALL_FACTOR = 10
 _START_SECONDS = 30.0
-# If more time than this passes between two calls, the launcher itself was suspended: the rest does not count.
-_MAX_CALL_GAP_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -92,7 +91,7 @@ class HeartbeatMonitor:
         self._roles = roles
         self._workers = {rank: _WorkerState() for rank in roles}
         self._timeout, self._stall_timeout = heartbeat_timeout_seconds, stall_timeout_seconds
-        self._now, self._time = now, 0.0  # the latter counts only time in which the launcher ran
+        self._clock, self._time = ActiveClock(now=now), 0.0
         self._progress_at: float | None = None  # the last step, batch or checkpoint of any worker
         self._longest_step_seconds: float | None = None  # None: fewer than two steps of any worker
 
@@ -151,7 +150,7 @@ class HeartbeatMonitor:
             message = json_object(datagram)
         except ValueError:
             return
-        self._advance(now)
+        self._time = self._clock.advance(now)
         worker = self._workers[rank]
         worker.has_sent_heartbeat = True
         worker.is_exiting = message.get("alive") is False
@@ -168,7 +167,7 @@ class HeartbeatMonitor:
             is_stopped: For each running worker, whether its process is stopped.
             now: Monotonic time in seconds.
         """
-        self._advance(now)
+        self._time = self._clock.advance(now)
         messages = [line for rank, stopped in is_stopped.items() for line in self._record_stop(rank, stopped)]
         frozen = {rank: reason for rank in is_stopped if (reason := self._freeze_reason(self._workers[rank]))}
         return HealthReport(frozen, self._stall(is_stopped), tuple(messages))
@@ -212,10 +211,6 @@ class HeartbeatMonitor:
         if fit != worker.fit:
             worker.fit, worker.step, worker.saved, worker.saved_step = fit, None, None, None
             self._progress_at, worker.stepped_at = self._time, None
-
-    def _advance(self, now: float) -> None:
-        self._time += min(max(now - self._now, 0.0), _MAX_CALL_GAP_SECONDS)
-        self._now = now
 
     def _record_stop(self, rank: int, stopped: bool) -> list[str]:
         worker = self._workers[rank]

@@ -2,11 +2,11 @@
 
 import dataclasses
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
-from tfdist.launch.rendezvous.outcome_messages import merge
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.run_config import GracePeriods
 
@@ -105,7 +105,7 @@ class AttemptTracker:
         more: dict[str, Any] = {"lost": self._lost}
         if self.order is not None:
             more["stop_signal"] = self.order.stop_signal
-        return merge(
+        return _merge(
             [node.outcome for node in nodes if node.outcome is not None],
             attempt=self.number,
             workers=self._workers,
@@ -117,3 +117,29 @@ class AttemptTracker:
     def _order(self, order: ShutdownOrder, now: float) -> None:
         if self.order is None:
             self.order, self.ordered_at = order, now
+
+
+def _merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
+    """Returns one outcome for all nodes.
+
+    Args:
+        outcomes: Outcomes of the nodes, that of the node that failed first in front.
+        more: Fields that no single node knows.
+    """
+    fit = max((outcome.fit for outcome in outcomes), default=1)
+    furthest = [outcome for outcome in outcomes if outcome.fit == fit]
+    return Outcome(
+        exits=tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits),
+        stall=next((outcome.stall for outcome in outcomes if outcome.stall), ""),
+        start_failure=next((outcome.start_failure for outcome in outcomes if outcome.start_failure is not None), None),
+        heartbeat_ranks=frozenset().union(*(outcome.heartbeat_ranks for outcome in outcomes)),
+        fit=fit,
+        step=_highest(outcome.step for outcome in furthest),
+        saved=_highest(outcome.saved for outcome in furthest),
+        errors={rank: error for outcome in outcomes for rank, error in outcome.errors.items()},
+        **more,
+    )
+
+
+def _highest(numbers: Iterable[int | None]) -> int | None:
+    return max((number for number in numbers if number is not None), default=None)

@@ -14,8 +14,8 @@ from tfdist.launch.rendezvous.membership import (
     Node,
     NodeConnection,
 )
-from tfdist.launch.rendezvous.outcome_messages import decode
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
+from tfdist.launch.restart.attempt_outcome import decode_outcome
 from tfdist.launch.restart.restart_policy import RestartPolicy
 from tfdist.launch.restart.worker_exit import signal_name
 from tfdist.launch.run_config import RunConfig
@@ -112,8 +112,9 @@ class Coordinator:
             elif kind == "lost_peer":
                 tracker.report_lost_peer(str(message["text"]), now=now)
             else:
+                outcome = decode_outcome(message["outcome"], node.host)
                 grace_periods = self._config.timeouts.grace_periods(may_restart=False)
-                tracker.finish(node, decode(message["outcome"], node.host), grace_periods=grace_periods, now=now)
+                tracker.finish(node, outcome, grace_periods=grace_periods, now=now)
 
     def lose(self, node: Node, reason: str, *, now: float) -> None:
         """Removes a node whose connection is closed or which sent a malformed message."""

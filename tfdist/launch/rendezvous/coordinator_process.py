@@ -9,21 +9,27 @@ import time
 import traceback
 import warnings
 
+from tfdist.launch.processes.active_clock import ActiveClock
 from tfdist.launch.processes.linux_syscalls import die_with_parent
 from tfdist.launch.processes.output import Console
-from tfdist.launch.rendezvous.active_clock import ActiveClock
 from tfdist.launch.rendezvous.coordinator import Coordinator
-from tfdist.launch.rendezvous.coordinator_connection import rendezvous_credentials
 from tfdist.launch.rendezvous.membership import Node, is_loopback
 from tfdist.launch.run_config import RunConfig
 from tfdist.transport.connection import Connection
+from tfdist.transport.handshake import Credentials
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
 
+PROTOCOL = 2
 _POLL_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0  # for all nodes to read the end of the run
 _BACKLOG = 128
+
+
+def rendezvous_credentials(token: str) -> Credentials:
+    """Returns the credentials of a supervisor or the coordinator: the token, and the same version of tfdist."""
+    return Credentials("tfdist rendezvous", PROTOCOL, token, same_version=True)
 
 
 class CoordinatorProcess:

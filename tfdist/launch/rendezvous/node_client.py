@@ -9,12 +9,11 @@ from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import worker_roles
+from tfdist.launch.processes.active_clock import ActiveClock
 from tfdist.launch.processes.cores_and_ports import ReservedPorts
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
-from tfdist.launch.rendezvous.active_clock import ActiveClock
-from tfdist.launch.rendezvous.outcome_messages import encode
-from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.transport.connection import Connection
 from tfdist.transport.transport_errors import ConnectionClosedError
@@ -98,7 +97,7 @@ class NodeClient(RunPolicy):
 
     def attempt_ended(self, outcome: Outcome, signals: StopSignals) -> None:
         """Reports the outcome on this node, and waits until the attempt is over on all nodes."""
-        self._send({"type": "done", "attempt": self._attempt, "outcome": encode(outcome)})
+        self._send({"type": "done", "attempt": self._attempt, "outcome": encode_outcome(outcome)})
         finished = self._attempt
         while self._attempt == finished and self._end is None:
             self._wait(signals)

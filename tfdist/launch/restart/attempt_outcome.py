@@ -1,10 +1,17 @@
-"""The outcome of an attempt: one start of all workers, until the last of them has exited."""
+"""The outcome of an attempt: one start of all workers, until the last of them has exited; and its form as a message."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.worker_exit import WorkerExit, root_cause
+
+# Of a message: a longer one has fewer of the workers' last lines.
+_MAX_MESSAGE_BYTES = 2**20
+_MAX_LINES = 200
+_MAX_LINE_CHARACTERS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,3 +142,82 @@ def fit_suffix(number: int) -> str:
     ('step 41', 'step 41 of fit 2')
     """
     return "" if number == 1 else f" of fit {number}"
+
+
+def encode_outcome(outcome: Outcome) -> dict[str, Any]:
+    """Returns the message for an outcome. A long message has fewer of the workers' last lines.
+
+    Args:
+        outcome: The outcome of this node; its ranks are those of the run.
+    """
+    lines = _MAX_LINES
+    while True:
+        exits = [_encode_exit(worker_exit, lines) for worker_exit in outcome.exits]
+        if lines <= 1 or len(json.dumps(exits)) <= _MAX_MESSAGE_BYTES:
+            break
+        lines //= 2
+    start_failure = outcome.start_failure
+    return {
+        "workers": outcome.workers,
+        "exits": exits,
+        "stall": outcome.stall,
+        "start_failure": None if start_failure is None else [start_failure[0], str(start_failure[1])],
+        "heartbeat_ranks": sorted(outcome.heartbeat_ranks),
+        "fit": outcome.fit,
+        "step": outcome.step,
+        "saved": outcome.saved,
+        "errors": [[rank, dict(error)] for rank, error in outcome.errors.items()],
+    }
+
+
+def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
+    """Returns the outcome of a message.
+
+    Args:
+        message: What `encode_outcome` returned.
+        host: Hostname of the sender.
+
+    Raises:
+        ValueError: If the message is malformed. KeyError and TypeError mean the same.
+    """
+    start_failure = message["start_failure"]
+    errors = message["errors"]
+    return Outcome(
+        attempt=0,
+        workers=int(message["workers"]),
+        exits=tuple(_decode_exit(worker_exit, host) for worker_exit in message["exits"]),
+        stall=str(message["stall"]),
+        start_failure=None if start_failure is None else (int(start_failure[0]), OSError(str(start_failure[1]))),
+        heartbeat_ranks=frozenset(int(rank) for rank in message["heartbeat_ranks"]),
+        fit=int(message["fit"]),
+        step=_optional_int(message["step"]),
+        saved=_optional_int(message["saved"]),
+        errors={int(rank): {str(key): str(value) for key, value in error.items()} for rank, error in errors},
+    )
+
+
+def _encode_exit(worker_exit: WorkerExit, lines: int) -> dict[str, Any]:
+    return {
+        "rank": worker_exit.rank,
+        "returncode": worker_exit.returncode,
+        "last_lines": [line[:_MAX_LINE_CHARACTERS] for line in worker_exit.last_lines[-lines:]],
+        "was_signalled": worker_exit.was_signalled,
+        "failure_reason": worker_exit.failure_reason,
+        "at": worker_exit.at,
+    }
+
+
+def _decode_exit(message: Mapping[str, Any], host: str) -> WorkerExit:
+    return WorkerExit(
+        int(message["rank"]),
+        int(message["returncode"]),
+        tuple(str(line) for line in message["last_lines"]),
+        was_signalled=bool(message["was_signalled"]),
+        failure_reason=str(message["failure_reason"]),
+        at=float(message["at"]),
+        host=host,
+    )
+
+
+def _optional_int(number: Any) -> int | None:
+    return None if number is None else int(number)

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from tfdist.launch.rendezvous.coordinator_connection import connect_to_coordinator, rendezvous_credentials
-from tfdist.transport import dial_with_retry
+from tfdist.launch.rendezvous.coordinator_process import rendezvous_credentials
+from tfdist.launch.rendezvous.join_run import connect_to_coordinator
+from tfdist.transport import connection as connections
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
 from tfdist.transport.handshake import Hello, ServerHandshake
 from tfdist.transport.transport_errors import HandshakeError
@@ -82,7 +83,7 @@ def test_reflecting_server():
 
 
 def test_silent_server(monkeypatch):
-    monkeypatch.setattr(dial_with_retry, "_TRY_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "_TRY_SECONDS", 0.2)
     is_over = threading.Event()
     with pytest.raises(UsageError, match="did not answer. Received: (the handshake )?timed out"):
         connect(serve_once(lambda connection: is_over.wait(LIMIT_SECONDS)), timeout_seconds=0.5)
@@ -91,7 +92,7 @@ def test_silent_server(monkeypatch):
 
 def test_slow_server(monkeypatch):
     """Single bytes do not extend the deadline."""
-    monkeypatch.setattr(dial_with_retry, "_TRY_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "_TRY_SECONDS", 0.4)
     is_over = threading.Event()
 
     def answer(connection):
