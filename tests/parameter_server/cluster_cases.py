@@ -18,13 +18,27 @@ Program = Callable[[Any], Outcome]
 
 CASES: dict[str, Callable[[Path], Outcome]] = {}
 
+ROUNDS = ["momentum_2"]
+# Contained in `everything_on_arrays`, which trains with Adam on uneven batches and validates.
+LONG_ROUNDS = ["adam_1"]
 # The cases of tests/parity that run under parameter servers: those that no case here contains.
 PARITY = (
-    "batch_logs compute_loss_of_the_users_own embedding_with_global_clipnorm everything_on_arrays "
-    "masked_sequences on_batch_methods steps_per_execution texts two_optimizers_in_a_step"
+    "compute_loss_of_the_users_own everything_on_arrays masked_sequences on_batch_methods steps_per_execution "
+    "texts two_optimizers_in_a_step"
 ).split()
-# Contained in the case `optimizer_features`, which fails if one of them does.
-LONG_PARITY = "constraints ema loss_scale weight_decay".split()
+# Contained in the cases `callbacks`, `table_in_two_parts`, and the others in `optimizer_features`, which fail if one of
+# them does.
+LONG_PARITY = "batch_logs embedding_with_global_clipnorm constraints ema loss_scale weight_decay".split()
+OWN = (
+    "all_losses_of_pushes all_losses_of_rounds batch_normalization bfloat16_pull custom_train_step "
+    "data_sets_of_workers dict_inputs no_staleness_is_one_process optimizer_features own_loop sources "
+    "table_in_two_parts"
+).split()
+OTHERS = (
+    "callbacks data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness constraints_and_overflow "
+    "error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes methods_train transferred_bytes "
+    "placement rows_of_a_table saved"
+).split()
 
 SAMPLES, FEATURES = 203, 6
 _random = np.random.default_rng(0)
@@ -38,14 +52,36 @@ def case(function: Callable[[Path], Outcome]) -> Callable[[Path], Outcome]:
     return function
 
 
-def compared(name: str, make: Callable[[], Any], program: Program, reference: Program | None = None) -> None:
-    """Registers a case that returns how far `program` under the strategy of `make` is from one process."""
+def compared(
+    name: str, make: Callable[[], Any], program: Program, reference: Program | None = None, *, traced: bool = False
+) -> None:
+    """Registers a case that returns how far `program` under the strategy of `make` is from one process.
+
+    Args:
+      name: the case's name.
+      make: creates the strategy.
+      program: what to run under it.
+      reference: what to run in one process; None: the same program.
+      traced: whether the reference runs in graphs, too. Eagerly, Keras weights the logged losses of several outputs by
+        the sizes of the batches, as it knows them.
+    """
 
     def run(_: Path) -> Outcome:
         outcome = program(make())
-        return {"difference": largest_difference(outcome, (reference or program)(tf.distribute.get_strategy()))}
+        expected = reference or program
+        alone = expected(tf.distribute.get_strategy()) if traced else in_one_process(expected)
+        return {"difference": largest_difference(outcome, alone)}
 
     CASES[name] = run
+
+
+def in_one_process(program: Callable[[Any], Any]) -> Any:
+    """What a program returns without a cluster: eagerly, since its few steps take less time than their tracing."""
+    tf.config.run_functions_eagerly(True)
+    try:
+        return program(tf.distribute.get_strategy())
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def classifier() -> keras.Model:

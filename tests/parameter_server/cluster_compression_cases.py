@@ -1,6 +1,5 @@
 """Cases of compression: encoded pushes, residuals on the workers, rounded pulls, counted bytes."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +142,3 @@ compared(
     _training(keras.layers.Dense),
     _training(RoundedDense),
 )
-
-
-@case
-def counted_bytes(_: Path) -> Outcome:
-    """Bytes per step, pushed and pulled, of 119 values of variables."""
-    found = {}
-    for name, arguments in {
-        "dense": {},
-        "bf16": {"pull_dtype": "bfloat16"},
-        "int4": {"compression": Policy("int4", dense_below=0)},
-    }.items():
-        strategy = ParameterServerStrategy(**arguments)
-        _training(keras.layers.Dense)(strategy)
-        counts = strategy.worker_stats
-        steps = sum(count.steps for count in counts)
-        found[name] = [
-            sum(count.bytes_pushed for count in counts) / steps,
-            sum(count.bytes_pulled for count in counts) / steps,
-        ]
-    return found | {"steps": steps, "communication": asdict(strategy.communication)}

@@ -80,7 +80,7 @@ def _fitted(batch_size: int, heads: Sequence[str]) -> Any:
         model = _compiled(strategy, heads)
         data: Any = {"x": INPUTS, "y": _of(heads, TARGETS), "sample_weight": _of(heads, WEIGHTS), "verbose": 0}
         history = model.fit(**data, batch_size=batch_size, shuffle=False, epochs=3)
-        evaluation = model.evaluate(**data, batch_size=8)
+        evaluation = model.evaluate(**data, batch_size=4)
         return {"weights": model.get_weights(), "logs": history.history, "evaluation": evaluation}
 
     return program
@@ -96,4 +96,5 @@ for _name, _mode, _heads in (
         lambda mode=_mode: ParameterServerStrategy(mode=mode, gradient_accumulation_steps=2),
         _fitted(4, _heads),
         _fitted(8, _heads),
+        traced=True,
     )

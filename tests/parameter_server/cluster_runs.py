@@ -1,39 +1,27 @@
-"""Runs the script of a chief with workers and parameter servers under `tfdist run`, and reads its results."""
+"""Runs the script of a chief with workers and parameter servers under `tfdist run`."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launched_runs import LaunchedRun, launch, launch_once
+
 _HERE = Path(__file__).resolve().parent
-_FOREIGN = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
-_LIMIT_SECONDS = 500
 
 
-def run_chief(
-    script: str,
-    folder: Path,
-    *arguments: str,
-    workers: int = 2,
-    servers: int = 1,
-    options: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Runs `script folder arguments...` as the chief and returns what it writes to `results.json` in `folder`.
+def launch_chief(folder: Path, script: str, *arguments: str, **cluster: Any) -> LaunchedRun:
+    """Runs `script folder arguments...` as the chief of a cluster; see `_options` for the cluster."""
+    return launch(folder, _HERE / script, *arguments, **_options(**cluster))
 
-    The output of the launcher and all tasks is in `output.txt` in `folder`.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    paths = [_HERE.parents[1], _HERE.parent / "parity", _HERE.parent / "strategies"]
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers)]
-    command += ["--parameter-servers", str(servers), *options, str(_HERE / script), str(folder), *arguments]
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        finished = subprocess.run(
-            command, env=environment, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False
-        )
-    assert finished.returncode == 0, output.read_text()[-6000:]
-    return json.loads((folder / "results.json").read_text())
+
+def launch_chief_once(tmp_path_factory: Any, script: str, *arguments: str, **cluster: Any) -> LaunchedRun:
+    """Runs `launch_chief` once for all test processes of a session."""
+    return launch_once(tmp_path_factory, script, _HERE / script, *arguments, **_options(**cluster))
+
+
+def _options(*, workers: int = 2, servers: int = 1, options: Sequence[str] = ()) -> dict[str, Any]:
+    return {
+        "options": ["--workers", str(workers), "--parameter-servers", str(servers), *options],
+        "paths": [_HERE.parent / "parity", _HERE.parent / "strategies"],
+        "limit_seconds": 500,
+    }

@@ -13,7 +13,18 @@ import model_cases
 import numpy as np
 import optimizer_cases  # noqa: F401
 import tensorflow as tf
-from cluster_cases import INPUTS, LABELS, LONG_PARITY, PARITY, SAMPLES, Outcome, case, compared, compiled
+from cluster_cases import (
+    INPUTS,
+    LABELS,
+    LONG_PARITY,
+    PARITY,
+    SAMPLES,
+    Outcome,
+    case,
+    compared,
+    compiled,
+    in_one_process,
+)
 from comparison import largest_difference
 
 from tfdist.strategies import ParameterServerStrategy, Synchronous
@@ -123,7 +134,8 @@ class _Recorder(keras.callbacks.Callback):
 
 def _callbacks(strategy: Any) -> list[Any]:
     recorder = _Recorder()
-    model = compiled(strategy, lambda: Adam(0.05))
+    metrics = lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]  # noqa: E731
+    model = compiled(strategy, lambda: Adam(0.05), metrics=metrics)
     stop = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=1)
     data = {"batch_size": 60, "shuffle": False, "validation_split": 0.3}
     model.fit(INPUTS, LABELS, epochs=9, verbose=0, callbacks=[recorder, stop], **data)
@@ -133,7 +145,7 @@ def _callbacks(strategy: Any) -> list[Any]:
 @case
 def callbacks(_: Path) -> Outcome:
     """Compares the calls of a callback: order, numbers and logs, without the logs of evaluated batches."""
-    ours, reference = (_callbacks(strategy) for strategy in (synchronous(), tf.distribute.get_strategy()))
+    ours, reference = _callbacks(synchronous()), in_one_process(_callbacks)
     logs = [[logs for name, _, logs in calls if "test_batch" not in name] for calls in (ours, reference)]
     orders = [[f"{name} {number}" for name, number, _ in calls] for calls in (ours, reference)]
     return {"difference": largest_difference(*logs), "same": orders[0] == orders[1], "order": orders[0]}
@@ -216,14 +228,17 @@ def _mixed() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Activation("linear", dtype="float32")])
 
 
+def _overflows(strategy: Any) -> list[float]:
+    """A loss scale whose first value overflows float16."""
+    optimizer = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=2.0**20)  # noqa: E731
+    model = compiled(strategy, optimizer, _mixed)
+    history = model.fit(INPUTS, LABELS, batch_size=21, epochs=2, shuffle=False, verbose=0).history
+    updates = int(model.optimizer.iterations.numpy())
+    return [updates, float(model.optimizer.dynamic_scale.numpy()), *history["loss"]]
+
+
 @case
 def mixed_float16(_: Path) -> Outcome:
-    """A loss scale whose first value overflows float16."""
-    found, rounds = [], synchronous()
-    for strategy in (rounds, tf.distribute.get_strategy()):
-        optimizer = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=2.0**20)  # noqa: E731
-        model = compiled(strategy, optimizer, _mixed)
-        history = model.fit(INPUTS, LABELS, batch_size=21, epochs=2, shuffle=False, verbose=0).history
-        updates = int(model.optimizer.iterations.numpy())
-        found.append([updates, float(model.optimizer.dynamic_scale.numpy()), *history["loss"]])
+    rounds = synchronous()
+    found = [_overflows(rounds), in_one_process(_overflows)]
     return {"found": found, "communication": asdict(rounds.communication)}

@@ -56,7 +56,7 @@ def _is_of(state: str, variable: Any) -> bool:
 
 
 def _of_dense_table(strategy: Any) -> Outcome:
-    return data_cases._embedded(strategy, data_cases._DenseEmbedding)
+    return data_cases._embedded(strategy, data_cases._DenseEmbedding, global_clipnorm=0.1)
 
 
 def _one_table(outcome: Outcome) -> Outcome:
@@ -66,7 +66,7 @@ def _one_table(outcome: Outcome) -> Outcome:
 
 
 def _in_two_parts(strategy: Any) -> Outcome:
-    return _one_table(data_cases._embedded(strategy, keras.layers.Embedding))
+    return _one_table(data_cases._embedded(strategy, keras.layers.Embedding, global_clipnorm=0.1))
 
 
 compared(

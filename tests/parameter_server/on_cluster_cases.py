@@ -1,4 +1,4 @@
-"""The chief of `test_cluster_training.py`: runs cases one after another and writes what they return."""
+"""The chief of the cluster in `conftest.py`: runs cases one after another and writes what they return."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import cluster_asynchronous_cases  # noqa: F401
+import cluster_byte_cases  # noqa: F401
 import cluster_compression_cases  # noqa: F401
 import cluster_loss_cases  # noqa: F401
 import cluster_synchronous_cases  # noqa: F401

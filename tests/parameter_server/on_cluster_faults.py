@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 from backup_worker_round import left_out
-from cluster_cases import INPUTS, LABELS, classifier, compiled
+from cluster_cases import INPUTS, LABELS, classifier, compiled, in_one_process
 from comparison import largest_difference
 
 from tfdist.strategies import Asynchronous, ParameterServerStrategy, Synchronous
@@ -78,7 +78,7 @@ def made_another() -> str:
 
 
 def main() -> None:
-    reference = fitted(tf.distribute.get_strategy())
+    reference = in_one_process(fitted)
     results: dict = {"second strategies": []}
     strategy = ParameterServerStrategy()
     results["left out"] = left_out(strategy, FOLDER)

@@ -5,7 +5,7 @@ import re
 import backup_worker_round
 import numpy as np
 import pytest
-from cluster_runs import run_chief
+from cluster_runs import launch_chief
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
 
@@ -16,8 +16,8 @@ UPDATES = 30  # three epochs of ten batches
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    results = run_chief("on_cluster_faults.py", folder, workers=3, servers=2, options=["--heartbeat-timeout", "5"])
-    return results | {"output": (folder / "output.txt").read_text()}
+    run = launch_chief(folder, "on_cluster_faults.py", workers=3, options=["--heartbeat-timeout", "5"])
+    return run.assert_complete().json("results.json") | {"output": run.output}
 
 
 def test_a_late_part_changes_nothing_and_keeps_its_buffer(results):

@@ -1,4 +1,7 @@
-"""The program of the workers in `test_multi_worker_strategy.py`. Each rank writes its observations."""
+"""The program of two workers with two devices each. Each rank writes its observations.
+
+They are for `test_multi_worker_strategy.py`, then for `test_compression_on_workers.py`.
+"""
 
 import json
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from on_workers_compression import exchange
 
 from tfdist.callbacks import GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
@@ -114,3 +118,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    exchange(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""What a worker of `test_compression_on_workers.py` does; every rank writes what it has received and sent."""
+"""What a worker does for `test_compression_on_workers.py`; every rank writes what it has received and sent."""
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
 import exchange_model
@@ -29,9 +29,13 @@ def train(strategy):
     return model
 
 
-def main(folder: Path, devices: int, restored: list[str]) -> None:
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+def exchange(folder: Path, restored: tuple[str, ...] = ()) -> None:
+    """Exchanges given gradients by all methods, resumes with saved residuals, and trains.
+
+    Args:
+      folder: where to write `compression-<rank>.npz` and `compression-<rank>.json`.
+      restored: prefixes of the checkpoints of other workers; none: nothing is resumed.
+    """
     strategy = MultiWorkerMirroredStrategy(compression=exchange_model.policy())
     exchanges = exchange_model.Exchanges(strategy)
     arrays = {}
@@ -47,7 +51,7 @@ def main(folder: Path, devices: int, restored: list[str]) -> None:
 
     if restored:  # what other workers have saved, delivered by steps without gradients
         later = MultiWorkerMirroredStrategy(compression=exchange_model.policy())
-        later.compression_state.restore(restored)
+        later.compression_state.restore(list(restored))
         exchanges = exchange_model.Exchanges(later)
         nothing = exchanges.sums(lambda name, replica, step: np.zeros_like(exchange_model.gradient(name, 0, 0)), 0)
         arrays |= {f"late:{name}": local[0] for name, local in nothing.items()}
@@ -55,14 +59,9 @@ def main(folder: Path, devices: int, restored: list[str]) -> None:
     rules = {"table": "int8", "top": "powersgd:1"}
     trained = MultiWorkerMirroredStrategy(compression=exchange_model.Policy(rules, dense_below=0))
     seen["digest"] = digest(train(trained))
-    np.savez(folder / f"arrays-{strategy.rank}.npz", **arrays)
-    Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
+    np.savez(folder / f"compression-{strategy.rank}.npz", **arrays)
+    Path(folder, f"compression-{strategy.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--restored", nargs="*", default=[])
-    arguments = parser.parse_args()
-    main(arguments.folder, arguments.devices, arguments.restored)
+    exchange(Path(sys.argv[1]), tuple(sys.argv[2:]))

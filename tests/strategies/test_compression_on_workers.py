@@ -1,9 +1,6 @@
 """Compression between workers that `tfdist run` has started: two, three, and two of two devices."""
 
-import json
-import os
-import subprocess
-import sys
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +8,11 @@ import numpy as np
 import pytest
 from exchange_model import SHAPES, STEPS, gradient
 from exchange_references import differences
+from launched_runs import launch
 
 from tfdist.compression import Quantize, TopK
 
 _HERE = Path(__file__).resolve().parent
-_LIMIT_SECONDS = 400
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 
@@ -34,28 +31,28 @@ class Seen:
         ]
 
 
-def run(folder, workers, devices=1, restored=()):
-    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"PYTHONPATH": str(_HERE.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    script = [str(_HERE / "on_workers_compression.py"), str(folder), f"--devices={devices}", "--restored", *restored]
-    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *script]
-    finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+def seen_by(run, workers):
+    ranks = range(workers)
+    return Seen(
+        [run.json(f"compression-{rank}.json") for rank in ranks],
+        [run.arrays(f"compression-{rank}.npz") for rank in ranks],
     )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(workers)]
-    return Seen(seen, [dict(np.load(folder / f"arrays-{rank}.npz")) for rank in range(workers)])
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """By workers and devices; the three workers resume with what the two have saved."""
-    found = {(2, 1): run(tmp_path_factory.mktemp("two"), 2)}
-    saved = [seen["prefix"] for seen in found[2, 1].json]
-    found[3, 1] = run(tmp_path_factory.mktemp("three"), 3, restored=saved)
-    found[2, 2] = run(tmp_path_factory.mktemp("devices"), 2, devices=2)
-    return found
+def runs(elastic_workers, workers_of_two_devices, tmp_path_factory):
+    """`runs(workers, devices)`; the three workers resume with what the two have saved."""
+
+    @functools.cache
+    def run(workers, devices):
+        if workers == 2:
+            return seen_by(elastic_workers if devices == 1 else workers_of_two_devices, 2)
+        saved = [seen["prefix"] for seen in run(2, 1).json]
+        script, options = _HERE / "on_workers_compression.py", ["--workers", "3"]
+        three = launch(tmp_path_factory.mktemp("three"), script, *saved, options=options)
+        return seen_by(three.assert_complete(), 3)
+
+    return run
 
 
 CLUSTERS = pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids="{0[0]} x {0[1]}".format)
@@ -64,7 +61,7 @@ CLUSTERS = pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2)], ids="{0[
 @CLUSTERS
 def test_every_method_equals_numpy(runs, cluster):
     workers, devices = cluster
-    seen = runs[cluster]
+    seen = runs(*cluster)
     for steps in seen.steps[1:]:
         for ours, firsts in zip(steps, seen.steps[0], strict=True):
             for name in SHAPES:
@@ -88,14 +85,14 @@ def test_every_method_equals_numpy(runs, cluster):
 
 @CLUSTERS
 def test_a_model_has_the_same_weights_everywhere(runs, cluster):
-    digests = [seen["digest"] for seen in runs[cluster].json]
+    digests = [seen["digest"] for seen in runs(*cluster).json]
     assert all(digest == digests[0] for digest in digests)
 
 
 @CLUSTERS
 def test_a_worker_sends_its_payloads_to_workers_alone(runs, cluster):
     workers, _ = cluster
-    for seen in runs[cluster].json:
+    for seen in runs(*cluster).json:
         payload = TopK(0.1, 64).payload_bytes(SHAPES["topk"])
         assert seen["wire"][repr(TopK(0.1, 64))] == STEPS * (workers - 1) * payload
         # Two variables travel by this method, of which one is too small and goes as it is.
@@ -108,9 +105,9 @@ def test_a_worker_sends_its_payloads_to_workers_alone(runs, cluster):
 
 def test_three_workers_go_on_with_the_residuals_of_two(runs):
     for name in set(SHAPES) - {"bf16", "bias"}:
-        saved = sum(arrays[f"residual:{name}"] for arrays in runs[2, 1].arrays)
-        delivered = runs[3, 1].arrays[0][f"late:{name}"]
-        kept = sum(arrays[f"late residual:{name}"] for arrays in runs[3, 1].arrays)
+        saved = sum(arrays[f"residual:{name}"] for arrays in runs(2, 1).arrays)
+        delivered = runs(3, 1).arrays[0][f"late:{name}"]
+        kept = sum(arrays[f"late residual:{name}"] for arrays in runs(3, 1).arrays)
         assert np.abs(delivered).max() > 0
         # A dozen additions of float32, each off by 6e-8 of the largest number.
         np.testing.assert_allclose(delivered + kept, saved, atol=12 * 6e-8 * np.abs(saved).max() * 3)

@@ -3,7 +3,7 @@
 import elastic_programs
 import numpy as np
 import pytest
-from on_workers_elastic import Fault, train
+from elastic_training import Fault, train
 
 from tfdist.strategies import MirroredStrategy
 

@@ -21,21 +21,17 @@ def environment(**variables):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(workers_of_two_devices):
     """The observations of each rank of one run."""
-    folder = tmp_path_factory.mktemp("workers")
-    script = str(Path(__file__).with_name("on_workers.py"))
-    command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", script, str(folder)]
-    finished = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
-    assert (folder / "chief.keras").exists()
-    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    assert workers_of_two_devices.path("chief.keras").exists()
+    return [workers_of_two_devices.json(f"seen-{rank}.json") for rank in range(2)]
 
 
 @pytest.mark.multi_process
 class TestOnWorkers:
+    def test_the_run_ends_without_an_error(self, workers_of_two_devices):
+        workers_of_two_devices.assert_complete()
+
     def test_ranks_and_all_logical_devices(self, seen):
         assert [(rank["rank"], rank["workers"], rank["replicas"]) for rank in seen] == [(0, 2, 4), (1, 2, 4)]
 
