@@ -69,7 +69,6 @@ class EventLog:
         self._append(event)
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
     def _append(self, event: tf.compat.v1.Event) -> None:

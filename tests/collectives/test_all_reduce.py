@@ -7,7 +7,7 @@ from replica_threads import on_replicas
 
 from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
 from tfdist.collectives.byte_counters import GRADIENTS, OTHER
-from tfdist.collectives.sparse_all_reduce import sum_duplicate_rows
+from tfdist.compression.gradient_tensors import sum_duplicate_rows
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -15,7 +15,7 @@ from tfdist.checkpoint import CheckpointStore, Shard
 from tfdist.data_position import dataset_source
 from tfdist.data_position.data_comparison import describe_elements, first_difference
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.pipeline_traits import batch_size, is_per_worker
+from tfdist.tensorflow_internals.input_pipeline import batch_size, is_per_worker
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

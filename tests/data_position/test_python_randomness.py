@@ -12,7 +12,7 @@ from recovered_runs import STEPS, Drawing, cut_off, cut_off_anywhere, each_once,
 
 from tfdist.data_position import python_randomness
 from tfdist.data_position.python_randomness import PythonRandomness, find_generators, set_state_of, state_of
-from tfdist.tensorflow_internals.pipeline_traits import runs_python
+from tfdist.tensorflow_internals.input_pipeline import runs_python
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

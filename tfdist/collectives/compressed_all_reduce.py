@@ -11,7 +11,8 @@ from tfdist.collectives.byte_counters import ByteCounters
 from tfdist.collectives.compression_state import ReplicaState
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
-from tfdist.compression import Compressor, Dense, ErrorFeedback, Group, MomentumCorrection, Policy, WarmUp
+from tfdist.compression import Compressor, Dense, Group, Policy
+from tfdist.compression.compressor import Wrapper
 
 _ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
@@ -154,7 +155,7 @@ class CompressedReduction:
 
 def method_label(compressor: Compressor) -> str:
     """Returns the label under which a compressor is counted: its representation without wrappers."""
-    while isinstance(compressor, ErrorFeedback | MomentumCorrection | WarmUp):
+    while isinstance(compressor, Wrapper):
         compressor = compressor.compressor
     return "uncompressed" if compressor == Dense() else repr(compressor)
 

@@ -5,23 +5,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfdist.compression import Compressor, Group, WarmUp
-
-
-def sum_duplicate_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Adds up the rows of `slices` that have the same index, so that each index occurs once.
-
-    Only then are norms and squares of a sparse gradient those of the dense one: if an id occurs twice, Keras computes
-    `a² + b²` in place of `(a + b)²`.
-
-    >>> import tensorflow as tf
-    >>> slices = tf.IndexedSlices(tf.constant([[1.], [2.], [4.]]), tf.constant([7, 3, 7]), tf.constant([9, 1]))
-    >>> summed = sum_duplicate_rows(slices)
-    >>> summed.indices.numpy().tolist(), summed.values.numpy().tolist()
-    ([7, 3], [[5.0], [2.0]])
-    """
-    indices, positions = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+from tfdist.compression.gradient_tensors import sum_duplicate_rows
 
 
 def sum_indexed_slices(slices: tf.IndexedSlices, group: Group) -> tf.IndexedSlices:

@@ -163,6 +163,22 @@ class Dense(Compressor):
         return Reduced(sums, [tf.zeros_like(g) for g in gradients], [state or {} for state in states], all_finite(sums))
 
 
+class Wrapper(Compressor):
+    """Base of compressors that change what another one, `compressor`, encodes, but not how."""
+
+    compressor: Compressor
+
+    @property
+    def encodes_rows(self) -> bool:
+        return self.compressor.encodes_rows
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        return self.compressor.payload_bytes(shape)
+
+    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
+        return self.compressor.decode(payload, shape)
+
+
 def num_elements(shape: Sequence[int]) -> int:
     """Returns the number of elements of a tensor of `shape`."""
     elements = 1

@@ -1,14 +1,14 @@
 """Error feedback: the residual of a step is added to the next gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, static_or_dynamic_shape
+from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, Wrapper, static_or_dynamic_shape
 from tfdist.compression.gradient_tensors import all_finite
 
 
-class ErrorFeedback(Compressor):
+class ErrorFeedback(Wrapper):
     """Adds the residual of the previous steps to each gradient, and keeps the part that `compressor` does not send.
 
     With the residual `e`, a replica sends `C(g + e)` and keeps `g + e - C(g + e)`. No part of a gradient is lost; some
@@ -23,15 +23,8 @@ class ErrorFeedback(Compressor):
         """Wraps `compressor`."""
         self.compressor = compressor
 
-    @property
-    def encodes_rows(self) -> bool:
-        return self.compressor.encodes_rows
-
     def initial_state(self, shape: Sequence[int]) -> State:
         return {"residual": tf.zeros(shape), **self.compressor.initial_state(shape)}
-
-    def payload_bytes(self, shape: Sequence[int]) -> int:
-        return self.compressor.payload_bytes(shape)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
         residual, inner = pop_entry(state, "residual")
@@ -40,9 +33,6 @@ class ErrorFeedback(Compressor):
         remainder = corrected - self.compressor.decode(payload, static_or_dynamic_shape(corrected))
         finite = all_finite([corrected])
         return payload, {"residual": tf.cond(finite, lambda: remainder, lambda: residual), **inner}
-
-    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
-        return self.compressor.decode(payload, shape)
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
         corrected, inner_states = list(gradients), list(states)

@@ -1,4 +1,4 @@
-"""Operations on gradients, dense or `tf.IndexedSlices`: packing into one vector, scaling, checks for finite values."""
+"""Operations on gradients, dense or `tf.IndexedSlices`: packing into a vector, scaling, sums of rows, finite values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +51,23 @@ def zeros_unless(contributes: tf.Tensor | None, gradient: Any) -> Any:
         present = values
         values = tf.cond(contributes, lambda: tf.identity(present), lambda: tf.zeros_like(present))
     return with_values(gradient, values)
+
+
+def sum_duplicate_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds up the rows of `slices` that have the same index, so that each index occurs once.
+
+    Only then are norms and squares of a sparse gradient those of the dense one: if an id occurs twice, Keras computes
+    `a² + b²` in place of `(a + b)²`.
+
+    >>> import tensorflow as tf
+    >>> slices = tf.IndexedSlices(tf.constant([[1.], [2.], [4.]]), tf.constant([7, 3, 7]), tf.constant([9, 1]))
+    >>> summed = sum_duplicate_rows(slices)
+    >>> summed.indices.numpy().tolist(), summed.values.numpy().tolist()
+    ([7, 3], [[5.0], [2.0]])
+    """
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:

@@ -1,16 +1,25 @@
 """Momentum correction and local clipping: deep gradient compression."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State, static_or_dynamic_shape
+from tfdist.compression.compressor import (
+    Compressor,
+    Dense,
+    Group,
+    Payload,
+    Reduced,
+    State,
+    Wrapper,
+    static_or_dynamic_shape,
+)
 from tfdist.compression.error_feedback import pop_entry
 from tfdist.compression.gradient_tensors import all_finite
 from tfdist.compression.sparsification import RandomK, TopK
 
 
-class MomentumCorrection(Compressor):
+class MomentumCorrection(Wrapper):
     """Momentum before sparsification (deep gradient compression), for plain `SGD` without momentum.
 
     A sparsifier with error feedback sends a value only in some steps, so an optimizer's momentum would act on delayed
@@ -45,16 +54,9 @@ class MomentumCorrection(Compressor):
             raise ValueError(f"Invalid `clipnorm`. Received: {clipnorm!r}. Expected: a number above 0, or None.")
         self.compressor, self.momentum, self.clipnorm = compressor, float(momentum), clipnorm
 
-    @property
-    def encodes_rows(self) -> bool:
-        return self.compressor.encodes_rows
-
     def initial_state(self, shape: Sequence[int]) -> State:
         zeros = tf.zeros(shape)
         return {"residual": zeros, "velocity": zeros, **self.compressor.initial_state(shape)}
-
-    def payload_bytes(self, shape: Sequence[int]) -> int:
-        return self.compressor.payload_bytes(shape)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
         velocity, total, inner = self._accumulated(gradient, state)
@@ -66,9 +68,6 @@ class MomentumCorrection(Compressor):
             finite, lambda: [new_state[name] for name in state], lambda: [tf.identity(state[name]) for name in state]
         )
         return payload, dict(zip(state, kept, strict=True))
-
-    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
-        return self.compressor.decode(payload, shape)
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
         totals, inner_states = list(gradients), list(states)

@@ -1,16 +1,16 @@
 """Dense warm-up: the gradients of the first steps are sent uncompressed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State
-from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State, Wrapper
+from tfdist.compression.error_feedback import ErrorFeedback, pop_entry
 from tfdist.compression.momentum_correction import MomentumCorrection
 from tfdist.utils.argument_checks import check_whole_number
 
 
-class WarmUp(Compressor):
+class WarmUp(Wrapper):
     """Sends the first `steps` gradients of a variable uncompressed, later ones with `compressor`.
 
     Gradients change fastest at the start of a training, when errors do the most harm (Lin et al. 2018, section 3.3;
@@ -26,15 +26,8 @@ class WarmUp(Compressor):
         check_whole_number("steps", steps, at_least=0)
         self.compressor, self.steps = compressor, steps
 
-    @property
-    def encodes_rows(self) -> bool:
-        return self.compressor.encodes_rows
-
     def initial_state(self, shape: Sequence[int]) -> State:
         return {"warm_up_steps": tf.zeros([], tf.int32), **self.compressor.initial_state(shape)}
-
-    def payload_bytes(self, shape: Sequence[int]) -> int:
-        return self.compressor.payload_bytes(shape)
 
     def uncompressed(self) -> "WarmUp":
         """Returns a compressor that sends everything that this one would send, uncompressed, and keeps its state."""
@@ -44,17 +37,15 @@ class WarmUp(Compressor):
         return WarmUp(ErrorFeedback(Dense()) if isinstance(inner, ErrorFeedback) else Dense(), self.steps)
 
     def encode(self, gradient: tf.Tensor, state: State) -> tuple[Payload, State]:
-        payload, inner = self.compressor.encode(gradient, _inner(state))
-        return payload, {"warm_up_steps": state["warm_up_steps"] + 1, **inner}
-
-    def decode(self, payload: Mapping[str, tf.Tensor], shape: Sequence[int]) -> tf.Tensor:
-        return self.compressor.decode(payload, shape)
+        steps, inner = pop_entry(state, "warm_up_steps")
+        payload, inner = self.compressor.encode(gradient, inner)
+        return payload, {"warm_up_steps": steps + 1, **inner}
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
         known = [state for state in states if state is not None]
         if not known:
             return self.compressor.reduce(gradients, group, states)
-        inner_states = [None if state is None else _inner(state) for state in states]
+        inner_states = [None if state is None else pop_entry(state, "warm_up_steps")[1] for state in states]
 
         def reduce_by(compressor: Compressor) -> tuple[list[tf.Tensor], list[tf.Tensor], list[State], tf.Tensor]:
             reduced = compressor.reduce(gradients, group, inner_states)
@@ -74,7 +65,3 @@ class WarmUp(Compressor):
             if old is not None:
                 new["warm_up_steps"] = old["warm_up_steps"] + 1
         return Reduced(list(sums), list(residuals), list(new_states), finite)
-
-
-def _inner(state: State) -> State:
-    return {name: value for name, value in state.items() if name != "warm_up_steps"}

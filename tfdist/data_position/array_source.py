@@ -31,19 +31,15 @@ class ArraySource(DatasetSource):
 
     @property
     def batch_size(self) -> int | None:
-        """See the base class."""
         return self.adapter.batch_size
 
     def track_position(self, steps_per_epoch: int | None) -> None:
-        """See the base class."""
         self._tracks_position = True
 
     def order(self, drawn: int | None) -> Json:
-        """See the base class."""
         return {"seed": self._seed if self._shuffle else None, "own_seed": self._own_seed}
 
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
-        """See the base class."""
         if (order == {"seed": None, "own_seed": None}) == bool(self._shuffle):
             raise ValueError(
                 f"`shuffle` differs from that of the checkpoint. Received: shuffle={self._shuffle!r}. "
@@ -51,16 +47,13 @@ class ArraySource(DatasetSource):
             )
 
     def begin_epoch(self, number: int) -> None:
-        """See the base class."""
         if self._tracks_position and self._own_seed is not None:
             self._trace_with((self._own_seed + number) % _SEEDS)
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
-        """See the base class."""
         return 0
 
     def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
-        """See the base class."""
         if order["seed"] is not None and order["seed"] != self._seed:
             self._trace_with(order["seed"])
         self._seed, self._own_seed = order["seed"], order["own_seed"]

@@ -11,19 +11,17 @@ from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import PythonRandomness
 from tfdist.keras_internals.epoch_iterator import DATASET
 from tfdist.tensorflow_internals.input_pipeline import (
+    batch_size,
     batches_to_replay,
     create_unused_iterator,
     has_unseeded,
-    random_seeds,
-    share_a_shuffle,
-    skip_steps,
-)
-from tfdist.tensorflow_internals.pipeline_traits import (
-    batch_size,
     is_per_worker,
     is_unordered,
     python_functions,
+    random_seeds,
     runs_python,
+    share_a_shuffle,
+    skip_steps,
 )
 
 

@@ -16,18 +16,15 @@ class GeneratorSource(DatasetSource):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """See the base class."""
         return data_kind(self.adapter)
 
     def track_position(self, steps_per_epoch: int | None) -> None:
-        """See the base class."""
+        """There is nothing to prepare."""
 
     def order(self, drawn: int | None) -> Json:
-        """See the base class."""
         return {}
 
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
-        """See the base class."""
         if not any(drawn):
             return
         if not replay:
@@ -45,30 +42,19 @@ class GeneratorSource(DatasetSource):
             )
 
 
-class WorkerDatasetSource(DatasetSource):
+class WorkerDatasetSource(GeneratorSource):
     """Endless datasets that the workers of parameter servers create; they have no position.
 
     Which worker draws how many batches depends on timing; after a restart the datasets start from the beginning.
     """
 
     kind = "data of workers"
-    needs_unused_iterators = False
-    has_exact_spec = False
-
-    def track_position(self, steps_per_epoch: int | None) -> None:
-        """See the base class."""
-
-    def order(self, drawn: int | None) -> Json:
-        """See the base class."""
-        return {}
 
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
-        """See the base class."""
+        """There is nothing to compare."""
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
-        """See the base class."""
         return 0
 
     def iterator_at(self, batches: int) -> Any:
-        """See the base class."""
         return self.iterator()

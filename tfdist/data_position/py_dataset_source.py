@@ -180,7 +180,6 @@ class PyDatasetSource(DatasetSource):
         self._first: tuple[int, Any] | None = None
 
     def track_position(self, steps_per_epoch: int | None) -> None:
-        """See the base class."""
         self._view.track_position()
         batches = self._view.num_batches
         if has_workers(self.adapter) and batches is not None and (steps_per_epoch or batches) < batches:
@@ -194,11 +193,9 @@ class PyDatasetSource(DatasetSource):
             )
 
     def order(self, drawn: int | None) -> Json:
-        """See the base class."""
         return self._view.order(drawn)
 
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
-        """See the base class."""
         if order["own"] is not None and not self._view.has_state:
             raise ValueError(
                 "The checkpoint holds the `get_state()` of a PyDataset, which this one cannot restore. "
@@ -207,20 +204,16 @@ class PyDatasetSource(DatasetSource):
             )
 
     def begin_epoch(self, number: int) -> None:
-        """See the base class."""
         first, self._first = self._first, None
         self._view.begin_pass(*(first or ()))
         discard_read_ahead(self.adapter)
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
-        """See the base class."""
         return 0
 
     def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
-        """See the base class."""
         self._view.restore(order, within_epoch)
         self._first = None if batches is None else (batches, order["random_state"])
 
     def iterator_at(self, batches: int) -> Any:
-        """See the base class."""
         return self.iterator()

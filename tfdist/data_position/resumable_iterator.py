@@ -195,7 +195,6 @@ class ResumableIterator(EpochIteratorMixin):
             self._is_open = False
 
     def iterator_factory(self) -> Callable[[], Any] | None:
-        """See the base class."""
         if self._source is not None:
             return self._create_iterator
         fit = fit_validating_with(self)
@@ -238,7 +237,6 @@ class ResumableIterator(EpochIteratorMixin):
         return iterator
 
     def enumerate_steps(self, steps: Iterator[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Any]]:
-        """See the base class."""
         source, position = self._source, self._resuming
         if source is None:
             yield from steps

@@ -40,11 +40,6 @@ class Accumulation:
         return bool(self._optimizer.use_ema)
 
     @property
-    def constrained_variables(self) -> list[Any]:
-        """The trainable variables that have a constraint."""
-        return [variable for variable in self._trainable if getattr(variable, "constraint", None) is not None]
-
-    @property
     def optimizers(self) -> list[Any]:
         """The model's optimizer, and the inner one, if any."""
         return [self._outer] if self._outer is self._optimizer else [self._outer, self._optimizer]

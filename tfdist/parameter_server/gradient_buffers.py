@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite, divided
+from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
 from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
 from tfdist.parameter_server.worker_step import StepResult
@@ -131,9 +131,8 @@ class GradientBuffers:
                 part.read_value()[: tf.where(use, tf.shape(part)[0], 0)]
                 for (_, part), use in zip(parts, used, strict=True)
             ]
-            unique, positions = tf.unique(tf.concat(indices, 0))
-            rows = tf.math.unsorted_segment_sum(tf.concat(values, 0), positions, tf.size(unique))
-            return tf.IndexedSlices(rows, unique, tf.shape(variable))
+            rows = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), tf.shape(variable))
+            return sum_duplicate_rows(rows)
 
 
 def sample_fractions(samples: Sequence[int]) -> list[float]:

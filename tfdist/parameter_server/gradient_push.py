@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compression import Compressor, ErrorFeedback, MomentumCorrection, Policy
-from tfdist.compression.gradient_tensors import all_finite, divided, values_of
+from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows, values_of
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.cluster_coordinator import worker_index
@@ -69,9 +69,8 @@ class GradientEncoder:
 
     def _encode_rows(self, gradient: tf.IndexedSlices, path: str) -> tuple[EncodedGradient, Any]:
         # Rows that were looked up several times are summed and sent once.
-        indices, positions = tf.unique(gradient.indices)
-        rows = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
-        dense_shape, dtype = gradient.dense_shape, rows.dtype
+        summed = sum_duplicate_rows(gradient)
+        rows, indices, dense_shape, dtype = summed.values, summed.indices, summed.dense_shape, summed.values.dtype
         row_shape = gradient.values.shape[1:]
         compressor = self._rows_compressor(path, dense_shape)
         count = tf.size(indices, out_type=tf.int64)

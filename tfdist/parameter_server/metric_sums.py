@@ -32,7 +32,6 @@ class MetricSums:
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
-        """Discards all sums."""
         self._sums, self._known, self._logs = None, {}, {}
         self._numbers, self._next, self._early = 0, 0, {}
         self.has_results = False

@@ -40,17 +40,9 @@ class WorkerStats:
         """
         steps = self.steps - earlier.steps
         stale = self.staleness * self.steps - earlier.staleness * earlier.steps
-        return WorkerStats(
-            steps,
-            self.samples - earlier.samples,
-            stale / steps if steps else 0.0,
-            self.max_staleness,
-            self.bytes_pushed - earlier.bytes_pushed,
-            self.bytes_pulled - earlier.bytes_pulled,
-            self.left_out - earlier.left_out,
-            self.seconds - earlier.seconds,
-            self.held_up_seconds - earlier.held_up_seconds,
-        )
+        difference = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in dataclasses.fields(self)}
+        difference |= {"staleness": stale / steps if steps else 0.0, "max_staleness": self.max_staleness}
+        return WorkerStats(**difference)
 
 
 class StatsCollector:
@@ -61,7 +53,6 @@ class StatsCollector:
     """
 
     def __init__(self, workers: int) -> None:
-        """Creates empty statistics for a number of workers."""
         self.updates = 0
         self._stats = [WorkerStats() for _ in range(workers)]
         self._ended_at = [time.monotonic()] * workers

@@ -110,7 +110,7 @@ def flush(accumulation: Accumulation) -> int:
         accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
         _reduce_and_apply(update, accumulated, context, contributes=None, micro_steps=micro_steps)
         _reset(update)
-        for variable in accumulation.constrained_variables:
+        for variable in update.constrained_variables:
             variable.assign(variable.constraint(variable))
 
     tf.function(lambda: strategy.run(flush_replica), autograph=False)()
