@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "stock"))
 
 from rows import ROWS, describe, run_rows

@@ -5,8 +5,10 @@ import os
 import sys
 from collections.abc import Iterator
 
+import framework_imports
 import pytest
 
+framework_imports.install()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_environment import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 300
@@ -37,10 +38,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     samples = tmp_path_factory.mktemp("samples")
     for name, source in SAMPLES.items():
         (samples / f"{name}.py").write_text(source)
-    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(samples)])
     program = [sys.executable, str(ROOT / "tests" / "run_doctests.py"), *modules(), *SAMPLES]
-    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        program, cwd=ROOT, env=child_environment(samples), capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -3,13 +3,13 @@
 import functools
 import importlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from child_environment import child_environment
 
 from tfdist.private_symbols import MissingPrivateSymbolError, PrivateSymbol, private, used_symbols
 
@@ -60,9 +60,13 @@ def test_a_symbol_that_a_library_removed_is_named(symbol, user, cpus, monkeypatc
 def test_importing_the_strategies_names_a_missing_symbol(symbol):
     module, _, attribute = symbol.partition(":")
     script = f"import {module} as m\ndel m.{attribute}\nimport tfdist.strategies"
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     finished = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert finished.returncode != 0
     assert "MissingPrivateSymbolError" in finished.stderr and symbol in finished.stderr

@@ -1,14 +1,13 @@
 """FailureRecovery under TensorFlow's own strategies: an interrupted training ends with the same bits."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import stock_trainings
+from child_environment import child_environment
 from interruptions import Interrupt, Interrupted
 from stock_trainings import CASES, train
 from training import differences
@@ -43,11 +42,11 @@ def test_fit_resumes_within_the_epoch_after_an_exception(tmp_path, undisturbed, 
 @pytest.mark.long
 @pytest.mark.multi_process
 def test_fit_resumes_within_the_epoch_after_a_kill(tmp_path, undisturbed):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "TFDIST_"))}
-    environ |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "--max-restarts", "1"]
     command += [stock_trainings.__file__, str(tmp_path), *KILLED]
-    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    finished = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, timeout=280, check=False
+    )
     assert finished.returncode == 0, finished.stderr[-6000:]
     assert finished.stderr.count("failed: killed by SIGKILL") == 1, finished.stderr
     for case in KILLED:

@@ -1,7 +1,6 @@
 """Chiefs and parameter servers that are killed: rounds end as if nothing had happened, pushes are counted correctly."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,18 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from child_environment import child_environment
 from training import differences
 
 _SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
-_ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_SECONDS = 280
 pytestmark = pytest.mark.multi_process
-
-
-def environ(**more):
-    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **more}
 
 
 def run(folder, kind, plan=()):
@@ -30,7 +23,7 @@ def run(folder, kind, plan=()):
     command = [sys.executable, "-m", "tfdist.launch", "run", *roles, "--max-restarts", str(len(plan))]
     finished = subprocess.run(
         [*command, str(_SCRIPT), str(folder), json.dumps(plan), kind],
-        env=environ(),
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=_LIMIT_SECONDS,
@@ -88,7 +81,7 @@ def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_pa
     addresses = {job: [f"127.0.0.1:{free_port()}"] for job in ("chief", "worker", "ps")}
 
     def environ_of(job):
-        return environ(TF_CONFIG=json.dumps({"cluster": addresses, "task": {"type": job, "index": 0}}))
+        return child_environment(TF_CONFIG=json.dumps({"cluster": addresses, "task": {"type": job, "index": 0}}))
 
     serve = [sys.executable, "-m", "tfdist.parameter_server"]
     servers = [subprocess.Popen(serve, env=environ_of(job), stderr=subprocess.DEVNULL) for job in ("worker", "ps")]

@@ -1,17 +1,16 @@
 """Runs `on_workers.py` and reads the results."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import worker_journal
+from child_environment import child_environment
 from training import EPOCHS, SAMPLES, STEPS, differences
 
 SCRIPT = Path(__file__).with_name("on_workers.py")
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(folder, kind, workers, *options, plan=(), epochs=EPOCHS):
@@ -21,11 +20,8 @@ def command(folder, kind, workers, *options, plan=(), epochs=EPOCHS):
 
 def launcher(workers, options, script, *arguments):
     """Returns arguments and environment of a process that runs a script by `tfdist run`."""
-    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environ |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     run = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(workers), *options]
-    return [*run, str(script), *map(str, arguments)], environ
+    return [*run, str(script), *map(str, arguments)], child_environment()
 
 
 def run(arguments, environ, *, plan=(), code=0, limit_seconds=400):

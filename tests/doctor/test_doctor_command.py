@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_environment import child_environment
 
 import tfdist
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task, why_unreachable
@@ -25,7 +26,6 @@ from tfdist.doctor.report_text import to_text
 from tfdist.launch.cli.main import main
 from tfdist.launch.processes.orphan_reaper import child_pids
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = '{"cluster": {"worker": ["127.0.0.1:%d", "127.0.0.1:%d"]}, "task": {"type": "worker", "index": 0}}'
 KEYS = "format tfdist verdict errors warnings cluster findings links compression".split()
 
@@ -116,8 +116,7 @@ def test_an_evaluator_looks_at_its_machine(doctor, monkeypatch):
 def test_two_workers_of_this_machine(tmp_path):
     """The one start of TensorFlow: the machine that runs the tests is well, or none of them would run."""
     command = [sys.executable, "-m", "tfdist.launch", "doctor", "--workers", "2", "--json", "--checkpoints", "new"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=200)
     document = json.loads(ended.stdout)
     assert ended.returncode == 0 and list(document) == KEYS, ended.stderr
     assert (document["format"], document["tfdist"], document["errors"]) == (1, tfdist.__version__, 0)
@@ -140,8 +139,7 @@ def test_under_the_launcher(tmp_path):
         "check_runner.run_checks.__kwdefaults__['checks'] = ()\nsys.exit(main(['doctor', *sys.argv[1:]]))\n"
     )
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", str(script), "--parameters", "1M"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert "[0]   ok       peers               all 2 tasks answer each other" in ended.stdout
     assert "[1] tfdist doctor: worker 1: worker 0 has the report: 0 errors, 0 warnings" in ended.stderr

@@ -1,7 +1,6 @@
 """Two network namespaces as hosts, with links of known bandwidth and a firewall."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import network_namespaces
 import pytest
+from child_environment import child_environment
 
 SCRIPT = Path(__file__).with_name("checked_task.py")
 RATES = {0: 100e6, 1: 50e6}  # what each host sends at most, bits a second
@@ -49,7 +49,7 @@ def checked(hosts, timeout="10"):
     try:
         for index, host in enumerate(hosts):
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            environ = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONPATH": str(SCRIPT.parents[2])}
+            environ = child_environment(TF_CONFIG=json.dumps(config))
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             started.append(host.start([sys.executable, str(SCRIPT), timeout], env=environ, **pipes))
         outputs = [process.communicate(timeout=60) for process in started]

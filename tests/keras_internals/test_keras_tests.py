@@ -1,21 +1,20 @@
 """Keras' own tests of distribution pass with tfdist's MirroredStrategy in the place of TensorFlow's."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-_ROOT = Path(__file__).resolve().parents[2]
+from child_environment import child_environment
 
 
 @pytest.mark.slow
 def test_keras_own_distribution_tests_pass():
     command = [sys.executable, str(Path(__file__).with_name("run_keras_tests.py"))]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    finished = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
     # Keras 3.15 has seventeen; one of them is skipped where tf_keras is not installed.
     passed = int(re.search(r"(\d+) passed", finished.stdout)[1])

@@ -1,7 +1,6 @@
 """Runs each notebook in a kernel of this Python, and checks that none is committed with outputs."""
 
 import gc
-import os
 import re
 import sys
 import warnings
@@ -10,6 +9,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from child_environment import child_environment
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -49,11 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
             client = NotebookClient(
                 notebook, km=kernel, timeout=CELL_LIMIT_SECONDS, resources={"metadata": {"path": str(folder)}}
             )
-            foreign = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "TFDIST_", "SLURM_", "MPLBACKEND")
-            kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+            kept = {key: value for key, value in child_environment().items() if key != "MPLBACKEND"}
             places = {key: str(folder / key.lower()) for key in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR")}
             nothing = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-            client.execute(cleanup_kc=True, env={**kept, **places, **nothing, "PYTHONPATH": str(ROOT)})
+            client.execute(cleanup_kc=True, env={**kept, **places, **nothing})
             assert not kernel.has_kernel, "the kernel is still alive"
             del client, kernel
             with warnings.catch_warnings():  # both leave sockets to the garbage collector

@@ -1,7 +1,6 @@
 """The three shapes of a cluster that every case runs on, and how one is started."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from child_environment import child_environment
+
 _SCRIPT = Path(__file__).with_name("run_cases.py")
 _LIMIT_SECONDS = 900
 
@@ -44,10 +44,8 @@ def run_cases(setup: Setup, output: Path, references: Path, names: Sequence[str]
         f"--references={references}",
         f"--cases={','.join(names)}",
     ]
-    paths = os.pathsep.join(map(str, (_ROOT, _ROOT / "tests" / "support")))
-    environment = {**os.environ, "PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
     finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+        command, env=child_environment(), capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )
     if finished.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {finished.returncode}:\n{finished.stderr[-6000:]}")

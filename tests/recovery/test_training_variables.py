@@ -1,15 +1,14 @@
 """The variables of a training: saved half-way and restored into new objects, a training ends with the same bits."""
 
 import itertools
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import trainings
+from child_environment import child_environment
 from trainings import END, HALF, SPEC, compiled, made, restore, saved, shift_names, steps
 
 from tfdist.keras_internals.accumulation import Accumulation
@@ -17,7 +16,6 @@ from tfdist.recovery.resharding import group_by_variable
 from tfdist.recovery.training_variables import TrainingVariables
 
 pytestmark = pytest.mark.usefixtures("cpus")
-ROOT = Path(__file__).resolve().parents[2]
 # Under TensorFlow's per_replica strategy Keras cannot accumulate on two replicas.
 PAIRS = [
     *[(case, "none") for case in trainings.CASES],
@@ -65,8 +63,7 @@ def test_a_new_process_resumes_with_the_same_bits(tmp_path):
         steps(model, HALF, END)
         expected[case] = saved(model)
     program = [sys.executable, trainings.__file__, tmp_path, *itertools.chain(*setups.items())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for case in setups:
         assert_same(trainings.read(tmp_path / case / "after"), expected[case])

@@ -1,7 +1,6 @@
 """The rows of `docs/compared_with_stock.md`: programs that fail under stock Keras 3 and work under tfdist."""
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from child_environment import child_environment
+
 _SCRIPT = Path(__file__).with_name("run_rows.py")
 _LIMIT_SECONDS = 90.0  # without progress
 _WAIT_SECONDS = 10.0  # the same where a program is expected to wait indefinitely
@@ -111,9 +111,7 @@ def _run(library: str, rows: list[Row], output: Path) -> dict[str, Result]:
     command = [str(_SCRIPT), f"--library={library}", f"--programs={','.join(names)}", f"--output={output}"]
     if rows[0].workers > 1:
         command = ["-m", "tfdist.launch", "run", "--workers", str(rows[0].workers), "--grace", "1", *command]
-    foreign = ("TF_CONFIG", "TFDIST_", "SLURM_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = child_environment()
     if rows[0].peer_missing:
         environment |= {"TF_CONFIG": _with_a_missing_peer(), "TFDIST_START_TIMEOUT": str(_START_TIMEOUT_SECONDS)}
     log = output.with_suffix(".log")

@@ -1,12 +1,12 @@
 """The bytes that a strategy reports are those that the network interface has sent."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import network_namespaces
 import pytest
+from child_environment import child_environment
 
 _SCRIPT = Path(__file__).with_name("on_interface.py")
 _LIMIT_SECONDS = 200
@@ -24,8 +24,7 @@ def seen(tmp_path_factory):
         try:
             for index, host in enumerate(hosts):
                 config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-                environment = {**os.environ, "TF_CONFIG": json.dumps(config), "TF_CPP_MIN_LOG_LEVEL": "3"}
-                environment["PYTHONPATH"] = str(_SCRIPT.parents[2])
+                environment = child_environment(TF_CONFIG=json.dumps(config))
                 command = [sys.executable, str(_SCRIPT), host.interface, str(folder / f"{index}.json")]
                 with open(folder / f"{index}.txt", "w") as output:
                     workers.append(host.start(command, env=environment, stdout=output, stderr=output))

@@ -2,22 +2,14 @@
 
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from child_environment import child_environment
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_SECONDS = 240
-
-
-def environment(**variables):
-    foreign = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**inherited, "PYTHONPATH": str(_ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **variables}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +118,7 @@ def attempts():
         tried["late"] = (ALONE, {}, None)
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(list(tried.values()))],
-            env=environment(),
+            env=child_environment(),
             capture_output=True,
             text=True,
             timeout=_LIMIT_SECONDS,

@@ -1,11 +1,11 @@
 """Runs a script of `examples/` under `tfdist run` or with Python."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from child_environment import ROOT, child_environment
+
 LIMIT_SECONDS = 200
 
 
@@ -27,7 +27,7 @@ def run_python(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProces
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from child_environment import child_environment
 
-_ROOT = Path(__file__).resolve().parents[2]
-_FOREIGN = ("TF_CONFIG", "SLURM_", "TFDIST_", "JOB_COMPLETION_INDEX")
 _SHOWN = 6000  # characters
 
 
@@ -73,9 +72,7 @@ def launch(
       paths: directories to import from, besides the root and that of the script.
       limit_seconds: from which on the run is killed, and the test fails.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (_ROOT, *paths)))
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": str(folder)}
+    environment = child_environment(*paths, TMPDIR=str(folder))
     command = [sys.executable, "-m", "tfdist.launch", "run", *options, str(script), str(folder), *arguments]
     with (folder / "output.txt").open("w") as output:
         ended = subprocess.run(

@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
+from child_environment import child_environment
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 60
 
 PROGRAM = """
@@ -51,11 +51,10 @@ class Notebook:
     def __init__(self, here: pathlib.Path, *, takes_time: bool) -> None:
         self._here = here
         (here / "notebook.py").write_text(PROGRAM)
-        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         self.process = subprocess.Popen(
             [sys.executable, "notebook.py", str(takes_time)],
             cwd=here,
-            env={**environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(here)},
+            env=child_environment(TMPDIR=str(here)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
