@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/run_config utils".split()),
     "launch/restart": frozenset("cluster launch/process_roles utils".split()),
-    "launch/process_roles": frozenset({"cluster"}),
+    "launch/process_roles": frozenset({"cluster", "utils"}),
     "launch/run_config": frozenset(),
     "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
     "utils": frozenset(),
@@ -373,7 +373,7 @@ BREAKS = [
     ("tfdist/launch/rendezvous/membership.py", "from ..cli.node_options import x", "launch/rendezvous -> launch/cli"),
     ("tfdist/launch/rendezvous/membership.py", "def f():\n    import keras", "framework: launch/rendezvous uses keras"),
     (
-        "tfdist/launch/notebook/result_files.py",
+        "tfdist/launch/notebook/worker_results.py",
         "from tfdist.launch.rendezvous import x",
         "notebook -> launch/rendezvous",
     ),

@@ -7,8 +7,7 @@ import socket
 import pytest
 from machines import context, one, write
 
-from tfdist.doctor import address_and_proxy_checks as names
-from tfdist.doctor import port_checks as own_port
+from tfdist.doctor import address_and_proxy_checks as checks
 from tfdist.doctor.address_and_proxy_checks import check_proxy
 
 
@@ -50,9 +49,9 @@ def resolving(monkeypatch, table):
 def test_own_name(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     resolving(monkeypatch, {"me": ["10.0.0.1"]})
-    assert one(names.check_own_name(context())).found == "me is 10.0.0.1"
+    assert one(checks.check_own_name(context())).found == "me is 10.0.0.1"
     resolving(monkeypatch, {})
-    finding = one(names.check_own_name(context()))
+    finding = one(checks.check_own_name(context()))
     assert finding.level == "warning" and "'<address> me' to /etc/hosts" in finding.remedy
 
 
@@ -67,40 +66,40 @@ def test_own_name(monkeypatch):
     ],
 )
 def test_own_address(monkeypatch, host, other, level, found):
-    monkeypatch.setattr(names, "is_own", lambda address: address != "8.8.8.8")
-    monkeypatch.setattr(names, "_is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(checks, "is_own", lambda address: address != "8.8.8.8")
+    monkeypatch.setattr(checks, "_is_loopback", lambda address: address == "127.0.0.1")
     resolving(monkeypatch, {"own": ["127.0.0.9", "8.8.8.8"], "far": ["8.8.8.8"], "loop": ["127.0.0.1"]})
-    finding = one(names.check_own_address(context(f"{host}:1", f"{other}:2")))
+    finding = one(checks.check_own_address(context(f"{host}:1", f"{other}:2")))
     assert finding.level == level and found in finding.found
 
 
 def test_addresses_are_own_where_they_can_be_bound():
-    assert names.is_own("127.0.0.1") and not names.is_own("192.0.2.1")
+    assert checks.is_own("127.0.0.1") and not checks.is_own("192.0.2.1")
     with pytest.raises(OSError, match="not a hostname"):
-        names.addresses_of("a" * 300)
+        checks.addresses_of("a" * 300)
 
 
 def test_own_port_in_the_ephemeral_range(tmp_path):
     root = write(tmp_path, {"proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n"})
     machine = context("a:40000", "b:1", root=root)
-    assert own_port.free_port(machine, "a", 40000).level == "warning"
-    assert own_port.free_port(machine, "a", 2222).level == "ok"
-    assert own_port.free_port(machine, "127.0.0.1", 40000).level == "ok"
+    assert checks.free_port(machine, "a", 40000).level == "warning"
+    assert checks.free_port(machine, "a", 2222).level == "ok"
+    assert checks.free_port(machine, "127.0.0.1", 40000).level == "ok"
     started = context("a:40000", "b:1", root=root, environ={"TFDIST_RUN_ID": "1"})
-    assert own_port.free_port(started, "a", 40000).level == "ok"
-    assert own_port.free_port(context("a:40000", root=root / "unknown"), "a", 40000).level == "ok"
+    assert checks.free_port(started, "a", 40000).level == "ok"
+    assert checks.free_port(context("a:40000", root=root / "unknown"), "a", 40000).level == "ok"
 
 
 def test_who_holds_a_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert any(f"process {os.getpid()} (" in holder for holder in own_port.holders_of(port))
+        assert any(f"process {os.getpid()} (" in holder for holder in checks.holders_of(port))
         with socket.create_connection(("127.0.0.1", port)) as client:
-            assert own_port.holders_of(client.getsockname()[1]) == []  # connected, not listening
+            assert checks.holders_of(client.getsockname()[1]) == []  # connected, not listening
 
 
 def test_a_port_of_another_user(monkeypatch):
-    monkeypatch.setattr(own_port, "holders_of", lambda port, root: [])
+    monkeypatch.setattr(checks, "holders_of", lambda port, root: [])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    finding = own_port.taken_port(context(), 2222, OSError(errno.EADDRINUSE, "long story"))
+    finding = checks.taken_port(context(), 2222, OSError(errno.EADDRINUSE, "long story"))
     assert finding.found == "2222: Address already in use" and "sudo ss -ltnp 'sport = :2222'" in finding.remedy

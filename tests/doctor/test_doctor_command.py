@@ -21,8 +21,7 @@ from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.compression_advice import advise
 from tfdist.doctor.link_measurement import LinkMeasurement
 from tfdist.doctor.local_cluster import local_cluster
-from tfdist.doctor.report import Finding, Report
-from tfdist.doctor.report_text import to_text
+from tfdist.doctor.report import Finding, Report, to_text
 from tfdist.launch.cli.main import main
 from tfdist.launch.processes.orphan_reaper import child_pids
 

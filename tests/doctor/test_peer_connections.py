@@ -13,7 +13,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.doctor import member_task as member
 from tfdist.doctor import peer_connections as peers
 from tfdist.doctor.member_task import ReportSummary
-from tfdist.doctor.task_info import TaskInfo, doctor_credentials
+from tfdist.doctor.peer_connections import TaskInfo, doctor_credentials
 from tfdist.transport.authenticated_messages import encode_frame
 from tfdist.transport.handshake import Hello
 

@@ -10,8 +10,8 @@ import pytest
 from tfdist.doctor import peer_server
 from tfdist.doctor.link_measurement import LinkMeasurement
 from tfdist.doctor.member_task import MemberTask
+from tfdist.doctor.peer_connections import TaskInfo, doctor_credentials
 from tfdist.doctor.report import Finding
-from tfdist.doctor.task_info import TaskInfo, doctor_credentials
 from tfdist.transport.authenticated_messages import FrameBuffer, encode_frame
 from tfdist.transport.channel import Channel
 from tfdist.transport.handshake import Hello

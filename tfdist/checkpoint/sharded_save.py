@@ -1,16 +1,23 @@
-"""One save: every rank writes its files to an unfinished directory, rank 0 commits by renaming it."""
+"""One save: every rank writes its files to an unfinished directory, rank 0 commits by renaming it.
 
+The other ranks report their files to rank 0 by receipts: small files in that directory, which all ranks share.
+"""
+
+import contextlib
+import json
 import logging
 import os
 import re
 import shutil
+import threading
 import time
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, directory_name
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
-from tfdist.checkpoint.rank_receipts import collect_receipts, write_failure_receipt, write_receipt
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
 from tfdist.utils import atomic_files
 
@@ -20,6 +27,10 @@ _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_SEQUENCE = 10**10 - 1
 # For the manifest, the directories, and rounding of the file system.
 _RESERVE_BYTES = 256 * 1024
+_MIN_PAUSE_SECONDS = 0.001
+_MAX_PAUSE_SECONDS = 0.05
+# How long a program that has failed waits at exit for ranks that failed with the same error.
+_TIMEOUT_AT_EXIT_SECONDS = 60.0
 
 
 class ShardedSave:
@@ -160,3 +171,69 @@ def _check_arguments(sequence: int, attempt: str, rank: int, num_ranks: int) -> 
         raise ValueError(
             f"Invalid rank. Received: rank={rank}, num_ranks={num_ranks}. Expected: 0 <= rank < num_ranks."
         )
+
+
+def write_receipt(directory: Path, rank: int, record: FileRecord) -> None:
+    """Reports that the file of `rank` is on disk."""
+    _put_receipt(directory, rank, asdict(record))
+
+
+def write_failure_receipt(directory: Path, rank: int, error: BaseException) -> None:
+    """Reports, if possible, that the file of `rank` will not be written, so that rank 0 does not wait for it."""
+    with contextlib.suppress(OSError):
+        _put_receipt(directory, rank, {"error": f"{type(error).__name__}: {error}"})
+
+
+def collect_receipts(directory: Path, ranks: Iterable[int], *, timeout_seconds: float) -> dict[int, FileRecord]:
+    """Waits for the receipts of `ranks` and removes them. Waits at most 60 s if the program exits meanwhile.
+
+    Raises:
+        CheckpointError: If receipts are missing after `timeout_seconds`, or one reports a failure.
+        OSError: If the directory cannot be read or was removed.
+    """
+    missing = {_receipt_name(rank): rank for rank in ranks}
+    records: dict[int, FileRecord] = {}
+    end = time.monotonic() + timeout_seconds
+    is_exiting = False
+    pause = _MIN_PAUSE_SECONDS
+    while True:
+        # Lists the directory instead of looking each file up: network file systems cache that a file is missing.
+        for name in missing.keys() & set(os.listdir(directory)) if missing else ():
+            rank = missing.pop(name)
+            records[rank] = _read_receipt(directory / name, rank)
+        if not missing:
+            break
+        if not is_exiting and not threading.main_thread().is_alive():
+            is_exiting, end = True, min(end, time.monotonic() + _TIMEOUT_AT_EXIT_SECONDS)
+        if time.monotonic() > end:
+            raise CheckpointError(_timeout_message(sorted(missing.values()), timeout_seconds, directory))
+        time.sleep(pause)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+    for rank in records:
+        (directory / _receipt_name(rank)).unlink()
+    return records
+
+
+def _receipt_name(rank: int) -> str:
+    return f"rank-{rank}.receipt"
+
+
+def _put_receipt(directory: Path, rank: int, content: dict[str, object]) -> None:
+    atomic_files.write(directory / _receipt_name(rank), json.dumps(content).encode())
+
+
+def _read_receipt(path: Path, rank: int) -> FileRecord:
+    content = json.loads(path.read_bytes())
+    if "error" in content:
+        raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint. Received: {content['error']}")
+    return FileRecord(**content)
+
+
+def _timeout_message(ranks: list[int], timeout_seconds: float, directory: Path) -> str:
+    who = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} have"
+    return (
+        f"{who} not written a part of the checkpoint within {timeout_seconds:g} s. Expected: a file of every rank "
+        f"in {str(directory)!r}. All ranks must see the same directory, on a file system they share, and save the same "
+        "sequence number in the same attempt; if they do and are slow, raise peer_timeout_seconds of "
+        "FailureRecovery."
+    )

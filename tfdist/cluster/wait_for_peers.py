@@ -12,7 +12,6 @@ from tfdist.utils.argument_checks import check_seconds
 
 _PROBE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # avoids TIME_WAIT, which would block the port for TensorFlow's server
 
 
 def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: float) -> None:
@@ -62,9 +61,8 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
 
 @contextlib.contextmanager
 def _listening(port: int) -> Iterator[None]:
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        server = listen_on_all_interfaces(port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -81,7 +79,7 @@ def _listening(port: int) -> Iterator[None]:
                 connection, _ = server.accept()
             except OSError:
                 return  # closed
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            reset_on_close(connection)
             connection.close()
 
     acceptor = threading.Thread(target=accept, name="tfdist-accept", daemon=True)
@@ -102,6 +100,22 @@ def why_unreachable(address: str, timeout_seconds: float) -> str | None:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
     except OSError as error:
         return str(error.strerror or error)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    reset_on_close(connection)
     connection.close()
     return None
+
+
+def listen_on_all_interfaces(port: int, *, backlog: int | None = None) -> socket.socket:
+    """Returns a socket that listens where TensorFlow's server will: on all interfaces, IPv6 and IPv4.
+
+    Raises:
+        OSError: If the port is not available.
+    """
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=has_both)
+
+
+def reset_on_close(connection: socket.socket) -> None:
+    """Avoids TIME_WAIT, which would keep the port from TensorFlow's server. The other side sees a reset."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

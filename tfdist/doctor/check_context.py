@@ -1,9 +1,11 @@
 """What the checks know about the machine, the cluster and the planned training."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import tfdist
 from tfdist.cluster import ClusterConfig
 
 
@@ -77,3 +79,8 @@ def host_of(address: str) -> str:
 def port_of(address: str) -> int:
     """Returns the port of `"host:port"`."""
     return int(address.rpartition(":")[2])
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """Returns `PYTHONPATH` of a child process that imports this tfdist."""
+    return os.pathsep.join([str(Path(tfdist.__file__).parents[1]), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

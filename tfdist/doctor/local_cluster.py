@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-import tfdist
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task, from_tf_config
-from tfdist.doctor.check_context import CheckContext
+from tfdist.doctor.check_context import CheckContext, python_path
 from tfdist.doctor.check_runner import run_checks
 
 _EXIT_SECONDS = 5.0
@@ -26,7 +24,6 @@ def local_cluster(ports: Sequence[int], environ: Mapping[str, str], timeout_seco
         timeout_seconds: How long the workers wait for each other.
     """
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})
-    path = os.pathsep.join([str(Path(tfdist.__file__).parents[1]), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     peers: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(1, len(ports)):
@@ -34,7 +31,7 @@ def local_cluster(ports: Sequence[int], environ: Mapping[str, str], timeout_seco
             peers.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "tfdist.doctor.local_cluster", str(timeout_seconds)],
-                    env={**environ, "TF_CONFIG": config, "PYTHONPATH": path},
+                    env={**environ, "TF_CONFIG": config, "PYTHONPATH": python_path(environ)},
                     stdin=subprocess.DEVNULL,
                     preexec_fn=_ignore_interrupts,
                 )

@@ -11,10 +11,9 @@ from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.checkpoint_checks import sees_marker
 from tfdist.doctor.library_checks import own_versions
 from tfdist.doctor.link_measurement import LinkMeasurement, measure
-from tfdist.doctor.peer_connections import PeerConnections
+from tfdist.doctor.peer_connections import TOKEN_VARIABLE, PeerConnections, TaskInfo, doctor_credentials
 from tfdist.doctor.peer_server import Handler, PeerServer
 from tfdist.doctor.report import Finding
-from tfdist.doctor.task_info import TOKEN_VARIABLE, TaskInfo, doctor_credentials
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 

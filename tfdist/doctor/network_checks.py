@@ -3,9 +3,15 @@
 from collections.abc import Mapping, Sequence, Set
 
 from tfdist.doctor.link_measurement import LinkMeasurement
-from tfdist.doctor.peer_connections import OTHER_CLUSTER, OTHER_PROTOCOL, OTHER_TOKEN, REFUSED, RESOLVING
+from tfdist.doctor.peer_connections import (
+    OTHER_CLUSTER,
+    OTHER_PROTOCOL,
+    OTHER_TOKEN,
+    REFUSED,
+    RESOLVING,
+    TOKEN_VARIABLE,
+)
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.doctor.task_info import TOKEN_VARIABLE
 from tfdist.utils.formatting import format_rate, format_seconds
 
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0

@@ -1,13 +1,13 @@
 """Answers the other tasks on this task's port while the checks run."""
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdist.doctor.task_info import TaskInfo
+from tfdist.cluster.wait_for_peers import reset_on_close
+from tfdist.doctor.peer_connections import TaskInfo
 from tfdist.transport.channel import Channel, close_socket
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import ConnectionClosedError, TransportError
@@ -18,7 +18,6 @@ _HANDSHAKE_SECONDS = 5.0
 _IDLE_SECONDS = 600.0
 _MAX_STRANGERS = 32  # connections beside those of the peers
 _JOIN_SECONDS = 2.0
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -92,8 +91,7 @@ class PeerServer:
                 connection.close()
                 continue
             try:
-                # No TIME_WAIT, which would keep the port from the training that follows.
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                reset_on_close(connection)  # the port is needed by the training that follows
             except OSError:  # gone already
                 connection.close()
                 continue

@@ -8,7 +8,7 @@ from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import OK, WARNING, Finding
 from tfdist.doctor.tensorflow_checks import nvidia_devices
 from tfdist.utils.cgroup_limits import available_memory
-from tfdist.utils.formatting import format_bytes, format_count
+from tfdist.utils.formatting import counted, format_bytes, format_count
 
 # An idle worker holds TensorFlow and Keras. The rest is float32: weights, two moments, gradient, and a send buffer.
 _IDLE_WORKER_BYTES = 800_000_000
@@ -22,10 +22,10 @@ def check_cores(context: CheckContext) -> list[Finding]:
     """Checks that each worker of this machine has a core."""
     cores, workers, all_cores = context.cores, context.workers, os.cpu_count() or 1
     limit = "" if cores >= all_cores else f" (of {all_cores}; CPU affinity or a CPU quota limits them)"
-    found = f"{cores} usable{limit}, for {_count_workers(workers)}"
+    found = f"{cores} usable{limit}, for {counted(workers, 'worker')}"
     if cores >= workers:
         return [Finding(OK, "cores", found)]
-    remedy = f"Start at most {_count_workers(cores)} here, or give the job or container more cores."
+    remedy = f"Start at most {counted(cores, 'worker')} here, or give the job or container more cores."
     return [Finding(WARNING, "cores", found, "at least one core per worker", remedy)]
 
 
@@ -35,7 +35,7 @@ def check_memory(context: CheckContext) -> list[Finding]:
     if available is None:
         return [Finding(OK, "memory", "not known on this system")]
     need = context.workers * (_IDLE_WORKER_BYTES + _BYTES_PER_PARAMETER * context.parameters)
-    workers = f"{_count_workers(context.workers)} with {format_count(context.parameters)} parameters"
+    workers = f"{counted(context.workers, 'worker')} with {format_count(context.parameters)} parameters"
     if available >= need:
         return [Finding(OK, "memory", f"{format_bytes(available)} free; {workers} need about {format_bytes(need)}")]
     expected = f"about {format_bytes(need)} for {workers}, plus memory for data and activations"
@@ -89,7 +89,3 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     limits = [1024 * int(words[0])] if words and words[0].isdigit() else []
     limits += available_memory(root)
     return max(0, min(limits)) if limits else None
-
-
-def _count_workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"

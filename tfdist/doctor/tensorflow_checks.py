@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tfdist
-from tfdist.doctor.check_context import CheckContext
+from tfdist.doctor.check_context import CheckContext, python_path
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.utils.formatting import format_bytes, printable
+from tfdist.utils.formatting import format_bytes, printable, signal_name
 
 TIMEOUT_SECONDS = 120.0
 _LAST_LINES = 3
@@ -69,11 +68,10 @@ def check_tensorflow_start(
 
 
 def _run(context: CheckContext, program: str, timeout_seconds: float) -> tuple[int | None, str, str]:
-    path = os.pathsep.join([str(Path(tfdist.__file__).parents[1]), context.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in context.environ.items() if name != "TF_CONFIG"}
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", program],
-        env={**environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+        env={**environ, "PYTHONPATH": python_path(context.environ)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,10 +97,7 @@ def _crash(code: int, last: str) -> tuple[str, str, str]:
     if code >= 0:
         remedy = "Repair the environment: the last lines say what is missing. See also pip check."
         return f"the import ended with exit code {code}: {last}", expected, remedy
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(-code)
     remedy = {
         "SIGILL": "This TensorFlow needs a newer processor: install a build for this one, or use another host.",
         "SIGKILL": "Possibly the OOM killer (see dmesg): give the job or container more memory.",

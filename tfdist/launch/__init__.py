@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist.launch.notebook.from_notebook import from_notebook as from_notebook
-    from tfdist.launch.notebook.worker_error import WorkerError as WorkerError
+    from tfdist.launch.notebook.worker_results import WorkerError as WorkerError
 
 __all__ = ["WorkerError", "from_notebook"]
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return from_notebook
     if name == "WorkerError":
-        from tfdist.launch.notebook.worker_error import WorkerError
+        from tfdist.launch.notebook.worker_results import WorkerError
 
         return WorkerError
     raise AttributeError(f"module 'tfdist.launch' has no attribute {name!r}")

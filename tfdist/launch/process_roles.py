@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec, Task
+from tfdist.utils.formatting import counted
 
 SERVER_COMMAND = (sys.executable, "-m", "tfdist.parameter_server")
 _NOUNS = {"chief": "chief", "worker": "worker", "ps": "parameter server"}
@@ -104,4 +105,4 @@ def describe_jobs(roles: Iterable[Role]) -> str:
     """
     nouns = [_NOUNS[role.task.type] for role in roles]
     counts = {noun: nouns.count(noun) for noun in nouns}
-    return ", ".join(f"{count} {noun}" if count == 1 else f"{count} {noun}s" for noun, count in counts.items())
+    return ", ".join(counted(count, noun) for noun, count in counts.items())

@@ -1,5 +1,6 @@
-"""Formats bytes, rates, counts, durations and tables as text."""
+"""Formats bytes, rates, counts, durations, signals and tables as text."""
 
+import signal
 from collections.abc import Collection, Sequence
 
 _BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -46,6 +47,27 @@ def format_count(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> counted(1, "worker"), counted(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, for example `"SIGTERM"`.
+
+    >>> signal_name(15), signal_name(200)
+    ('SIGTERM', 'signal 200')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def format_seconds(seconds: float) -> str:

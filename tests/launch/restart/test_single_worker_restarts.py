@@ -3,8 +3,7 @@
 from tfdist.launch.process_roles import parameter_server_roles
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.restart_policy import RestartPolicy
-from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
+from tfdist.launch.restart.restart_policy import RestartPolicy, WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit
 
 ROLES = parameter_server_roles(2, 1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tfdist import cluster
 from tfdist.launch.processes.cores_and_ports import ReservedPorts, usable_cores
 from tfdist.utils.argument_checks import UsageError, seconds, whole_number
+from tfdist.utils.formatting import counted
 
 if TYPE_CHECKING:
     from tfdist.doctor.report import Finding
@@ -50,7 +51,7 @@ def execute(options: argparse.Namespace) -> int:
     from tfdist.doctor.check_runner import run_checks
     from tfdist.doctor.local_cluster import local_cluster
     from tfdist.doctor.member_task import ReportSummary
-    from tfdist.doctor.report_text import summary, to_text
+    from tfdist.doctor.report import summary, to_text
 
     environ = dict(os.environ)
     config, findings = _described_cluster(environ)
@@ -90,14 +91,12 @@ def _described_cluster(environ: Mapping[str, str]) -> "tuple[cluster.ClusterConf
         remedy = "Correct the variable, or unset it to check this machine alone."
         return None, [Finding(ERROR, "cluster", str(error), remedy=remedy)]
     if config is not None:
-        jobs = ", ".join(_counted(len(addresses), job) for job, addresses in config.cluster.jobs.items())
+        jobs = ", ".join(
+            counted(len(addresses), "parameter server" if job == "ps" else job)
+            for job, addresses in config.cluster.jobs.items()
+        )
         return config, [Finding(OK, "cluster", f"{jobs}, as {config.source} says")]
     return None, []
-
-
-def _counted(count: int, job: str) -> str:
-    name = "parameter server" if job == "ps" else job
-    return f"{count} {name}{'' if count == 1 else 's'}"
 
 
 def _say(text: str) -> None:

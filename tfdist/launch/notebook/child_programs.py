@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from tfdist.launch.notebook.function_pickling import PicklingError, dump
-from tfdist.launch.notebook.result_files import CALL, RankFiles
+from tfdist.launch.notebook.worker_results import CALL, RankFiles
 from tfdist.launch.processes.linux_syscalls import die_with_parent
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 

@@ -12,8 +12,17 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.notebook.child_programs import program
 from tfdist.launch.notebook.function_pickling import PicklingError, dump, explain_pickling_error, import_cloudpickle
 from tfdist.launch.notebook.launcher_process import NotebookLauncher
-from tfdist.launch.notebook.result_files import CALL, FAILURE, RankFiles, last_attempt, read_failure
-from tfdist.launch.notebook.worker_error import failed_launcher, failed_worker, no_value, unpicklable_value
+from tfdist.launch.notebook.worker_results import (
+    CALL,
+    FAILURE,
+    RankFiles,
+    failed_launcher,
+    failed_worker,
+    last_attempt,
+    no_value,
+    read_failure,
+    unpicklable_value,
+)
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
 

@@ -15,9 +15,10 @@ from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
-from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, signal_name
+from tfdist.launch.restart.restart_policy import WorkerBackoff
+from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
 from tfdist.launch.run_config import GracePeriods
+from tfdist.utils.formatting import signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
 _UNFINISHED_POLL_SECONDS = 0.25

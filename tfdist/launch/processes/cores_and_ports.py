@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tfdist.utils.cgroup_limits import cpu_quotas
+from tfdist.utils.formatting import counted
 
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 
@@ -41,7 +42,7 @@ class ThreadShare:
     def __init__(
         self, processes: int, cores: int, chosen: int | None, environ: Mapping[str, str], *, who: str = ""
     ) -> None:
-        self._who, self._cores = who or _counted(processes, "worker"), cores
+        self._who, self._cores = who or counted(processes, "worker"), cores
         self._threads = max(1, cores // processes) if chosen is None else chosen
         self._kept = {} if chosen is not None else {name: environ[name] for name in THREAD_VARIABLES if name in environ}
 
@@ -51,12 +52,12 @@ class ThreadShare:
 
     def describe(self) -> str:
         """Returns the message for the user."""
-        share = f"{_counted(self._threads, 'thread')} each"
+        share = f"{counted(self._threads, 'thread')} each"
         if self._kept:
             kept = ", ".join(f"{name}={value}" for name, value in self._kept.items())
             all_kept = len(self._kept) == len(THREAD_VARIABLES)
             share = f"{kept} from the environment" + ("" if all_kept else f", otherwise {share}")
-        return f"{self._who}, {share} ({_counted(self._cores, 'usable core')})"
+        return f"{self._who}, {share} ({counted(self._cores, 'usable core')})"
 
 
 class ReservedPorts:
@@ -98,7 +99,3 @@ class ReservedPorts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,8 +1,9 @@
-"""Linux system calls that Python 3.11 does not provide, or not in every build."""
+"""Linux system calls that Python 3.11 does not provide, or not in every build; and forks."""
 
 import ctypes
 import os
 import signal
+import warnings
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -22,6 +23,14 @@ def unshare(flags: int) -> None:
     """
     if _libc.unshare(flags) != 0:
         raise _error("unshare")
+
+
+def fork() -> int:
+    """Forks this process, which has one thread, and returns 0 in the child, its process id in the parent."""
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn about threads; only callers other than the command line can have any.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def become_subreaper() -> None:

@@ -9,10 +9,9 @@ import fcntl
 import os
 import socket
 import struct
-import warnings
 from pathlib import Path
 
-from tfdist.launch.processes.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, unshare
+from tfdist.launch.processes.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, fork, unshare
 from tfdist.utils.argument_checks import UsageError
 
 _SIOCGIFFLAGS = 0x8913
@@ -95,10 +94,7 @@ def _denial() -> str:
     cannot leave the namespace.
     """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 and later warn about threads; only callers other than the command line can have any.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         status = 1
         try:

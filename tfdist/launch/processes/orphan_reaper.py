@@ -6,8 +6,10 @@ The kernel kills the workers when the launcher dies (see `linux_syscalls.die_wit
 import contextlib
 import os
 import signal
-import warnings
 from collections.abc import Container
+
+from tfdist.launch.processes.linux_syscalls import fork
+from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 
 
 class OrphanReaper:
@@ -19,10 +21,7 @@ class OrphanReaper:
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
-        with warnings.catch_warnings():
-            # Python 3.12 and later warn about threads; only callers other than the command line can have any.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             try:
                 _reap_when_closed(reader)
@@ -55,7 +54,7 @@ class OrphanReaper:
 
 def _reap_when_closed(reader: int) -> None:
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     # A reader of the launcher's output must see its end when the launcher ends, not when this process does.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tfdist.launch.process_roles import Role, count_workers, describe_jobs
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.restart.attempt_outcome import fit_suffix
-from tfdist.utils.formatting import format_duration
+from tfdist.utils.formatting import counted, format_duration
 
 _CHECKPOINT_MESSAGE_SECONDS = 10.0  # minimum time between two messages about checkpoints
 
@@ -75,7 +75,7 @@ class RunStatus:
         if phase is not None:
             parts.append(phase)
         if self._attempt:
-            parts.append("1 restart" if self._attempt == 1 else f"{self._attempt} restarts")
+            parts.append(counted(self._attempt, "restart"))
         if self._saved is not None and self._saved_step is not None and self._saved[0] >= fit:
             checkpoint = f"checkpoint {self._saved_step:,}{fit_suffix(self._saved[0])}"
             parts.append(f"{checkpoint}, {format_duration(now - self._saved_at)} ago")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
@@ -27,7 +27,7 @@ class StopSignals:
         for fd in (self.fd, self._wakeup):
             os.set_blocking(fd, False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        for number in _STOPPING:
+        for number in STOP_SIGNALS:
             # Under nohup, a closed terminal must not end the run.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue

@@ -16,7 +16,7 @@ from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.single_worker_restarts import WorkerBackoff
+from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_config import Timeouts
 
 

@@ -17,9 +17,9 @@ from tfdist.launch.rendezvous.membership import (
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.attempt_outcome import decode_outcome
 from tfdist.launch.restart.restart_policy import RestartPolicy
-from tfdist.launch.restart.worker_exit import signal_name
 from tfdist.launch.run_config import RunConfig
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.formatting import signal_name
 
 _READY_SECONDS = 30.0
 

@@ -7,11 +7,12 @@ import signal
 import socket
 import time
 import traceback
-import warnings
 
+from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.launch.processes.active_clock import ActiveClock
-from tfdist.launch.processes.linux_syscalls import die_with_parent
+from tfdist.launch.processes.linux_syscalls import die_with_parent, fork
 from tfdist.launch.processes.output import Console
+from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
 from tfdist.launch.rendezvous.membership import Node, is_loopback
 from tfdist.launch.run_config import RunConfig
@@ -50,10 +51,7 @@ class CoordinatorProcess:
     def __init__(self, host: str, port: int, token: str, config: RunConfig, console: Console) -> None:
         server = _listen(host, port)
         launcher = os.getpid()
-        with warnings.catch_warnings():
-            # Python 3.12 and later warn about threads; only a caller other than the command line can have any.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             status = 1
             try:
@@ -86,7 +84,7 @@ def _detach(launcher: int) -> None:
     """Ends with the launcher, but ignores the signals that the launcher handles."""
     die_with_parent(launcher)
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -95,9 +93,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, port), backlog=_BACKLOG, family=family)
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        return socket.create_server(("", port), backlog=_BACKLOG, family=family, dualstack_ipv6=has_both)
+        return listen_on_all_interfaces(port, backlog=_BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UsageError(

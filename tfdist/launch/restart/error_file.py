@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.restart.worker_exit import WorkerExit, signal_name
+from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.formatting import signal_name
 
 _NAME = re.compile(r"attempt-\d+\.json")
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
+from tfdist.utils.formatting import signal_name
 
 _SHOWN_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
@@ -146,15 +147,3 @@ def reports_lost_peer(text: str) -> bool:
     True
     """
     return bool(_LOST_PEER.search(text))
-
-
-def signal_name(number: int) -> str:
-    """Returns the name of a signal, for example `"SIGTERM"`.
-
-    >>> signal_name(15), signal_name(200)
-    ('SIGTERM', 'signal 200')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tfdist.checkpoint import CheckpointError, rank_receipts
+from tfdist.checkpoint import CheckpointError, sharded_save
 
 
 @pytest.mark.parametrize(("is_ending", "limit", "waited"), [(False, 600, 600), (True, 600, 60), (True, 10, 10)])
@@ -14,9 +14,9 @@ def test_a_program_that_exits_waits_less(tmp_path, monkeypatch, is_ending, limit
     def sleep(seconds):
         clock.now += 1
 
-    monkeypatch.setattr(rank_receipts, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(sharded_save, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     main = types.SimpleNamespace(is_alive=lambda: not is_ending)
-    monkeypatch.setattr(rank_receipts, "threading", types.SimpleNamespace(main_thread=lambda: main))
+    monkeypatch.setattr(sharded_save, "threading", types.SimpleNamespace(main_thread=lambda: main))
     with pytest.raises(CheckpointError, match="Rank 1 has not written .* raise peer_timeout_seconds of FailureRec"):
-        rank_receipts.collect_receipts(tmp_path, [1], timeout_seconds=limit)
+        sharded_save.collect_receipts(tmp_path, [1], timeout_seconds=limit)
     assert clock.now == pytest.approx(waited, abs=1)
