@@ -274,7 +274,7 @@ class FailureRecovery(LastCallback):
 
     def _exit(self) -> None:
         self._writer.wait()
-        self._coordination.barrier("saved")  # no worker may exit before the chief has committed
+        self._coordination.wait_to_exit()  # the chief has committed
         self._say(f"preempted: saved after step {self._progress.step}; exit code {PREEMPTED_EXIT_CODE}")
         self._preemption.mark_exiting()
         exit_process(PREEMPTED_EXIT_CODE, self.others, is_alone=self._coordination.num_workers == 1)

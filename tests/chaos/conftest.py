@@ -14,7 +14,7 @@ def undisturbed_workers(tmp_path_factory):
         if (workers, kind, epochs) not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
             arguments, environ = command(folder, kind, workers, epochs=epochs)
-            run(arguments, environ, limit_seconds=280)
+            run(arguments, environ)
             assert_is_complete(counting_steps(folder, workers), epochs)
             known[workers, kind, epochs] = folder
         return known[workers, kind, epochs]

@@ -3,21 +3,28 @@
 import errno
 import os
 import signal
+import time
 
 import keras
 from step_journal import StepJournal
 
+from tfdist.checkpoint import CheckpointStore
 from tfdist.recovery.training_state import TrainingState
 
+_LIMIT_SECONDS = 240
 
-def arm(fault):
+
+def arm(fault, checkpoints):
     """Arms a fault; returns the callbacks that it needs.
 
     Args:
         fault: `do` is the name of a signal, of an error of the system, or "raise"; `at` is a hook of a callback,
             "train_step" (in its forward pass, on one of the replicas), "fsync" (in the middle of a save), or "restore";
-            `count` is the number of the call at which it strikes.
+            `count` is the number of the call at which it strikes. Checkpoints are written in the background: with
+            `after_save`, a number of steps, it waits until a checkpoint has them, from which the next attempt resumes.
+        checkpoints: The directory of the checkpoints.
     """
+    fault = {**fault, "checkpoints": str(checkpoints)}
     if fault["at"] == "fsync":
         _patch(os, "fsync", fault)
     elif fault["at"] == "restore":
@@ -30,12 +37,27 @@ def arm(fault):
 
 
 def _strike(fault):
+    _wait_for_save(fault)
     print(f"fault: {fault}", flush=True)
     if fault["do"] == "raise":
         raise RuntimeError("on purpose")
     if number := getattr(errno, fault["do"], None):
         raise OSError(number, os.strerror(number))
     os.kill(os.getpid(), getattr(signal, fault["do"]))
+
+
+def _wait_for_save(fault):
+    end = time.monotonic() + _LIMIT_SECONDS
+    while _saved_steps(fault["checkpoints"]) < fault.get("after_save", 0):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no checkpoint of {fault['after_save']} steps")
+        time.sleep(0.01)
+
+
+def _saved_steps(checkpoints):
+    """The steps in the newest complete checkpoint."""
+    found = CheckpointStore(checkpoints).list_checkpoints()
+    return max((entry.metadata["step"] for entry in found if entry.status == "complete"), default=0)
 
 
 class _Fault(keras.callbacks.Callback):

@@ -153,7 +153,7 @@ def in_notebook(folder, callbacks):
 
 def main(folder, plan, kind):
     attempt, faults._strike = int(os.environ.get("TFDIST_ATTEMPT", "0")), strike
-    callbacks = faults.arm(plan[attempt]) if attempt < len(plan) else []
+    callbacks = faults.arm(plan[attempt], folder / "checkpoints") if attempt < len(plan) else []
     np.savez(
         folder / "result.npz",
         **{"rounds": in_rounds, "pushes": by_pushes, "notebook": in_notebook}[kind](folder, callbacks),

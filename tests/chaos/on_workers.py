@@ -40,7 +40,7 @@ def main(folder, plan, kind, epochs):
     attempt, steps = int(os.environ["TFDIST_ATTEMPT"]), StepJournal(journal)
     callbacks = [steps, FirstState(folder / f"first-state-{rank}.npz")]
     if attempt < len(plan) and plan[attempt]["rank"] == rank:
-        callbacks += faults.arm(plan[attempt])
+        callbacks += faults.arm(plan[attempt], folder / "checkpoints")
     result = training.train(
         folder,
         strategy=lambda: strategy,

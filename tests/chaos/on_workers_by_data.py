@@ -30,7 +30,7 @@ def main(folder, plan):
         steps = StepJournal(Journal(folder / kind / "journals" / str(strategy.rank)))
         callbacks = [steps, *([keras.callbacks.TerminateOnNaN()] if kind == "NaN" else [])]
         if fault["data"] == kind and fault["rank"] == strategy.rank:
-            callbacks += faults.arm(fault)
+            callbacks += faults.arm(fault, folder / kind / "checkpoints")
         result = training.train(
             folder / kind,
             kind=kind,

@@ -14,10 +14,10 @@ from tfdist.checkpoint import CheckpointStore
 SCRIPT = Path(__file__).with_name("on_workers_by_data.py")
 pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 PLAN = [
-    {"data": "arrays", "rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"},
-    {"data": "arrays", "rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGKILL"},
-    {"data": "PyDataset", "rank": 0, "at": "on_train_batch_end", "count": STEPS + 4, "do": "SIGKILL"},
-    {"data": "generator", "rank": 1, "at": "on_train_batch_end", "count": STEPS + 1, "do": "SIGKILL"},
+    {"data": "arrays", "rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL", "after_save": 3},
+    {"data": "arrays", "rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGKILL", "after_save": 9},
+    {"data": "PyDataset", "rank": 0, "at": "on_train_batch_end", "count": STEPS + 4, "do": "SIGKILL", "after_save": 9},
+    {"data": "generator", "rank": 1, "at": "on_train_batch_end", "count": STEPS + 1, "do": "SIGKILL", "after_save": 6},
 ]
 
 

@@ -8,10 +8,10 @@ import network_namespaces
 import pytest
 from worker_runs import assert_as_undisturbed, command
 
-_LIMIT_SECONDS = 280
+_LIMIT_SECONDS = 500
 _TOKEN = "0123456789abcdef"
 _HANGS = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def until(condition):
 @pytest.mark.long
 def test_training_on_two_hosts_ends_as_if_nothing_had_happened(tmp_path, start, undisturbed_workers):
     undisturbed = undisturbed_workers(2)
-    plan = [{"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"}]
+    plan = [{"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL", "after_save": 3}]
     arguments, environ = command(tmp_path, "workers", 1, "--max-restarts", "1", plan=plan)
     supervisors = [start(rank, arguments, environ) for rank in (0, 1)]
     codes = [supervisor.wait(_LIMIT_SECONDS) for supervisor in supervisors]

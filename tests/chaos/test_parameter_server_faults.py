@@ -12,8 +12,8 @@ from child_environment import child_environment
 from training import differences
 
 _SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
-_LIMIT_SECONDS = 280
-pytestmark = pytest.mark.multi_process
+_LIMIT_SECONDS = 500
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1200)]
 
 
 def run(folder, kind, plan=()):

@@ -6,75 +6,96 @@ import shutil
 import numpy as np
 import pytest
 import worker_runs
-from worker_runs import assert_as_undisturbed, command, results
+from worker_runs import assert_as_undisturbed, command, first_steps, results
 
 from tfdist.checkpoint import CheckpointStore
 from tfdist.recovery.resharding import group_by_variable, merge_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(2400)]
 
-# By kind and workers. At least every second attempt makes progress, or `tfdist run` gives up.
-PLANS = {
-    ("workers", 2): [
-        {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP"},
-        {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},  # from the save after step 3
-        {"rank": 1, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
-        {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the save after step 9
-        {"rank": 1, "at": "fsync", "count": 1, "do": "ENOSPC"},  # of the same save; found at the next
-        {"rank": 0, "at": "train_step", "count": 5, "do": "raise"},
-        {"rank": 0, "at": "on_epoch_end", "count": 1, "do": "SIGKILL"},
-    ],
-    ("workers", 3): [
-        {"rank": 2, "at": "on_train_batch_end", "count": 9, "do": "SIGKILL"},
-        {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP"},
-        {"rank": 2, "at": "train_step", "count": 4, "do": "raise"},
-    ],
-    ("replicas", 1): [
-        {"rank": 0, "at": "fsync", "count": 7, "do": "SIGKILL"},
-        {"rank": 0, "at": "train_step", "count": 19, "do": "SIGSTOP"},  # two calls a step
-        {"rank": 0, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
-        {"rank": 0, "at": "train_step", "count": 9, "do": "raise"},
-    ],
+# By name: kind and workers; a fault for each attempt, the last a signal that ends the run; the first steps, from 0, of
+# these attempts and of the following run. Every third step saves. At least every second attempt makes progress, or
+# `tfdist run` gives up. A signal to one of several workers takes effect after the next step.
+TRAININGS = {
+    "2 workers": (
+        ("workers", 2),
+        [
+            {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP", "after_save": 3},
+            {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},
+            {"rank": 1, "at": "fsync", "count": 1, "do": "ENOSPC"},  # of the save after step 6; found at the next
+            {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the same save
+            {"rank": 1, "at": "on_train_batch_end", "count": 7, "do": "SIGTERM"},
+        ],
+        [0, None, 3, 3, 3, 11],
+    ),
+    "2 workers, other moments": (
+        ("workers", 2),
+        [
+            {"rank": 0, "at": "on_train_batch_end", "count": 4, "do": "SIGUSR1"},
+            {"rank": 0, "at": "train_step", "count": 5, "do": "raise", "after_save": 9},
+            {"rank": 1, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL", "after_save": 12},
+            {"rank": 0, "at": "on_epoch_end", "count": 1, "do": "SIGKILL"},
+            {"rank": 1, "at": "on_train_batch_end", "count": 4, "do": "SIGTERM"},
+        ],
+        [0, 5, 9, 12, 12, 17],
+    ),
+    "3 workers": (
+        ("workers", 3),
+        [
+            {"rank": 0, "at": "on_train_batch_end", "count": 4, "do": "SIGUSR1"},
+            {"rank": 2, "at": "on_train_batch_end", "count": 4, "do": "SIGKILL", "after_save": 6},
+            {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP", "after_save": 9},
+            {"rank": 2, "at": "train_step", "count": 4, "do": "raise", "after_save": 12},
+            {"rank": 2, "at": "on_train_batch_end", "count": 4, "do": "SIGTERM"},
+        ],
+        [0, 5, 6, 9, 12, 17],
+    ),
+    "1 worker of 2 replicas": (
+        ("replicas", 1),
+        [
+            {"rank": 0, "at": "fsync", "count": 7, "do": "SIGKILL"},  # of the second save
+            {"rank": 0, "at": "train_step", "count": 19, "do": "SIGSTOP", "after_save": 12},  # two calls a step
+            {"rank": 0, "at": "on_test_batch_end", "count": 2, "do": "SIGKILL"},
+            {"rank": 0, "at": "train_step", "count": 9, "do": "raise", "after_save": 15},
+            {"rank": 0, "at": "on_train_batch_end", "count": 1, "do": "SIGUSR1"},
+            {"rank": 0, "at": "on_train_batch_end", "count": 1, "do": "SIGTERM"},
+        ],
+        [0, 3, 12, 12, 15, 16, 17],
+    ),
 }
-# Messages of the launcher.
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name != "2 workers")) for name in TRAININGS]
+# Messages of the launcher. A signal to one worker has no failure that came first.
 CAUSES = {
     "SIGKILL": "failed first: killed by SIGKILL",
     "SIGSTOP": "failed first: frozen: ",
     "ENOSPC": "No space left on device",
     "raise": "RuntimeError: on purpose",
+    "SIGUSR1": "all workers saved and exited, although this command received no signal",
+    "SIGTERM": "preempted: all workers saved and exited (exit code 75)",
 }
-# In the middle of an accumulation and of an epoch, and not a step that saves anyway.
-STOP_STEP = 11
-KINDS = [
-    pytest.param(*key, marks=[] if key == ("workers", 2) else pytest.mark.long, id=f"{key[1]} {key[0]}")
-    for key in PLANS
-]
 
 
-def run(folder, workers, plan=(), *, kind="workers", code=0):
+def run(folder, kind, workers, plan=()):
     """Runs `on_workers.py` and returns the launcher's output."""
-    restarts = 0 if code else len(plan)
-    options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "3", *(["--warm-spares"] if restarts else [])]
+    restarts = max(len(plan) - 1, 0)
+    options = ["--max-restarts", str(restarts), "--heartbeat-timeout", "5", *(["--warm-spares"] if restarts else [])]
     arguments, environ = command(folder, kind, workers, *options, plan=plan)
-    return worker_runs.run(arguments, environ, plan=plan, code=code)
+    return worker_runs.run(arguments, environ, plan=plan, code=75 if plan else 0)
 
 
 @pytest.fixture(scope="module")
-def ended_by_signals(tmp_path_factory):
-    """A copy of the folder of a training that was preempted by a signal to one worker, then to another."""
+def disturbed(tmp_path_factory):
+    """Called with a name and a folder, copies the training after all faults to it; returns the launcher's output."""
     known = {}
 
-    def of(kind, workers, folder):
-        if (kind, workers) not in known:
-            known[kind, workers] = ended = tmp_path_factory.mktemp("ended") / "folder"
-            done = 0
-            for rank, number, step in ((0, "SIGUSR1", 5), (workers - 1, "SIGTERM", STOP_STEP)):
-                count = step - done - (workers > 1)  # several workers stop after their next common step
-                fault = {"rank": rank, "at": "on_train_batch_end", "count": count, "do": number}
-                run(ended, workers, [fault], kind=kind, code=75)
-                done = newest(ended).metadata["step"]
-                assert done == step
-        return shutil.copytree(known[kind, workers], folder / "copy")
+    def of(name, folder):
+        if name not in known:
+            (kind, workers), plan, _ = TRAININGS[name]
+            original = tmp_path_factory.mktemp("disturbed")
+            known[name] = original, run(original, kind, workers, plan)
+        original, output = known[name]
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+        return output
 
     return of
 
@@ -85,37 +106,35 @@ def newest(folder):
     return checkpoint
 
 
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, undisturbed_workers, kind, workers):
-    plan = PLANS[kind, workers]
-    output = run(tmp_path, workers, plan, kind=kind)
-    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), tmp_path, workers, output)
+@pytest.mark.parametrize("name", NAMES)
+def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, disturbed, undisturbed_workers, name):
+    (kind, workers), plan, first = TRAININGS[name]
+    output = disturbed(name, tmp_path)
+    assert newest(tmp_path).metadata["step"] == first[-1], "a signal to one worker saves and ends all"
     assert all(CAUSES[fault["do"]] in output for fault in plan), output
-    first = [int(rank) for rank in re.findall(r"^tfdist: worker (\d) failed first: ", output, re.MULTILINE)]
+    failed = [int(rank) for rank in re.findall(r"^tfdist: worker (\d) failed first: ", output, re.MULTILINE)]
+    faults = [fault for fault in plan if fault["do"] not in ("SIGUSR1", "SIGTERM")]
     # If one cannot write its part, all learn of it, and end at the same step.
-    pairs = zip(first, plan, strict=True)
+    pairs = zip(failed, faults, strict=True)
     assert all(rank == fault["rank"] for rank, fault in pairs if fault["do"] != "ENOSPC"), output
+    said = run(tmp_path, kind, workers)
+    assert first_steps(tmp_path) == first, output
+    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), tmp_path, workers, said)
 
 
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_a_signal_to_one_worker_saves_and_ends_all(tmp_path, ended_by_signals, undisturbed_workers, kind, workers):
-    folder = ended_by_signals(kind, workers, tmp_path)
-    output = run(folder, workers, kind=kind)
-    assert_as_undisturbed(undisturbed_workers(workers, kind=kind), folder, workers, output)
-
-
-def test_fewer_workers_resume_from_a_checkpoint_of_more(tmp_path, ended_by_signals, undisturbed_workers):
-    folder = ended_by_signals("workers", 2, tmp_path)
-    checkpoint = newest(folder)
+def test_fewer_workers_resume_from_a_checkpoint_of_more(tmp_path, disturbed, undisturbed_workers):
+    """The checkpoint is in the middle of an accumulation and of an epoch."""
+    disturbed("2 workers", tmp_path)
+    checkpoint = newest(tmp_path)
     saved = group_by_variable(merge_ranks([checkpoint.read_rank(rank).tensors for rank in range(2)]))
-    run(folder, 1)
-    taken = group_by_variable(dict(np.load(folder / "first-state-0.npz")))
+    run(tmp_path, "workers", 1)
+    taken = group_by_variable(dict(np.load(tmp_path / "first-state-0.npz")))
     summed = [name for name in taken if name.startswith("accumulators/") or name.endswith("residual")]
     assert len(summed) > 2 and set(summed) <= saved.keys()
     for name in summed:
         assert np.any(saved[name][0] != saved[name][1]), name
         np.testing.assert_array_equal(taken[name][0], saved[name][0] + saved[name][1], name)
-    (result,) = results(folder, 1)
+    (result,) = results(tmp_path, 1)
     expected = results(undisturbed_workers(2), 2)[0]
     assert result["epochs"].tolist() == expected["epochs"].tolist() and len(result["rows"]) == len(expected["rows"])
     # Two workers trained the first epoch; after it one replica draws other dropout masks.

@@ -24,17 +24,24 @@ def launcher(workers, options, script, *arguments):
     return [*run, str(script), *map(str, arguments)], child_environment()
 
 
-def run(arguments, environ, *, plan=(), code=0, limit_seconds=400):
+def run(arguments, environ, *, plan=(), code=0, limit_seconds=600):
     """Runs what `command` or `launcher` returned, and returns the launcher's output; every fault must occur."""
     ended = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False)
     assert ended.returncode == code, ended.stderr[-6000:]
-    assert ended.stdout.count("fault: ") == len(plan), "every fault has occurred"
+    assert ended.stdout.count("fault: ") == len(plan), f"Not every fault occurred.\n{ended.stdout}{ended.stderr}"
     return ended.stderr
 
 
 def results(folder, workers):
     """Returns the result of `train` by rank."""
     return [dict(np.load(folder / f"result-{rank}.npz")) for rank in range(workers)]
+
+
+def first_steps(folder):
+    """Returns the number of the first step of each attempt, from 0, or None for an attempt without steps."""
+    journals = sorted((folder / "journals" / "0").iterdir())
+    attempts = [[event["step"] for event in worker_journal.read(path) if "step" in event] for path in journals]
+    return [steps[0][0] * STEPS + steps[0][1] if steps else None for steps in attempts]
 
 
 def counting_steps(folder, workers):

@@ -17,11 +17,14 @@ class KeyValueStore:
     Attributes:
       values: by key.
       before_read: called with a key before a rank gets its value.
+      after_write: called with a key before a rank learns that its value is set.
+      is_gone: set when the process of the chief, which contains the store, has exited: others get errors.
     """
 
     def __init__(self):
         self.values = {}
-        self.before_read = lambda key: None
+        self.before_read = self.after_write = lambda key: None
+        self.is_gone = threading.Event()
         self._changed = threading.Condition()
 
     def set(self, key, value):
@@ -30,12 +33,19 @@ class KeyValueStore:
                 raise tf.errors.AlreadyExistsError(None, None, key)
             self.values[key] = value
             self._changed.notify_all()
+        self.after_write(key)
+        self._raise_if_gone()
 
     def wait_for(self, key):
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.values, _LIMIT_SECONDS), f"nobody has set {key}"
         self.before_read(key)
+        self._raise_if_gone()
         return self.values[key]
+
+    def _raise_if_gone(self):
+        if self.is_gone.is_set():
+            raise tf.errors.UnavailableError(None, None, "Connection reset by peer")
 
 
 @pytest.fixture

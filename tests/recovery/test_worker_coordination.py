@@ -19,20 +19,40 @@ def test_all_get_the_first_proposal(coordinations, in_threads):
     assert in_threads(lambda rank: ranks[rank].propose("stop", rank), (0, 2)) == [7, 7]
 
 
-def test_a_barrier_waits_for_all(coordinations, in_threads, key_values):
-    ranks, left, came = coordinations(2), threading.Event(), []
+@pytest.mark.parametrize(("late", "workers"), [(0, 2), (1, 2), (0, 3), (2, 3)])
+def test_chief_exits_last_and_nobody_before_it_is_ready(coordinations, in_threads, key_values, late, workers):
+    ranks, others = coordinations(workers), [rank for rank in range(workers) if rank != late]
+    exited, is_ready = [], threading.Event()
 
-    def meet(rank):
-        if rank == 1:
-            ranks[0].wait_for("saved/0")  # the other has come
-            left.wait(0.3)  # and could leave
-            came.append(rank)
-        ranks[rank].barrier("saved")
-        left.set()
-        return list(came)
+    def leave(rank):
+        if rank == late:
+            is_ready.wait(0.3)  # time for the others to exit
+            exited.append("late")
+        ranks[rank].wait_to_exit()
+        exited.append(rank)
+        if late in (0, rank) or rank == 0:
+            is_ready.set()
 
-    assert in_threads(meet, (0, 1)) == [[1], [1]]
-    assert len(key_values.values) == 2
+    in_threads(leave, (late, *others))
+    assert exited[-1] == 0 and exited.index("late") < exited.index(0)
+    assert late != 0 or exited[0] == "late"
+    assert len(key_values.values) == workers
+
+
+@pytest.mark.parametrize("slow", ["before_read", "after_write"])
+def test_no_worker_needs_the_store_once_the_chief_has_exited(coordinations, in_threads, key_values, slow):
+    """The answers to the other workers are slow."""
+    ranks, this_thread = coordinations(3), threading.local()
+    setattr(key_values, slow, lambda key: this_thread.is_chief or key_values.is_gone.wait(0.3))
+
+    def leave(rank):
+        this_thread.is_chief = rank == 0
+        ranks[rank].wait_to_exit()
+        if rank == 0:
+            key_values.is_gone.set()
+
+    in_threads(leave, (0, 1, 2))
+    assert key_values.is_gone.is_set()
 
 
 def test_each_fit_uses_different_names(coordinations, in_threads):
@@ -47,7 +67,7 @@ def test_each_fit_uses_different_names(coordinations, in_threads):
 @pytest.mark.parametrize("value", [None, {"step": 3}])
 def test_one_worker_sends_no_messages(coordinations, key_values, value):
     (alone,) = coordinations(1)
-    alone.barrier("saved")
+    alone.wait_to_exit()
     assert alone.broadcast("resume", value) == value and alone.propose("stop", value) == value
     assert key_values.values == {}
 

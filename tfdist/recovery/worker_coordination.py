@@ -1,5 +1,6 @@
 """Agreement between the workers of a `fit`, through the key-value store of TensorFlow's coordination service."""
 
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -39,11 +40,21 @@ class WorkerCoordination:
             pass
         return self.wait_for(name)
 
-    def barrier(self, name: str) -> None:
-        """Waits until all workers have called this method."""
-        if self.num_workers > 1:
-            self.arrive(name)
-            self.wait_for_all(name)
+    def wait_to_exit(self) -> None:
+        """Waits until this worker may exit: no worker before the chief has called this, and the chief last.
+
+        The process of the chief contains the key-value store, and whoever uses it after that exit gets an error.
+        """
+        if self.num_workers == 1:
+            return
+        if self.rank == 0:
+            self.set("may exit", True)
+            for rank in range(1, self.num_workers):
+                self.wait_for(f"exits/{rank}")
+        else:
+            self.wait_for("may exit")
+            with contextlib.suppress(tf.errors.OpError):  # the chief may exit before this worker gets the answer
+                self.arrive("exits")
 
     def arrive(self, name: str) -> None:
         """Reports that this worker has reached `name`."""
