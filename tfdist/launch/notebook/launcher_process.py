@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from tfdist.launch.notebook.child_programs import program
 
@@ -61,9 +60,7 @@ class NotebookLauncher:
     def __enter__(self) -> "NotebookLauncher":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -134,9 +131,7 @@ class _Streams:
     def __enter__(self) -> "_Streams":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._selector.close()
 
     def show_all(self) -> None:

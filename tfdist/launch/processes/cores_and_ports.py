@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from tfdist.utils.cgroup_limits import cpu_quotas
 from tfdist.utils.formatting import counted
@@ -95,7 +94,5 @@ class ReservedPorts:
     def __enter__(self) -> "ReservedPorts":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
