@@ -3,10 +3,11 @@
 # make test-long  further tests of the same kinds
 # make notebooks  remove the outputs of the notebooks, and run them
 # make docs    the documentation as a site, into build/site
+# make matrix  the representative tests with the oldest and the newest TensorFlow and Keras, in build/matrix
 # make parity  N replicas against one process, case by case, as a table
 #
-# Each target creates an environment in .venv first. It needs make and Python 3.11 to 3.13, for which TensorFlow 2.21 has
-# wheels. `make PYTHON=/path/to/python ...` selects one.
+# Each target creates an environment in .venv first. It needs make and Python 3.11 to 3.13, for which TensorFlow 2.21,
+# which it installs, has wheels. `make PYTHON=/path/to/python ...` selects one.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -39,7 +40,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test test-long browser lint doctest format parity notebooks docs clean
+.PHONY: help install demo test test-long browser lint doctest format matrix parity notebooks docs clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -96,6 +97,11 @@ docs: $(STAMP)
 	$(BIN)/python docs/building/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The documentation: build/site/index.html"
+
+# Some of them: `make matrix PAIRS='2.18-3.10 nightly'`.
+PAIRS ?=
+matrix:
+	"$(PYTHON)" tests/support/version_matrix.py --processes $(TEST_PROCESSES) $(PAIRS)
 
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py

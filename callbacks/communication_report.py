@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations
 from tfdist.collectives.byte_counters import GRADIENTS
+from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.strategy_protocol import training_strategy
@@ -135,7 +136,7 @@ class CommunicationReport(ExchangeTimingCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._every is None:
             return
-        before, self._step = self._step, self._step + batch + 1 - self._first_batch
+        before, self._step = self._step, self._step + last_step(self.model, batch) + 1 - self._first_batch
         if self._step // self._every != before // self._every:
             reading = _Reading.of(self.model.distribute_strategy)
             self._report(reading.since(self._at_step), logs)

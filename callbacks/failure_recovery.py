@@ -14,6 +14,7 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
+from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.keras_internals.keras_callbacks import LastCallback
 from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
@@ -170,7 +171,7 @@ class FailureRecovery(LastCallback):
             self._say(f"returning to the position in the data took {cost.seconds:.1f} s, for {batches}")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._progress, self._logs = self._progress.after_batch(batch), logs
+        self._progress, self._logs = self._progress.after_batch(last_step(self.model, batch)), logs
         step = self._progress.step
         if self._heartbeat is not None:
             self._heartbeat.step(step)

@@ -20,6 +20,7 @@ from tfdist.callbacks.scalar_sources import (
     StepTimes,
 )
 from tfdist.callbacks.tensorboard_events import EventLog
+from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.utils.argument_checks import check_whole_number
 
 
@@ -154,7 +155,7 @@ class TrainingMonitor(ExchangeTimingCallback):
         self._times.begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        steps = batch + 1 - self._first_batch
+        steps = last_step(self.model, batch) + 1 - self._first_batch
         self._times.end(steps)
         before, self._step = self._step, self._step + steps
         if self._step // self._every != before // self._every:

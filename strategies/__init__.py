@@ -1,9 +1,13 @@
 """Distribution strategies for Keras 3: drop-in subclasses of the strategies of `tf.distribute`."""
 
-from tfdist.parameter_server.modes import Asynchronous, Synchronous
-from tfdist.strategies.mirrored_strategy import MirroredStrategy
-from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
-from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy
+from tfdist.versions import require_supported_versions
+
+require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
+
+from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
+from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
+from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
+from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy  # noqa: E402
 
 __all__ = [
     "Asynchronous",

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
+from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.strategy_extended import ReplicaMirroredExtended
 
 
@@ -55,6 +56,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         reduction = self._configure(bucket_bytes, communication_options, compression)
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
+        check_installed_versions(is_chief=True)
 
     @property
     def rank(self) -> int:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.strategies.cluster_resolver import peer_addresses, start_timeout_of, worker_resolver
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
+from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
     exit_on_timeout,
@@ -100,6 +101,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         tf.distribute.Strategy.__init__(self, extended)
         self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
         self._agree_on_random_seed()
+        check_installed_versions(is_chief=self.rank == 0)
 
     @property
     def micro_batches(self) -> int:

@@ -26,6 +26,7 @@ from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
 from tfdist.strategies.cluster_resolver import resolver_of, start_timeout_of
 from tfdist.strategies.replicated_strategy import Compression
+from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.cluster_coordinator import (
     Coordinator,
     allow_run_on_chief,
@@ -35,7 +36,6 @@ from tfdist.tensorflow_internals.cluster_coordinator import (
 from tfdist.tensorflow_internals.server_variables import balance_by_bytes
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
-from tfdist.versions import check_versions
 
 _installed = False
 
@@ -104,7 +104,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.server_addresses = tuple(spec.get("ps", ()))
         self.pull_dtype = _checked(self.mode, self.policy, pull_dtype, gradient_accumulation_steps, self._num_workers)
         _check_partitioner(variable_partitioner)
-        check_versions()
         if resolver.task_type in ("worker", "ps"):
             serve(spec, resolver.task_type, resolver.task_id)
             sys.exit(0)
@@ -119,6 +118,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.coordinator = Coordinator(self)
         self._stats = StatsCollector(self._num_workers)
         _install_once()
+        check_installed_versions(is_chief=True)
 
     @property
     def rank(self) -> int:

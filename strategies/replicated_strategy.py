@@ -27,7 +27,6 @@ from tfdist.training.optimizer_update import apply_once_for_micro_batches, updat
 from tfdist.training.replica_step import step_on_replicas
 from tfdist.training.sample_shares import current_step, is_distributed, rows_of_part
 from tfdist.training.strategy_protocol import TrainingStrategy
-from tfdist.versions import check_versions
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -64,7 +63,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
         _check_nccl_has_gpu(options)
-        check_versions()
         _patch_keras_once()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "compression": frozenset({"utils"}),
     "parameter_server": frozenset({"cluster", "compression", "internals", "utils"}),
     "callbacks": frozenset(
-        {"checkpoint", "cluster", "collectives", "data_position", "internals", "recovery", "training", "utils"}
+        "checkpoint cluster collectives data_position internals recovery training utils versions".split()
     ),
     "recovery": frozenset({"checkpoint", "collectives", "data_position", "internals", "training", "utils"}),
     "data_position": frozenset({"internals", "utils"}),

@@ -13,8 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import tfdist
+from tfdist.versions import oldest_supported
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("strategies", "callbacks")
@@ -109,18 +111,44 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert "Apache-2.0" in (metadata["License-Expression"] or metadata["License"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert str(metadata.get_payload()).startswith("# tfdist")
-    assert set(metadata.get_all("Provides-Extra", [])) == {"examples", "notebook", "test", "benchmark", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *{"tensorflow", "cpu", "cuda"},
+        *{"examples", "notebook", "test", "benchmark", "docs", "dev"},
+    }
+
+
+def requirements_of(metadata: email.message.Message, extra: str = "") -> dict[str, Requirement]:
+    """What pip installs with the wheel, or what it adds for one extra, by name."""
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    plain = {need.name: need for need in needs if need.marker is None}
+    with_extra = (need for need in needs if need.marker is not None and need.marker.evaluate({"extra": extra}))
+    return {need.name: need for need in with_extra} if extra else plain
 
 
 def test_requirements(metadata: email.message.Message) -> None:
-    from packaging.requirements import Requirement
-
-    stated = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist", [])) if r.marker is None}
+    stated = requirements_of(metadata)
     lines = (line for line in (ROOT / "tfdist" / "requirements.txt").read_text().splitlines() if line[:1] not in "#")
     assert {r.name: r.specifier for r in map(Requirement, lines)} == {n: r.specifier for n, r in stated.items()}
-    assert stated.keys() == {"tensorflow", "keras", "absl-py", "packaging", "safetensors", "xxhash"}
-    for name in ("tensorflow", "keras"):
-        assert {specifier.operator for specifier in stated[name].specifier} == {">=", "<"}
+    # Without TensorFlow, and without upper bounds, pip replaces no TensorFlow that is there, and a new one installs.
+    assert stated.keys() == {"keras", "absl-py", "packaging", "safetensors", "xxhash"}
+    assert {bound.operator for need in stated.values() for bound in need.specifier} == {">="}
+    assert stated["keras"].specifier == oldest_supported("keras")
+
+
+@pytest.mark.parametrize(
+    ("extra", "distribution", "extras"),
+    [("tensorflow", "tensorflow", set()), ("cpu", "tensorflow-cpu", set()), ("cuda", "tensorflow", {"and-cuda"})],
+)
+def test_an_extra_brings_tensorflow(
+    metadata: email.message.Message, extra: str, distribution: str, extras: set[str]
+) -> None:
+    ((name, need),) = requirements_of(metadata, extra).items()
+    assert (name, need.extras, need.specifier) == (distribution, extras, oldest_supported("tensorflow"))
+
+
+@pytest.mark.parametrize("extra", ["examples", "notebook", "benchmark", "docs", "dev"])
+def test_the_other_extras_of_users_leave_tensorflow_alone(metadata: email.message.Message, extra: str) -> None:
+    assert not {name for name in requirements_of(metadata, extra) if name in {"keras", "tensorflow", "tensorflow-cpu"}}
 
 
 def test_pyproject_contains_only_the_build_system() -> None:

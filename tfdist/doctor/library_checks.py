@@ -5,12 +5,10 @@ import platform
 import sys
 from collections.abc import Mapping
 
-from packaging.version import InvalidVersion, Version
-
 import tfdist
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
-from tfdist.versions import installed_versions, tested_ranges
+from tfdist.versions import installed_versions, is_within, oldest_supported, tested_ranges
 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 
@@ -27,7 +25,7 @@ def check_python(context: CheckContext) -> list[Finding]:
 
 
 def check_libraries(context: CheckContext) -> list[Finding]:
-    """Checks that TensorFlow, Keras and the other dependencies are installed, in tested versions."""
+    """Checks that TensorFlow, Keras and the other dependencies are installed, and their versions."""
     del context
     known = installed_versions()
     findings = []
@@ -36,9 +34,11 @@ def check_libraries(context: CheckContext) -> list[Finding]:
         version = known.get(name) or _installed(name)
         if version is None:
             findings.append(Finding(ERROR, name, "not installed", expected, f'pip install "{expected}"'))
-        elif not _is_in(version, tested):
+        elif not is_within(version, tested):
             remedy = f'Install a tested version: pip install "{expected}"'
-            findings.append(Finding(WARNING, name, f"{version}, with which tfdist is not tested", expected, remedy))
+            too_old = name not in known or not is_within(version, oldest_supported(name))
+            level, problem = (ERROR, "too old for tfdist") if too_old else (WARNING, "with which tfdist is not tested")
+            findings.append(Finding(level, name, f"{version}, {problem}", expected, remedy))
         else:
             findings.append(Finding(OK, name, version))
     return findings
@@ -84,13 +84,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _is_in(version: str, tested: object) -> bool:
-    try:
-        return Version(version).base_version in tested  # type: ignore[operator]
-    except InvalidVersion:
-        return False
 
 
 def _dotted(version: tuple[int, ...]) -> str:

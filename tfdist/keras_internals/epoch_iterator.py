@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.keras_internals.keras_symbols import trainer
-from tfdist.private_symbols import private
+from tfdist.private_symbols import has_reached, private
 
 _EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 for _method, _why in {
@@ -13,6 +13,20 @@ for _method, _why in {
     "reset": "discards the iterator with which the model was built",
 }.items():
     private(f"{_EPOCH_ITERATOR}.{_method}", _why)
+
+# Keras 3.10 numbers an execution of several steps by its first step only, also for `on_train_batch_end`.
+_has_last_step = has_reached("keras", "3.11")
+
+
+def last_step(model: Any, batch: int) -> int:
+    """Returns the last step of the execution after which Keras calls `on_train_batch_end(batch)`, as of Keras 3.11.
+
+    Args:
+        model: The model that is trained.
+        batch: The number that Keras gives.
+    """
+    return batch if _has_last_step else batch + int(model.steps_per_execution) - 1
+
 
 _ADAPTERS = "keras.src.trainers.data_adapters"
 ARRAYS, DATASET, PY_DATASET, GENERATOR = "arrays", "tf.data.Dataset", "keras.utils.PyDataset", "generator"
@@ -101,8 +115,13 @@ class EpochIteratorMixin:
         factory = self.iterator_factory()
         return super()._get_iterator() if factory is None else _Iterable(factory)  # type: ignore[misc]
 
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
-        return self.enumerate_steps(super()._enumerate_iterator())  # type: ignore[misc]
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        steps = super()._enumerate_iterator()  # type: ignore[misc]
+        if _has_last_step:
+            return self.enumerate_steps(steps)
+        more = self.steps_per_execution - 1
+        with_last = self.enumerate_steps((first, first + more, iterator) for first, iterator in steps)
+        return ((first, iterator) for first, _, iterator in with_last)
 
 
 class _Iterable:

@@ -13,11 +13,15 @@ from tfdist.private_symbols import private
 Wrapper = Callable[..., None]
 
 _MonitorCallback = private(
-    "keras.src.callbacks.monitor_callback:MonitorCallback", "holds the direction in which a metric improves"
+    "keras.src.callbacks.monitor_callback:MonitorCallback",
+    "holds the direction in which a metric improves",
+    since="3.11",
+    before=(keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau),
 )
 private(
     "keras.src.callbacks.monitor_callback:MonitorCallback._set_monitor_op",
     "chooses that direction from the metric's name",
+    since="3.11",
 )
 
 _wrappers: dict[str, list[Wrapper]] = {}
@@ -133,7 +137,7 @@ def state_attributes(callback: Any) -> tuple[str, ...]:
 
 def has_monitor_direction(callback: Any) -> bool:
     """Whether a callback that monitors a quantity has determined whether it should fall or rise."""
-    return isinstance(callback, _MonitorCallback) and callback.monitor_op is not None
+    return isinstance(callback, _MonitorCallback) and getattr(callback, "monitor_op", None) is not None
 
 
 def find_monitor_direction(callback: Any) -> None:

@@ -1,12 +1,17 @@
-"""The private Keras symbols that tfdist uses, each with its reason. Tested with Keras 3.15.1."""
+"""The private Keras symbols that tfdist uses, each with its reason, and how versions of Keras differ in them."""
 
-from tfdist.private_symbols import private
+from tfdist.private_symbols import has_reached, private
 
 _TRAINER = "keras.src.backend.tensorflow.trainer"
+_trainer_name, _base_name = (
+    ("Trainer", "BaseTrainer") if has_reached("keras", "3.16") else ("TensorFlowTrainer", "Trainer")
+)
+_TRAINER_CLASS, BASE_TRAINER = f"{_TRAINER}:{_trainer_name}", f"keras.src.trainers.trainer:{_base_name}"
 
 losses = private("keras.src.losses:loss", "scales losses by the number of replicas; has no hook for uneven batches")
 compile_utils = private("keras.src.trainers:compile_utils", "keeps the mean of every output's loss")
 trainer = private("keras.src.backend.tensorflow:trainer", "makes the epoch iterators of fit, evaluate and predict")
+TensorFlowTrainer = private(_TRAINER_CLASS, "the trainer of models")
 TFOptimizer = private(
     "keras.src.backend.tensorflow.optimizer:TFOptimizer", "clips before it reduces and averages on every micro-step"
 )
@@ -26,13 +31,13 @@ for _path, _why in {
     "keras.src.losses.loss:reduce_values": "does not scale a loss that the user has averaged",
     "keras.src.losses.loss:reduce_weighted_values": "normalises masked losses by the replica's own mask",
     f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own dataset",
-    f"{_TRAINER}:TensorFlowTrainer.predict_on_batch": "makes every replica predict all rows",
-    f"{_TRAINER}:TensorFlowTrainer._compute_loss": "does not show whether a loss was scaled",
+    f"{_TRAINER_CLASS}.predict_on_batch": "makes every replica predict all rows",
+    f"{_TRAINER_CLASS}._compute_loss": "does not show whether a loss was scaled",
     "keras.src.random.seed_generator:SeedGenerator.next": "draws the same seeds on all replicas",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variables_directly_with_gradients": (
         "uses a replica's own value for all replicas"
     ),
-    f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build": "averages a batch of data over all workers",
+    f"{_TRAINER_CLASS}._maybe_symbolic_build": "averages a batch of data over all workers",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_apply_gradients": "the order of an update",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._get_current_learning_rate": "counts micro-steps",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variable_with_gradient": (
@@ -52,11 +57,11 @@ for _path, _why in {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
         "sends gradients to the variables' servers without compression"
     ),
-    f"{_TRAINER}:TensorFlowTrainer.make_train_function": "draws batches in the function that trains",
-    f"{_TRAINER}:TensorFlowTrainer.make_test_function": "as for training",
-    f"{_TRAINER}:TensorFlowTrainer.make_predict_function": "as for training",
-    "keras.src.trainers.trainer:Trainer.get_metrics_result": "reads metrics while workers are still training",
-    "keras.src.trainers.trainer:Trainer.reset_metrics": "resets counts that workers keep",
+    f"{_TRAINER_CLASS}.make_train_function": "draws batches in the function that trains",
+    f"{_TRAINER_CLASS}.make_test_function": "as for training",
+    f"{_TRAINER_CLASS}.make_predict_function": "as for training",
+    f"{BASE_TRAINER}.get_metrics_result": "reads metrics while workers are still training",
+    f"{BASE_TRAINER}.reset_metrics": "resets counts that workers keep",
     "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
 }.items():
     private(_path, _why)

@@ -1,13 +1,14 @@
 """Losses of a step: scales each replica's loss by its share of the samples of the global batch."""
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import compile_utils, losses, trainer
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, losses
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -103,9 +104,9 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     # The mean of an output's loss weights all replicas equally if the batch dimension is not static, so each replica
     # has to contribute its share.
     compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
-    losses.scale_loss_for_distribution = scale_by_share
-    losses.unscale_loss_for_distribution = unscale_by_share
-    compute_loss = trainer.TensorFlowTrainer._compute_loss
+    _replace(losses, "scale_loss_for_distribution", scale_by_share)
+    _replace(losses, "unscale_loss_for_distribution", unscale_by_share)
+    compute_loss = TensorFlowTrainer._compute_loss
 
     @functools.wraps(compute_loss)
     def compute_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +120,17 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         # A custom `compute_loss` that takes the mean itself: no part of it was scaled.
         return loss if step.has_scaled else _times(loss, step.fraction)
 
-    trainer.TensorFlowTrainer._compute_loss = compute_loss_by_share
-    losses.reduce_values = reduce_values_by_share
-    losses.reduce_weighted_values = reduce_weighted_values_by_share
+    TensorFlowTrainer._compute_loss = compute_loss_by_share
+    _replace(losses, "reduce_values", reduce_values_by_share)
+    _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
+
+
+def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a function of Keras, also in modules of Keras that have imported it by name, as Keras 3.16 does."""
+    stock = getattr(module, name)
+    for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
+        if vars(user).get(name) is stock:
+            setattr(user, name, replacement)
 
 
 def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:

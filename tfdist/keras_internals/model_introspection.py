@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import trainer, tree
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, tree
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -30,14 +30,14 @@ def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[
         is_ours: Whether a strategy is one of tfdist's.
         split_rows: Takes a strategy and the input; returns the input with its rows distributed over the replicas.
     """
-    predict = trainer.TensorFlowTrainer.predict_on_batch
+    predict = TensorFlowTrainer.predict_on_batch
 
     @functools.wraps(predict)
     def predict_rows_once(self: Any, x: Any) -> Any:
         strategy = self.distribute_strategy
         return predict(self, split_rows(strategy, x) if is_ours(strategy) else x)
 
-    trainer.TensorFlowTrainer.predict_on_batch = predict_rows_once
+    TensorFlowTrainer.predict_on_batch = predict_rows_once
 
 
 def first_input(data: Any) -> Any:

@@ -7,9 +7,12 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
+from tfdist.private_symbols import has_reached
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _READ_SECONDS = 0.5  # how often a moving bar reads the counters
+# Older versions of the bar turn each value into a plain number, which cannot show its unit.
+_LABEL = "sent" if has_reached("keras", "3.12") else "sent_bytes_per_step"
 
 
 class BytesPerStep(float):
@@ -70,7 +73,7 @@ class CommunicationProgressBar(keras.callbacks.ProgbarLogger):
             self._read_at = time.monotonic()
 
     def _with_size(self, logs: Any) -> dict[str, Any]:
-        return {**(logs or {})} if self._per_step is None else {**(logs or {}), "sent": self._per_step}
+        return {**(logs or {})} if self._per_step is None else {**(logs or {}), _LABEL: self._per_step}
 
 
 def patch_progress_bar(is_ours: Callable[[Any], bool], sent_bytes: Callable[[Any], int | None]) -> None:

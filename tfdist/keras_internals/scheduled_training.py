@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TFOptimizer, trainer
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, TFOptimizer
 
 _ATTRIBUTE = "_tfdist_scheduled_training"
-_stock_result = trainer.TensorFlowTrainer.get_metrics_result
+_stock_result = TensorFlowTrainer.get_metrics_result
 
 
 def training_of(model: Any, make: Callable[[Any], Any] | None = None) -> Any:
@@ -35,7 +35,7 @@ def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) ->
     Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
     been compiled again.
     """
-    stock = trainer.TensorFlowTrainer
+    stock = TensorFlowTrainer
     make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
 

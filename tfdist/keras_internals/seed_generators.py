@@ -9,7 +9,12 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 
-_GLOBAL_NAME = private("keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR", "the name of the global seed generator")
+_GLOBAL_NAME = private(
+    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+    "the name of the global seed generator",
+    since="3.13",
+    before="global_seed_generator",
+)
 _create_global = private("keras.src.random.seed_generator:global_seed_generator", "creates the global seed generator")
 _get_global = private(
     "keras.src.backend.common.global_state:get_global_attribute", "returns the global seed generator if it exists"

@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
 from tfdist.private_symbols import private
 
-private("keras.src.trainers.trainer:Trainer._symbolic_build", "builds model, metrics and optimizer without a batch")
+private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
 
 
 def declared_batch(element_spec: Any) -> Any:
@@ -74,7 +74,7 @@ def add_early_check(check: Callable[[Any], None]) -> None:
     Keras calls callbacks only after it has built the model from a batch, which fails under strategies that it does not
     support.
     """
-    build = trainer.TensorFlowTrainer._maybe_symbolic_build
+    build = TensorFlowTrainer._maybe_symbolic_build
     if check in getattr(build, "early_checks", ()):
         return
 
@@ -85,7 +85,7 @@ def add_early_check(check: Callable[[Any], None]) -> None:
         return build(self, iterator=iterator, data_batch=data_batch)
 
     check_and_build.early_checks = (*getattr(build, "early_checks", ()), check)  # type: ignore[attr-defined]
-    trainer.TensorFlowTrainer._maybe_symbolic_build = check_and_build
+    TensorFlowTrainer._maybe_symbolic_build = check_and_build
 
 
 def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[[Any], Any]) -> None:
@@ -101,7 +101,7 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
         local_values: Takes a strategy, returns a context in which its `reduce` returns a local value unchanged. Used
             when the declared shapes do not suffice, so that Keras draws a batch.
     """
-    build = trainer.TensorFlowTrainer._maybe_symbolic_build
+    build = TensorFlowTrainer._maybe_symbolic_build
 
     @functools.wraps(build)
     def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -118,7 +118,7 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
         with local_values(strategy):
             return build(self, iterator=iterator, data_batch=data_batch)
 
-    trainer.TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
+    TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
 
 
 def _check_has_end(iterator: Any) -> None:

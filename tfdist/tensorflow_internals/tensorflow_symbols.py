@@ -1,4 +1,4 @@
-"""The private TensorFlow symbols that tfdist uses, each with its reason. Tested with TensorFlow 2.21.0."""
+"""The private TensorFlow symbols that tfdist uses, each with its reason."""
 
 from tfdist.private_symbols import private
 
