@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist import cluster
 
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
+_SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
 
 
@@ -32,6 +33,32 @@ def worker_resolver() -> Any:
     if config is None:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     return resolver_of(config, num_accelerators={"GPU": _num_logical_gpus()})
+
+
+def check_parameter_server_cluster(spec: dict[str, Any], task_type: str | None, task_id: int | None) -> None:
+    """Checks the jobs of a cluster with parameter servers, and the place of this process in it.
+
+    Args:
+        spec: By job, its tasks.
+        task_type: The job of this process. None or empty: this process is the chief.
+        task_id: Its number in its job.
+
+    Raises:
+        ValueError: The cluster has several chiefs, an unknown job, no worker or no server, or not this task.
+    """
+    sizes = {job: len(tasks) for job, tasks in spec.items()}
+    remedy = "Change the `cluster_resolver` of ParameterServerStrategy, or TF_CONFIG."
+    if sizes.get("chief", 0) > 1 or not sizes.get("worker") or not sizes.get("ps") or set(sizes) - _SERVER_JOBS:
+        raise ValueError(
+            f"Invalid cluster for parameter servers. Received: {sizes}, the number of tasks of each job. Expected: at "
+            f"most one chief, at least one worker and one ps, and no other job than an evaluator. {remedy}"
+        )
+    tasks = {(job, number) for job, size in sizes.items() for number in range(size)} - {("evaluator", 0)}
+    if task_type and (task_type, task_id or 0) not in tasks:
+        raise ValueError(
+            f"This process is not a task of its cluster with parameter servers. Received: task type {task_type!r}, "
+            f"index {task_id}, and the tasks {sizes}. Expected: a chief, worker or ps below these numbers. {remedy}"
+        )
 
 
 def peer_addresses(spec: dict[str, list[str]], resolver: Any) -> dict[str, str]:

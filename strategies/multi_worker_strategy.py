@@ -25,6 +25,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
+from tfdist.training.worker_batches import worker_batches
 from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
 
 _UNKNOWN = -1
@@ -93,8 +94,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         limit_seconds = start_timeout_of(start_timeout_seconds)
         if micro_batches is not None:
             check_whole_number("micro_batches", micro_batches, at_least=1)
-        peers = {} if cluster_is_running() else peer_addresses(spec, resolver)
-        if peers:
+        peers = peer_addresses(spec, resolver)
+        if peers and not cluster_is_running():
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
         with exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext():
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
@@ -117,6 +118,22 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def rank(self) -> int:
         """The rank of this worker. The chief has rank 0."""
         return self.extended.rank
+
+    @property
+    def replicas_of_workers(self) -> tuple[int, ...]:
+        """The number of replicas of each worker, by rank: of its logical devices."""
+        return self.extended.replicas_of_workers
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Distributes the global batches of a dataset; see `tf.distribute.Strategy.experimental_distribute_dataset`.
+
+        If workers have different numbers of devices, each takes as many parts of a batch as it has devices.
+        """
+        counts = self.replicas_of_workers
+        if len(set(counts)) == 1 or not isinstance(dataset, tf.data.Dataset):
+            return super().experimental_distribute_dataset(dataset, options)
+        batches, shards_files = worker_batches(dataset, counts, self.rank)
+        return self.extended.distribute_worker_batches(dataset, batches, shards_files, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""

@@ -16,6 +16,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.scheduled_training import build_outside_trace, patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.keras_internals.variable_creation import keras_creates_variable, patch_variable_creation
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
@@ -24,7 +25,7 @@ from tfdist.parameter_server.unsupported_features import reject_while_workers_ar
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
-from tfdist.strategies.cluster_resolver import resolver_of, start_timeout_of
+from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.cluster_coordinator import (
@@ -81,7 +82,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         Args:
             cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. By default the environment describes
                 the cluster.
-            variable_partitioner: As for TensorFlow's strategy; splits the tables of embedding layers over the servers.
+            variable_partitioner: As for TensorFlow's strategy; splits the tables of embedding layers, and each
+                `tf.Variable` that the program creates in the scope, over the servers. Other variables of Keras stay
+                whole.
             mode: How workers' updates are combined: `Asynchronous()`, the default, or `Synchronous()`.
             compression: How gradients are encoded for the servers; as for MultiWorkerMirroredStrategy.
             pull_dtype: "bfloat16" or "float16" sends trainable variables to the workers in that dtype; by default
@@ -100,6 +103,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.gradient_accumulation_steps = gradient_accumulation_steps
         resolver = cluster_resolver or _resolver_of_environment()
         spec = resolver.cluster_spec().as_dict()
+        check_parameter_server_cluster(spec, resolver.task_type, resolver.task_id)
         self._num_workers = len(spec.get("worker", ()))
         self.server_addresses = tuple(spec.get("ps", ()))
         self.pull_dtype = _checked(self.mode, self.policy, pull_dtype, gradient_accumulation_steps, self._num_workers)
@@ -111,8 +115,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         with without_reconnecting() as may_connect:
             if has_coordinators():
                 reject_while_workers_are_lost(spec["worker"], may_connect)
-            super().__init__(resolver, None)
-        balance_by_bytes(self)
+            super().__init__(resolver, variable_partitioner)
+        balance_by_bytes(self, keeps_whole=keras_creates_variable)
         allow_run_on_chief(self)
         self.variable_partitioner = variable_partitioner
         self.coordinator = Coordinator(self)
@@ -129,6 +133,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
     def num_workers(self) -> int:
         """The number of workers, without the chief and the servers."""
         return self._num_workers
+
+    @property
+    def replicas_of_workers(self) -> tuple[int, ...]:
+        """1 for each worker, which computes on one device."""
+        return (1,) * self._num_workers
 
     @property
     def communication(self) -> CommunicationStats:
@@ -181,11 +190,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         """Creates a dataset on each worker, so that no sample passes through the chief.
 
         Args:
-            dataset_fn: Called on each worker with a `tf.distribute.InputContext`; returns an infinite dataset of
-                batches. It is the same for all workers, so shuffle without a seed.
-            options: Not used.
+            dataset_fn: Called on each worker with a `tf.distribute.InputContext`; returns a dataset of batches, for
+                `fit` an infinite one. It is the same for all workers, so shuffle without a seed.
+            options: Not used by `fit`.
+
+        Returns:
+            Data for `fit`, or for `coordinator.create_per_worker_dataset`. In a `tf.function`, TensorFlow's
+            distributed dataset.
         """
-        del options
+        if tf.inside_function():
+            return super().distribute_datasets_from_function(dataset_fn, options)
         return WorkerDatasets(dataset_fn, self.coordinator)
 
 
@@ -278,6 +292,7 @@ def _install_once() -> None:
         patch_losses(current_loss_step)
         patch_optimizer_update_step()
         patch_trainer(_is_ours, _chief_training)
+        patch_variable_creation()
         patch_embedding_layers(_look_up, _num_parts)
         patch_progress_bar(_is_ours, _pushed_bytes)
         patch_symbolic_build(_is_ours, lambda _: contextlib.nullcontext())

@@ -14,7 +14,13 @@ from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.epoch_iterator import patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
-from tfdist.keras_internals.model_introspection import bound_step, first_input, is_predict_step, patch_predict_on_batch
+from tfdist.keras_internals.model_introspection import (
+    bound_step,
+    first_input,
+    is_predict_step,
+    patch_concatenation,
+    patch_predict_on_batch,
+)
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
@@ -74,7 +80,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         def reduction(
             everyone: ReplicaLauncher, cross: ReplicaLauncher | None, local: ReplicaLauncher | None, cross_rank: int
         ) -> ReplicaReduction:
-            state.num_replicas = everyone.size if local is None else everyone.size // local.size
+            if cross is not None:
+                state.num_replicas = max(state.num_replicas, cross.size)  # a group of hosts may be smaller
             hierarchy = ReplicaHierarchy(everyone, cross, local, cross_rank)
             return ReplicaReduction(hierarchy, context, bucket_bytes, policy, state)
 
@@ -161,12 +168,15 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def _shard_rows(self, inputs: Any) -> Any:
         """Distributes `inputs`, which are equal on all workers, in the order in which Keras concatenates results."""
         local = len(self.extended.worker_devices)
-        workers = self.num_replicas_in_sync // local
+        workers = self.num_workers
         first = first_input((inputs,))
 
         def rows(context: Any) -> Any:
-            worker, replica = divmod(int(context.replica_id_in_sync_group), local)
-            return rows_of_part(inputs, first, replica * workers + worker, self.num_replicas_in_sync)
+            part = int(context.replica_id_in_sync_group)
+            if not _has_unequal_workers(self):
+                worker, replica = divmod(part, local)
+                part = replica * workers + worker
+            return rows_of_part(inputs, first, part, self.num_replicas_in_sync)
 
         if self.num_replicas_in_sync == 1 or first is None or is_distributed(inputs):
             return inputs
@@ -186,6 +196,10 @@ def _check_nccl_has_gpu(options: Any) -> None:
 
 def _is_replicated(strategy: Any) -> bool:
     return isinstance(strategy, ReplicatedStrategy)
+
+
+def _has_unequal_workers(strategy: Any) -> bool:
+    return isinstance(strategy, ReplicatedStrategy) and len(set(strategy.replicas_of_workers)) > 1
 
 
 def _sent_bytes(strategy: Any) -> int | None:
@@ -223,6 +237,7 @@ def _patch_keras_once() -> None:
         patch_optimizers_of_strategies(_is_replicated, _update, apply_once_for_micro_batches)
         patch_seed_generators(_is_replicated, _replica_index)
         patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)
+        patch_concatenation(_has_unequal_workers)
         patch_number_of_batches(_agree_on_batches)
         patch_symbolic_build(_is_replicated, _build_locally)
         patch_progress_bar(_is_replicated, _sent_bytes)

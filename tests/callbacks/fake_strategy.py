@@ -11,6 +11,7 @@ class FakeStrategy(TrainingStrategy):
 
     rank = 0
     num_workers = 1
+    replicas_of_workers = (1,)
     communication = CommunicationStats()
     gradient_reduction = None
     compression_state = None

@@ -216,7 +216,8 @@ def data_sets_that_cannot_be(_: Path) -> Outcome:
     strategy, messages = synchronous(), []
     for make in (lambda _: tf.data.Dataset.range(10).batch(2), lambda _: 3):
         try:
-            strategy.distribute_datasets_from_function(make)
+            data = strategy.distribute_datasets_from_function(make)
+            compiled(strategy, lambda: SGD(0.003)).fit(data, steps_per_epoch=1, verbose=0)
         except ValueError as error:
             messages.append(str(error))
     return {"messages": messages}

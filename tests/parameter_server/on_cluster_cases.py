@@ -11,6 +11,7 @@ import cluster_asynchronous_cases  # noqa: F401
 import cluster_byte_cases  # noqa: F401
 import cluster_compression_cases  # noqa: F401
 import cluster_loss_cases  # noqa: F401
+import cluster_program_cases  # noqa: F401
 import cluster_synchronous_cases  # noqa: F401
 import cluster_variable_cases  # noqa: F401
 from cluster_cases import CASES

@@ -60,6 +60,21 @@ def test_wrong_data_sets_of_workers(found):
     assert is_none.startswith("`dataset_fn` does not return a dataset. Received: int. Expected: a tf.data.Dataset")
 
 
+def test_the_loop_of_tensorflows_tutorial_makes_every_step(found):
+    seen = found("tutorial")
+    assert (seen["updates"], seen["samples"]) == (40, 40 * 20)
+    assert np.mean(seen["losses"][-5:]) < 0.9 * np.mean(seen["losses"][:5])
+    assert seen["rows"] == 4 * 200
+
+
+def test_a_partitioner_splits_plain_variables_over_the_servers(found):
+    seen = found("partitioned_variables")
+    assert seen["shards"] == [[3, 2], [2, 2]] and seen["servers"] == ["0", "1"]
+    assert seen["is_equal"] and seen["scalar"] == 1.0 and seen["rows"] == [[8.0, 9.0], [0.0, 1.0]]
+    assert seen["weights"] == [[6, 16], [16], [16, 3], [3]]
+    assert "variable_partitioner must return a list/tuple whose elements are 1" in seen["message"]
+
+
 def test_400_asynchronous_steps_lose_nothing(found):
     seen = found("nothing_is_lost")
     assert (seen["iterations"], seen["samples"], seen["metric"]) == (400, 2000, 2000)

@@ -13,10 +13,10 @@ def strategies(cpus):
     return strategies
 
 
-def resolver(servers, task="chief"):
+def resolver(servers, task="chief", **others):
     import tensorflow as tf
 
-    jobs = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"], "ps": servers}
+    jobs = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"], "ps": servers, **others}
     spec = tf.train.ClusterSpec(jobs)
     return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=task, task_id=0, rpc_layer="grpc")
 
@@ -61,6 +61,23 @@ def test_no_cluster_with_servers(strategies, monkeypatch, config, received):
         strategies.ParameterServerStrategy()
     assert f"Received: {received}. Expected: TF_CONFIG with the jobs chief, worker and ps." in str(error.value)
     assert "tfdist run --workers 2 --parameter-servers 1 script.py" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("servers", "task", "others", "message"),
+    [
+        (["a:1"], "chief", {"chief": ["b:1", "c:1"]}, "{'chief': 2, 'ps': 1, 'worker': 2}, the number of tasks"),
+        (["a:1"], "chief", {"helper": ["b:1"]}, "Received: {'chief': 1, 'helper': 1, 'ps': 1, 'worker': 2}"),
+        (["a:1"], "ps", {"worker": []}, "Invalid cluster for parameter servers. Received: {'chief': 1, 'ps': 1"),
+        ([], "worker", {}, "at least one worker and one ps"),
+        (["a:1"], "evaluator", {"evaluator": ["b:1"]}, "not a task of its cluster with parameter servers. Received: t"),
+        (["a:1"], "master", {}, "Received: task type 'master', index 0, and the tasks {'chief': 1, 'ps': 1, 'worker'"),
+    ],
+    ids=["two chiefs", "unknown job", "no worker", "no server", "evaluator", "unknown task"],
+)
+def test_a_wrong_cluster_is_refused_before_anything_waits_or_serves(strategies, servers, task, others, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategies.ParameterServerStrategy(resolver(servers, task, **others), start_timeout_seconds=0.01)
 
 
 def test_servers_that_are_missing_are_named(strategies, monkeypatch):

@@ -19,6 +19,7 @@ LossScaleOptimizer = private(
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
 )
 Embedding = private("keras.src.layers:Embedding", "looks up rows in a copy of the table")
+Variable = private("keras.src.backend.tensorflow.core:Variable", "creates a `tf.Variable`, which may not be split")
 DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
@@ -33,6 +34,7 @@ for _path, _why in {
     f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own dataset",
     f"{_TRAINER_CLASS}.predict_on_batch": "makes every replica predict all rows",
     f"{_TRAINER_CLASS}._compute_loss": "does not show whether a loss was scaled",
+    f"{_TRAINER}:_multi_worker_concat": "orders predictions as if all workers had as many replicas as this one",
     "keras.src.random.seed_generator:SeedGenerator.next": "draws the same seeds on all replicas",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variables_directly_with_gradients": (
         "uses a replica's own value for all replicas"
@@ -62,6 +64,7 @@ for _path, _why in {
     f"{_TRAINER_CLASS}.make_predict_function": "as for training",
     f"{BASE_TRAINER}.get_metrics_result": "reads metrics while workers are still training",
     f"{BASE_TRAINER}.reset_metrics": "resets counts that workers keep",
+    "keras.src.backend.tensorflow.core:Variable._initialize": "creates the value of a variable",
     "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
 }.items():
     private(_path, _why)

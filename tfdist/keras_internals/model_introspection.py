@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, tree
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer, tree
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
@@ -38,6 +38,23 @@ def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[
         return predict(self, split_rows(strategy, x) if is_ours(strategy) else x)
 
     TensorFlowTrainer.predict_on_batch = predict_rows_once
+
+
+def patch_concatenation(has_unequal_workers: Callable[[Any], bool]) -> None:
+    """Concatenates predictions in the order of the replicas if workers have different numbers of them.
+
+    Keras reorders them by the number of this worker's replicas.
+
+    Args:
+        has_unequal_workers: Whether a strategy is one of tfdist's, whose parts of a batch are in that order.
+    """
+    concatenate = trainer._multi_worker_concat
+
+    @functools.wraps(concatenate)
+    def concatenate_in_order(v: Any, strategy: Any) -> Any:
+        return strategy.gather(v, axis=0) if has_unequal_workers(strategy) else concatenate(v, strategy)
+
+    trainer._multi_worker_concat = concatenate_in_order
 
 
 def first_input(data: Any) -> Any:

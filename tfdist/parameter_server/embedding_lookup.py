@@ -10,7 +10,7 @@ from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.tensorflow_internals.server_variables import send_as
 
 
-def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
+def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None:
     """Looks up each distinct row once, on the server of its part; only these rows cross the network.
 
     Args:
@@ -18,8 +18,11 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
         ids: Row numbers, int32 or int64 of any shape.
 
     Returns:
-        The rows, of the shape of `ids` followed by the row's dimension.
+        The rows, of the shape of `ids` followed by the row's dimension. None while Keras builds a layer by a call, in
+        which the table has a shape and no value yet.
     """
+    if any(server_variable(part) is None for part in parts):
+        return None
     unique, positions = tf.unique(tf.reshape(ids, [-1]))
     starts = [0]
     for part in parts:

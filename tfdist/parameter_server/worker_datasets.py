@@ -34,7 +34,7 @@ class WorkerIterator:
 class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
     """A dataset on each worker, created there by the same function; no sample passes through the chief.
 
-    It is its own Keras data adapter.
+    It is its own Keras data adapter. `coordinator.create_per_worker_dataset` takes it, too.
     """
 
     is_drawn_by_workers = True  # it has no position on the chief, and no end
@@ -43,11 +43,11 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
         """Has each worker call `dataset_fn`.
 
         Args:
-            dataset_fn: Takes a `tf.distribute.InputContext`; returns an infinite dataset of batches.
+            dataset_fn: Takes a `tf.distribute.InputContext`; returns a dataset of batches.
             coordinator: Of the strategy.
 
         Raises:
-            ValueError: The dataset is finite.
+            ValueError: `dataset_fn` does not return a dataset.
         """
 
         def create() -> tf.data.Dataset:
@@ -55,8 +55,16 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
         with tf.device("/job:chief/device:CPU:0"):
             # Once on the chief: workers create it in a function, in which its cardinality is unknown.
-            self._spec = _checked(create()).element_spec
-        self._per_worker = coordinator.create_per_worker_dataset(create)
+            dataset = create()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ValueError(
+                f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a "
+                "tf.data.Dataset of batches."
+            )
+        self._spec = dataset.element_spec
+        self._cardinality = int(dataset.cardinality())
+        self.dataset_fn = create
+        self._coordinator = coordinator
         self._iterators: Any = None
 
     @property
@@ -80,30 +88,25 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
         return tf.nest.flatten(self._spec)[0].shape[0]
 
     def get_tf_dataset(self) -> "WorkerDatasets":
-        """What the epoch iterator draws from."""
+        """What the epoch iterator draws from.
+
+        Raises:
+            ValueError: The dataset is finite.
+        """
+        if self._cardinality != tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                f"A worker's dataset is finite. Received: cardinality {self._cardinality}. Expected: an infinite one, "
+                "as it is not known which worker trains on how many of its batches. End it with `.repeat()` and give "
+                "`fit` a `steps_per_epoch`."
+            )
         return self
 
     @property
     def iterators(self) -> Any:
         """One iterator on each worker."""
         if self._iterators is None:
-            self._iterators = iter(self._per_worker)
+            self._iterators = iter(self._coordinator.create_per_worker_dataset(self.dataset_fn))
         return self._iterators
 
     def __iter__(self) -> WorkerIterator:
         return WorkerIterator(self)
-
-
-def _checked(dataset: Any) -> tf.data.Dataset:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(
-            f"`dataset_fn` does not return a dataset. Received: {type(dataset).__name__}. Expected: a tf.data.Dataset "
-            "of batches."
-        )
-    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            f"A worker's dataset is finite. Received: cardinality {int(dataset.cardinality())}. Expected: an infinite "
-            "one, as it is not known which worker trains on how many of its batches. End it with `.repeat()` and give "
-            "`fit` a `steps_per_epoch`."
-        )
-    return dataset

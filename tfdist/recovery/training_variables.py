@@ -76,7 +76,12 @@ class TrainingVariables:
         self._model = model
         self._copies = copies
         self._strategy = model.distribute_strategy
-        self._rank = training_strategy(self._strategy).rank
+        strategy = training_strategy(self._strategy)
+        self._rank = strategy.rank
+        counts = list(strategy.replicas_of_workers)
+        self._first_replica = sum(counts[: self._rank])
+        # Equal on all ranks; a number unless the workers have different numbers of replicas.
+        self._local_replicas = counts[0] if len(set(counts)) == 1 else counts
 
     def build(self, element_spec: Any = None) -> None:
         """Creates the variables that Keras would create in the first step. Call this before `check`.
@@ -164,7 +169,7 @@ class TrainingVariables:
         generators = [name.removeprefix(GENERATORS) for name in saved if name.startswith(GENERATORS)]
         create_generators(generators, self._strategy)
         named = NamedVariables(self._model)
-        self._assign(named.per_replica, named.local_replicas, saved, description)
+        self._assign(named.per_replica, saved, description)
         optimizers = zip(named.optimizers, description["optimizers"], strict=True)
         for index, (optimizer, described) in enumerate(optimizers):
             for number, accumulator in enumerate(optimizer.accumulators):
@@ -188,13 +193,13 @@ class TrainingVariables:
             ValueError: If the values of needed ranks are missing.
         """
         named = NamedVariables(self._model)
-        self._assign(named.metrics, named.local_replicas, group_by_variable(per_replica), description)
+        self._assign(named.metrics, group_by_variable(per_replica), description)
 
     def _description(self, named: NamedVariables) -> Json:
         variables = {**named.shared, **named.per_replica, **named.metrics}
         return {
             "replicas": self._num_replicas,
-            "local_replicas": named.local_replicas,
+            "local_replicas": self._local_replicas,
             "compressing_replicas": self._compression(named).num_replicas,
             "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
             "optimizers": [
@@ -213,7 +218,7 @@ class TrainingVariables:
         return self._copy({name: variable.components[0] for name, variable in named.shared.items()})
 
     def _per_replica(self, named: NamedVariables) -> Arrays:
-        first = self._rank * named.local_replicas
+        first = self._first_replica
         present = {
             replica_name(name, first + index): component
             for name, variable in {**named.per_replica, **named.metrics}.items()
@@ -250,12 +255,11 @@ class TrainingVariables:
     def _assign(
         self,
         variables: Mapping[str, NamedVariable],
-        local_replicas: int,
         saved: Mapping[str, Mapping[int, np.ndarray]],
         description: Json,
     ) -> None:
-        first = self._rank * local_replicas
-        same = (description["replicas"], description["local_replicas"]) == (self._num_replicas, local_replicas)
+        first = self._first_replica
+        same = (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
         for name, variable in variables.items():
             if name not in saved:
                 continue

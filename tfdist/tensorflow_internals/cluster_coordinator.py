@@ -20,6 +20,15 @@ class Coordinator(tf.distribute.coordinator.ClusterCoordinator):
         super().__init__(strategy)
         _coordinators.add(self)
 
+    def create_per_worker_dataset(self, dataset_fn: Any) -> Any:
+        """Creates a dataset on each worker; see TensorFlow's method.
+
+        Args:
+            dataset_fn: A function that returns a dataset, or the result of the strategy's
+                `distribute_datasets_from_function`.
+        """
+        return super().create_per_worker_dataset(getattr(dataset_fn, "dataset_fn", dataset_fn))
+
     def __del__(self) -> None:
         # At interpreter exit its threads are frozen, perhaps with the lock that this would wait for.
         if not sys.is_finalizing():

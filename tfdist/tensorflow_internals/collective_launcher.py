@@ -1,5 +1,6 @@
 """Launches collectives on a replica: several at once, with instance keys that the graph draws."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -95,7 +96,13 @@ def _signature(kind: str, tensor: tf.Tensor, shape_is_fixed: bool) -> str | None
 class AllReduce(CollectiveAllReduce):
     """TensorFlow's cross-device operations with tfdist's reduction in the replica context."""
 
-    def __init__(self, stock: CollectiveAllReduce, reduction: Any, rank: int = 0) -> None:
+    def __init__(
+        self,
+        stock: CollectiveAllReduce,
+        reduction: Any,
+        rank: int = 0,
+        replicas_of_workers: Sequence[int] | None = None,
+    ) -> None:
         """Replaces `stock`, and uses its group key.
 
         Args:
@@ -104,30 +111,41 @@ class AllReduce(CollectiveAllReduce):
                 this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors`
                 whenever that replica reduces a flat list.
             rank: The rank of this worker.
+            replicas_of_workers: The number of replicas of each worker that take part. By default those of one process.
         """
         super().__init__(
             stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices
         )
+        counts = tuple(replicas_of_workers or (len(self._devices),))
+        self._group_size = sum(counts)  # TensorFlow's is a multiple of this worker's number of devices
         group_key = self._collective_keys.get_group_key(self._devices)
         self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
-        local = len(self._devices)
-        workers = self._group_size // local
-        if local == 1 or workers == 1:
+        if max(counts) == 1 or len(counts) == 1:
             self._reductions = [
-                reduction(launcher, launcher, None, rank * local + index)
-                for index, launcher in enumerate(self._launchers)
+                reduction(launcher, launcher, None, rank + index) for index, launcher in enumerate(self._launchers)
             ]
             return
         # One group of the workers' first replicas, and one per worker. Keys are unique in the cluster.
-        between = self._launcher(group_key + _GROUPS_OF_LEVELS, workers, self._devices[0])
+        between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
         local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
+        own = counts[rank]
         self._reductions = [
-            reduction(launcher, None if index else between, self._launcher(local_key, local, device), rank)
+            reduction(
+                launcher,
+                None if index else between,
+                self._launcher(local_key, own, device) if own > 1 else None,
+                rank,
+            )
             for index, (launcher, device) in enumerate(zip(self._launchers, self._devices, strict=True))
         ]
 
     def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
         return ReplicaLauncher(group_key, size, self._collective_keys, device, self._options)
+
+    @property
+    def host(self) -> str:
+        """The CPU of this worker."""
+        return self._launchers[0].host
 
     @property
     def reductions(self) -> list[Any]:

@@ -13,6 +13,12 @@ _INPUT = "tensorflow.python.distribute.input_lib"
 _Shuffle = private(f"{_OPS}.shuffle_op:_ShuffleDataset", "holds the seeds of a shuffle")
 _Random = private(f"{_OPS}.random_op:_RandomDataset", "holds the seeds of random numbers")
 _Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
+_auto_shard = private(
+    "tensorflow.python.distribute.input_ops:auto_shard_dataset", "decides whether the files of a dataset are sharded"
+)
+_batch_size = private(
+    "tensorflow.python.data.experimental.ops.distribute:compute_batch_size", "the size of a dataset's batches"
+)
 _FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
 
 Seeds = list[list[int]]
@@ -133,6 +139,42 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
     rest._cardinality = dataset._cardinality
     rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
     return rest
+
+
+def reads_files(dataset: tf.data.Dataset, workers: int, rank: int) -> bool:
+    """Whether TensorFlow would shard the files that `dataset` reads, and not its elements."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    try:
+        _auto_shard(dataset.with_options(options), workers, rank)
+    except tf.errors.NotFoundError:
+        return False
+    return True
+
+
+def constant_batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns the size of the batches of `dataset`, except the last; `None` if it is not the same for all."""
+    size = int(_batch_size(dataset))
+    return None if size < 0 else size
+
+
+def distribute_worker_batches(
+    dataset: Any, batches: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, options: Any
+) -> Any:
+    """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
+
+    Args:
+        dataset: The dataset of global batches.
+        batches: The batches of this worker's replicas, one after another.
+        strategy: The strategy.
+        input_context: A `tf.distribute.InputContext`. TensorFlow shards `batches` over its input pipelines.
+        workers: TensorFlow's `InputWorkers`.
+        options: A `tf.distribute.InputOptions`, or None.
+    """
+    distributed = _Distributed(workers, strategy, batches, input_context=input_context, options=options)
+    distributed._original_dataset = dataset
+    distributed._cardinality = int(dataset.cardinality())
+    return distributed
 
 
 def user_datasets(dataset: Any) -> list[Any]:

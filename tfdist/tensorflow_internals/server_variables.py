@@ -20,10 +20,13 @@ class _BalancedExtended(ParameterServerExtended):
     Attributes:
         server_bytes: By server, the bytes of the variables placed there.
         colocated_bytes: By server, the bytes of variables colocated with these: optimizer slots.
+        keeps_whole: Whether the variable that is being created must not be split by the partitioner.
     """
 
     server_bytes: list[int]
     colocated_bytes: list[int]
+    keeps_whole: Callable[[], bool]
+    _variable_partitioner: Any
 
     # With one replica there is nothing to merge, and a merge call is not possible within a condition, such as that of
     # an update that is skipped after an overflow.
@@ -37,7 +40,13 @@ class _BalancedExtended(ParameterServerExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = super()._create_variable(next_creator, **kwargs)
+        partitioner = self._variable_partitioner
+        if self.keeps_whole():
+            self._variable_partitioner = None
+        try:
+            variable = super()._create_variable(next_creator, **kwargs)
+        finally:
+            self._variable_partitioner = partitioner
         if "colocate_with" in kwargs:
             device = tf.DeviceSpec.from_string(variable.device)
             if device.job == "ps":
@@ -59,9 +68,15 @@ class _BalancedExtended(ParameterServerExtended):
         return super()._create_variable_round_robin(next_creator, **kwargs)
 
 
-def balance_by_bytes(strategy: Any) -> None:
-    """Makes `strategy`, a `tf.distribute.ParameterServerStrategy`, place variables by their size."""
+def balance_by_bytes(strategy: Any, keeps_whole: Callable[[], bool]) -> None:
+    """Makes `strategy`, a `tf.distribute.ParameterServerStrategy`, place variables by their size.
+
+    Args:
+        strategy: The strategy.
+        keeps_whole: Whether the variable that is being created must not be split by the strategy's partitioner.
+    """
     extended = strategy.extended
+    extended.keeps_whole = keeps_whole
     extended.__class__ = _BalancedExtended
     extended.server_bytes = [0] * extended._num_ps
     extended.colocated_bytes = [0] * extended._num_ps

@@ -7,16 +7,21 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.runtime import cluster_is_running
+from tfdist.tensorflow_internals.input_pipeline import distribute_worker_batches
+from tfdist.tensorflow_internals.runtime import cluster_is_running, set_key_value, wait_for_key_value
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
     Mirrored,
     MirroredExtended,
     get_default_graph,
+    regroup,
 )
+from tfdist.tensorflow_internals.unequal_workers import gather_by_worker, reduce_by_worker
 
 ReductionFactory = Callable[..., Any]
+
+_FIRST_GROUP_OF_ONE_DEVICE = 16  # above the few groups that a new strategy has
 
 
 def _merge_call_is_needed(extended: Any) -> bool:
@@ -75,17 +80,35 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
 
     def __init__(self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory) -> None:
         self._reduction = reduction
+        self._replicas_of_workers: tuple[int, ...] = ()
         super().__init__(strategy, cluster_resolver=cluster_resolver, communication_options=options)
-        self._cross_device_ops = AllReduce(self._cross_device_ops, reduction, self.rank)
-        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank)
+        self._cross_device_ops = AllReduce(self._cross_device_ops, reduction, self.rank, self.replicas_of_workers)
+        if self._workers_are_unequal:
+            self._renumber_groups()
+        hosts = (1,) * self.num_workers
+        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank, hosts)
+
+    def _renumber_groups(self) -> None:
+        """Gives new keys to the groups of the workers' hosts and of their first devices (broadcasts).
+
+        On a worker with one device, TensorFlow gives them the key of the group of all devices; on the others it does
+        not.
+        """
+        keys = self._collective_keys
+        keys._group_key = 1 + self._collective_key_base + _FIRST_GROUP_OF_ONE_DEVICE
+        host = tf.DeviceSpec.from_string(self.worker_devices[0]).replace(device_type="CPU", device_index=0)
+        for device in dict.fromkeys([host.to_string(), self.worker_devices[0]]):
+            keys._known_groups[device] = keys._get_new_group_key([device])
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed(self)
 
     def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
-        # A process has one server: the second strategy of a process uses that of the first.
+        # A process has one server: the second strategy of a process uses that of the first, whose coordination service
+        # detects lost workers. A health check would begin with a collective of groups that are not numbered yet.
         if cluster_is_running():
             self._local_or_standalone_client_mode = True
+            self._enable_check_health = False
         super()._initialize_multi_worker(cluster_resolver)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
@@ -94,17 +117,86 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             physical = tf.config.list_physical_devices("CPU")[0]
             logical = tf.config.get_logical_device_configuration(physical) or [None]
             devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(len(logical)))
+        self._replicas_of_workers = (len(devices),)
+        if self._num_workers > 1:
+            self._replicas_of_workers = self._exchange_devices(kind, len(devices))
         return devices, kind
+
+    def _exchange_devices(self, kind: str, number: int) -> tuple[int, ...]:
+        """Returns the number of devices of each worker."""
+        key = f"tfdist/devices/{self._collective_key_base}"
+        set_key_value(f"{key}/{self._id_in_cluster}", f"{number} {kind}")
+        found = [wait_for_key_value(f"{key}/{rank}") for rank in range(self._num_workers)]
+        if len({devices.partition(" ")[2] for devices in found}) > 1:
+            raise ValueError(
+                "All workers must compute on devices of one type. Received: "
+                f"{', '.join(f'worker {rank}: {devices}' for rank, devices in enumerate(found))}. Expected: CPUs only "
+                "or GPUs only. Hide the GPUs by CUDA_VISIBLE_DEVICES='' on all workers, or leave out the workers "
+                "without GPUs."
+            )
+        return tuple(int(devices.partition(" ")[0]) for devices in found)
+
+    @property
+    def replicas_of_workers(self) -> tuple[int, ...]:
+        """The number of devices of each worker, by rank."""
+        return self._replicas_of_workers
+
+    @property
+    def _workers_are_unequal(self) -> bool:
+        return len(set(self._replicas_of_workers)) > 1
+
+    @property
+    def _first_replica(self) -> int:
+        return sum(self._replicas_of_workers[: self.rank])
+
+    # TensorFlow computes these from the number of this worker's devices.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return sum(self._replicas_of_workers)
+
+    def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
+        return self._first_replica + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+        return replica_id_in_sync_group - self._first_replica
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        contexts = [
+            tf.distribute.experimental.ValueContext(self._first_replica + index, self._num_replicas_in_sync)
+            for index in range(len(self.worker_devices))
+        ]
+        return regroup([value_fn(context) for context in contexts], always_wrap=True)
+
+    def distribute_worker_batches(self, dataset: Any, batches: Any, shards_files: bool, options: Any) -> Any:
+        """Returns the distributed dataset of a worker's batches; see `input_pipeline.distribute_worker_batches`."""
+        workers = self._input_workers_with_options(options)
+        alone = tf.distribute.InputContext(1, 0, self._num_replicas_in_sync)
+        context = self._make_input_context() if shards_files else alone
+        return distribute_worker_batches(dataset, batches, self._container_strategy(), context, workers, options)
 
     # A single worker takes the path of MirroredStrategy, without collectives where there is one.
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if self._num_workers == 1:
             return MirroredExtended._reduce_to(self, reduce_op, value, destinations, options)
-        reduce_one = super()._reduce_to
+        reduce_one = self._reduce_by_worker if self._workers_are_unequal else super()._reduce_to
         return tf.nest.map_structure(lambda v: reduce_one(reduce_op, v, destinations, options), value)
 
+    def _reduce_by_worker(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if isinstance(value, Mirrored):
+            if reduce_op == tf.distribute.ReduceOp.MEAN:
+                return value
+            raise ValueError(
+                "A variable or another value that is equal on all replicas cannot be summed. Received: "
+                f"reduce_op={reduce_op} and {value}. Expected: values of replicas, or the mean."
+            )
+        options = self._communication_options.merge(options)
+        return reduce_by_worker(reduce_op, value, destinations, self._host_cross_device_ops, options)
+
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+        if self._workers_are_unequal:
+            return gather_by_worker(value, destinations, axis, self._host_cross_device_ops, options)
         base = MirroredExtended if self._num_workers == 1 else CollectiveAllReduceExtended
         return base._gather_to_implementation(self, value, destinations, axis, options)
 

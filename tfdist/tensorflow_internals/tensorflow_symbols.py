@@ -12,6 +12,10 @@ CollectiveReplicaLauncher = private(
     f"{_DISTRIBUTE}.cross_device_utils:CollectiveReplicaLauncher",
     "launches one collective operation on one replica, in a function or eagerly",
 )
+regroup = private(f"{_DISTRIBUTE}.distribute_utils:regroup", "makes one distributed value of the replicas' values")
+simple_broadcast = private(
+    f"{_DISTRIBUTE}.cross_device_ops:simple_broadcast", "copies the result of a reduction to its destinations"
+)
 MirroredExtended = private(
     f"{_DISTRIBUTE}.mirrored_strategy:MirroredExtended", "the implementation behind MirroredStrategy"
 )
@@ -52,6 +56,7 @@ for _method, _why in {
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._reduce_to": "does not map over structures",
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices": "uses only one CPU device",
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_multi_worker": "starts the server",
+    "cross_device_utils:CollectiveKeys._get_new_group_key": "gives each group of devices a key",
     "cross_device_ops:CollectiveAllReduce._all_reduce": "reduces the tensors of one replica",
     "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
     "cross_device_utils:CollectiveReplicaLauncher._all_gather": "gathers tensors of equal shape",
@@ -65,3 +70,14 @@ for _method, _why in {
     "coordinator.values:RemoteValueImpl.get": "its copy of an output, not its status, shows that a function ended",
 }.items():
     private(f"{_DISTRIBUTE}.{_method}", _why)
+for _method, _why in {
+    "_num_replicas_in_sync": "multiplies the number of this worker's devices",
+    "_get_replica_id_in_sync_group": "as for _num_replicas_in_sync",
+    "_get_local_replica_id": "as for _num_replicas_in_sync",
+    "_experimental_distribute_values_from_function": "as for _num_replicas_in_sync",
+    "_gather_to_implementation": "chooses a group by the number of this worker's values",
+    "_get_cross_device_ops": "as for _gather_to_implementation",
+    "_make_input_context": "describes a worker's part of the data",
+    "_input_workers_with_options": "the devices that data is moved to",
+}.items():
+    private(f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended.{_method}", _why)

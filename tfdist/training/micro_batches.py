@@ -149,8 +149,9 @@ class _Thread:
     def __init__(self, index: int, count: int, body: Callable[[], Any]) -> None:
         self._replica = tf.distribute.get_replica_context()
         self._context = MicroBatchContext(self._replica, index, count, self)
-        devices = self._replica.strategy.extended.worker_devices
-        self._device = devices[self._context.part // count % len(devices)]
+        strategy = self._replica.strategy
+        first_replica = sum(strategy.replicas_of_workers[: strategy.rank])
+        self._device = strategy.extended.worker_devices[self._context.part // count - first_replica]
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._body = tf.autograph.experimental.do_not_convert(body)
         self._variables = contextvars.copy_context()

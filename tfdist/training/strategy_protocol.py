@@ -30,6 +30,11 @@ class TrainingStrategy(Protocol):
         ...
 
     @property
+    def replicas_of_workers(self) -> Sequence[int]:
+        """The number of replicas of each worker, by rank; they differ if the workers' numbers of devices do."""
+        ...
+
+    @property
     def communication(self) -> CommunicationStats:
         """What this worker's first replica has sent so far; under parameter servers, the pushes of all workers."""
         ...
@@ -69,6 +74,10 @@ class _StockStrategy(TrainingStrategy):
     def num_workers(self) -> int:
         # Read on demand: the resolver of a TPU asks a service on every call, which may fail.
         return _num_workers(self._strategy)
+
+    @property
+    def replicas_of_workers(self) -> Sequence[int]:
+        return (self._strategy.num_replicas_in_sync // self.num_workers,) * self.num_workers
 
 
 def is_tfdist_strategy(strategy: Any) -> bool:

@@ -1,0 +1,93 @@
+"""Workers with one and with two devices compute what one process computes, under `tfdist run`."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import elastic_programs
+import numpy as np
+import pytest
+import tensorflow as tf
+import unequal_programs
+from launched_runs import launch_once
+
+from tfdist.tensorflow_internals import strategy_extended
+
+pytestmark = pytest.mark.usefixtures("cpus")
+_SCRIPT = Path(__file__).with_name("on_workers_unequal.py")
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """The outcomes and the observations of each rank."""
+    run = launch_once(tmp_path_factory, "unequal workers", _SCRIPT, options=["--workers", "2"]).assert_complete()
+    return [run.arrays(f"unequal-{rank}.npz") for rank in range(2)], [
+        run.json(f"seen-{rank}.json") for rank in range(2)
+    ]
+
+
+def of(arrays, program):
+    return {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith(f"{program}/")}
+
+
+@pytest.mark.multi_process
+class TestOnWorkers:
+    @pytest.mark.parametrize("program", sorted(unequal_programs.PROGRAMS))
+    def test_weights_losses_metrics_and_predictions_are_those_of_one_process(self, workers, program):
+        one = elastic_programs.flat({program: unequal_programs.PROGRAMS[program](tf.distribute.get_strategy())})
+        for outcomes in workers[0]:
+            assert_close(of(outcomes, program), of(one, program))
+
+    def test_weights_are_bit_identical_on_all_replicas(self, workers):
+        first, second = workers[0]
+        for name in first:
+            if "/weights/" in name:
+                np.testing.assert_array_equal(first[name], second[name], name)
+
+    @pytest.mark.parametrize("program", ["micro-batches", "resumed"])
+    def test_micro_batches_and_recovery_change_nothing(self, workers, program):
+        for outcomes in workers[0]:
+            assert_close(of(outcomes, program), of(outcomes, "accumulating"))
+
+    def test_compression_sums_by_worker_first(self, workers):
+        one = elastic_programs.flat({"compressed": elastic_programs.compressed(tf.distribute.get_strategy())})
+        for outcomes in workers[0]:
+            ours = of(outcomes, "compressed")
+            assert ours["exchanges/1"] > 0
+            for name in (name for name in ours if name.startswith("weights")):
+                # PowerSGD's Gram matrix: see test_compression_on_workers.py.
+                np.testing.assert_allclose(ours[name], of(one, "compressed")[name], rtol=1e-3, atol=1e-3)
+
+    def test_every_worker_knows_the_devices_of_all(self, workers):
+        assert [(seen["replicas"], seen["of_workers"]) for seen in workers[1]] == [(3, [1, 2])] * 2
+
+    def test_reduce_and_gather_take_values_of_replicas_and_of_workers(self, workers):
+        for seen in workers[1]:
+            assert seen["ids"] == [0, 1, 2]
+            assert seen["gathered"] == [10.0, 20.0]
+            assert seen["worker values"] == [[30.0], [15.0]]
+            assert seen["replica values"] == [[9.0], [3.0]]
+            assert seen["mean of rows"] == 3.0
+            assert seen["summed variable"] == "ValueError"
+
+    def test_files_are_read_by_one_worker_each_in_shares_of_its_devices(self, workers):
+        first, second = (seen["files"] for seen in workers[1])
+        assert first == [[["00", "01"]], [["02", "03"]], [["04", "05"]]]
+        assert second == [[["10", "11"], ["12", "13"]], [["14", "15"], []], [[], []]]
+
+
+def assert_close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):
+    values = {"tfdist/devices/7/1": "2 GPU"}
+    monkeypatch.setattr(strategy_extended, "set_key_value", values.__setitem__)
+    monkeypatch.setattr(strategy_extended, "wait_for_key_value", values.__getitem__)
+    worker = SimpleNamespace(_collective_key_base=7, _id_in_cluster=0, _num_workers=2)
+    exchange = strategy_extended.ReplicaMultiWorkerExtended._exchange_devices
+    with pytest.raises(ValueError, match=r"devices of one type. Received: worker 0: 1 CPU, worker 1: 2 GPU"):
+        exchange(worker, "CPU", 1)
+    values["tfdist/devices/7/1"] = "2 CPU"
+    assert exchange(worker, "CPU", 1) == (1, 2)
