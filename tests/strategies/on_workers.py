@@ -52,11 +52,11 @@ def updates_of_different_graphs(strategy):
             strategy.run(replica_step, args=(rows,))
 
     sent = 0
-    for turn in range(12):
-        count = 3 + (turn % 5 if strategy.rank == 1 else 0)
+    for turn in range(6):
+        count = 3 + (turn % 3 if strategy.rank == 1 else 0)
         step(tf.ones([count, 4]))
         steps(tf.ones([count, 4]), 20)
-        sent += 21 * 2 * (3 + 3 + turn % 5)
+        sent += 21 * 2 * (3 + 3 + turn % 3)
     expected = np.full([4], -sent)
     return float(np.abs(weights.numpy() - expected).max() + np.abs(pair.numpy().ravel() - expected).max())
 

@@ -50,9 +50,7 @@ def exchange(folder: Path, restored: tuple[str, ...] = ()) -> None:
     seen["prefix"] = checkpoint.save(folder / f"rank-{strategy.rank}" / "state")
 
     if restored:  # what other workers have saved, delivered by steps without gradients
-        later = MultiWorkerMirroredStrategy(compression=exchange_model.policy())
-        later.compression_state.restore(list(restored))
-        exchanges = exchange_model.Exchanges(later)
+        strategy.compression_state.restore(list(restored))
         nothing = exchanges.sums(lambda name, replica, step: np.zeros_like(exchange_model.gradient(name, 0, 0)), 0)
         arrays |= {f"late:{name}": local[0] for name, local in nothing.items()}
         arrays |= {f"late residual:{name}": value for name, value in exchanges.state()[number].items()}
