@@ -60,6 +60,13 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
 
         Call this before the base class creates its collectives.
         """
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise ValueError(
+                "The strategies of tfdist need eager execution, which a graph of TensorFlow 1 does not have. Received: "
+                f"the default graph {tf.compat.v1.get_default_graph()!r}. Expected: eager execution. Create the "
+                "strategy outside of `with tf.Graph().as_default():` and without "
+                "`tf.compat.v1.disable_eager_execution()`, or use TensorFlow's strategy."
+            )
         policy = compression if isinstance(compression, Policy) else Policy(compression)
         if bucket_bytes is None:
             bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from stock_strategy import stock_mirrored
 
-from tfdist.strategies import MirroredStrategy
+from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 INPUTS = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
@@ -145,6 +145,12 @@ def test_nccl_without_a_gpu_is_refused(cpus):
     )
     with pytest.raises(ValueError, match="NCCL reduces between GPUs only.*Expected: a visible GPU"):
         MirroredStrategy(cpus[:2], communication_options=options)
+
+
+@pytest.mark.parametrize("strategy", [MirroredStrategy, MultiWorkerMirroredStrategy])
+def test_a_graph_of_tensorflow_1_is_refused(cpus, strategy):
+    with tf.Graph().as_default(), pytest.raises(ValueError, match=r"need eager execution.*Received: the default graph"):
+        strategy()
 
 
 def test_jit_compile_on_cpus_is_refused_at_the_first_step(cpus):

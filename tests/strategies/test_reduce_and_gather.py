@@ -1,6 +1,7 @@
 """`reduce` and `gather` within one process: TensorFlow's results, dtypes and errors, without collectives."""
 
 import contextlib
+import logging
 
 import numpy as np
 import pytest
@@ -100,3 +101,23 @@ def test_reduce_takes_every_dtype_eagerly(strategies, dtype):
     for strategy in strategies:
         result = strategy.reduce("SUM", replica_values(strategy, dtype), axis=None)
         assert (result.dtype, result.numpy().tolist()) == (tf.as_dtype(dtype), [6, 12])
+
+
+def test_gather_is_not_traced_again_in_each_call(strategies):
+    """TensorFlow's strategies show that the warning would be seen."""
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = tf.get_logger()
+    logger.addHandler(handler)
+    try:
+        for strategy in strategies:
+            for rows in range(1, 8):
+                values = strategy.run(lambda rows=rows: tf.ones([rows, 2]))
+                assert strategy.gather(values, axis=0).shape == (4 * rows, 2)
+            warnings.append("")
+    finally:
+        logger.removeHandler(handler)
+    ours = warnings[: warnings.index("")]
+    assert not any("triggered tf.function retracing" in warning for warning in ours)
+    assert any("triggered tf.function retracing" in warning for warning in warnings)

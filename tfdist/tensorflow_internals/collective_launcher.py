@@ -9,8 +9,10 @@ from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
+    Mirrored,
     ResourceVariable,
     all_to_all,
+    regroup,
 )
 
 _AT_ONCE_ON_CPU = 16
@@ -116,6 +118,7 @@ class AllReduce(CollectiveAllReduce):
         super().__init__(
             stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices
         )
+        self._gathers: dict[Any, Any] = {}
         counts = tuple(replicas_of_workers or (len(self._devices),))
         self._group_size = sum(counts)  # TensorFlow's is a multiple of this worker's number of devices
         group_key = self._collective_keys.get_group_key(self._devices)
@@ -151,6 +154,26 @@ class AllReduce(CollectiveAllReduce):
     def reductions(self) -> list[Any]:
         """The result of `reduction` for each local replica."""
         return self._reductions
+
+    def _batch_all_gather(self, per_replica_values: Any, axis: Any, options: Any) -> Any:
+        if not tf.executing_eagerly():
+            return super()._batch_all_gather(per_replica_values, axis, options)
+        return [self._gather_eagerly(value, int(axis), options) for value in per_replica_values]
+
+    def _gather_eagerly(self, value: Any, axis: int, options: Any) -> Any:
+        """Gathers in one function for each kind of tensor; TensorFlow traces a new function in each call."""
+        tensors = [tf.convert_to_tensor(tensor) for tensor in value._values]
+        spec = tf.TensorSpec([None] * tensors[0].shape.rank, tensors[0].dtype)
+        kind = (spec, axis, options.implementation, options.timeout_seconds)
+        gather_stock = super()._batch_all_gather
+
+        def gather(*local: tf.Tensor) -> list[tf.Tensor]:
+            (gathered,) = gather_stock([regroup(local, always_wrap=True)], axis, options)
+            return list(gathered._values) if len(local) > 1 else [gathered]
+
+        if kind not in self._gathers:
+            self._gathers[kind] = tf.function(gather, input_signature=[spec] * len(tensors), autograph=False)
+        return regroup(self._gathers[kind](*tensors), wrap_class=Mirrored)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
         with tf.device(self._devices[replica_id]):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tfdist.launch.process_roles import worker_roles
-from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
+from tfdist.launch.processes.output import Console, LogFiles, OutputClosed, WorkerOutput
 from tfdist.utils.argument_checks import UsageError
 
 TIME_LIMIT = 30
@@ -171,3 +171,21 @@ def test_console_shows_the_line_if_the_reader_is_ready():
     assert os.read(reader, 100) == b"tfdist: line\n"
     os.close(reader)
     os.close(writer)
+
+
+class NoConsole:
+    def write(self, *_, **__):
+        pass
+
+
+def test_the_last_lines_are_those_of_the_program_without_what_tensorflow_logs_at_its_start():
+    output = WorkerOutput("0", NoConsole(), None)
+    logged = [
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "I0000 00:00:1795356013.604564   24747 port.cc:153] oneDNN custom operations are on.",
+        "2026-01-02 03:04:05.678: I tensorflow/core/util/port.cc:153] oneDNN custom operations are on.",
+        "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate",
+    ]
+    program = ["reading", "W0000 00:00:1795356013.604564   24747 a.cc:1] a warning", "Traceback", "ValueError: 3"]
+    output.feed("\n".join([program[0], *logged, *program[1:], ""]).encode(), is_error=True, now=0.0)
+    assert output.last_lines == tuple(program)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import errno
 import os
+import re
 import select
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from tfdist.utils.argument_checks import UsageError
 _UNFINISHED_SECONDS = 2.0
 # More than is shown: the start of a long traceback is needed, too (see worker_exit.py).
 _KEPT_LINES = 200
+_IS_LOGGED_AT_START = re.compile(
+    r"I0000 |\d{4}-\d\d-\d\d \S+: I (tensorflow|external)/|To enable the following instructions: |"
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called "
+)
 
 
 class OutputClosed(Exception):
@@ -191,7 +196,7 @@ class WorkerOutput:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines of both streams, in order of time."""
+        """The last lines of both streams, in order of time, without what TensorFlow logs whenever it starts."""
         return tuple(self._last)
 
     def feed(self, data: bytes, *, is_error: bool, now: float) -> None:
@@ -210,7 +215,7 @@ class WorkerOutput:
             self._show(splitter.feed(rest, now=now) + splitter.flush(), is_error)
 
     def _show(self, lines: Sequence[str], is_error: bool) -> None:
-        self._last.extend(lines)
+        self._last.extend(line for line in lines if not _IS_LOGGED_AT_START.match(line))
         if self._log is not None and lines:
             self._write_log(self._log, "".join(f"{line}\n" for line in lines))
         self._console.write(self._prefix, lines, is_error=is_error)
