@@ -15,22 +15,25 @@ from tfdist.compression import Compressor, Policy
 from tfdist.keras_internals.epoch_iterator import patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import (
+    accepts_zeros,
     bound_step,
     first_input,
     is_predict_step,
     patch_concatenation,
     patch_predict_on_batch,
+    predicting_model,
 )
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.training.empty_batches import predict_on_replica
+from tfdist.tensorflow_internals.gradient_tapes import is_read_by_user
+from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
-from tfdist.training.replica_step import step_on_replicas
+from tfdist.training.replica_step import local_parts, step_on_replicas
 from tfdist.training.sample_shares import current_step, is_distributed, rows_of_part
 from tfdist.training.strategy_protocol import TrainingStrategy
 
@@ -95,6 +98,14 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         return reduction
 
     @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas. A `train_step` that reads it scales its losses itself."""
+        step = current_step()
+        if step is not None and not step.scales_itself and is_read_by_user():
+            step.scales_itself = True
+        return super().num_replicas_in_sync
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches into which each replica splits its part of a training step."""
         return 1
@@ -135,9 +146,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """
         model, name = bound_step(fn)
         if model is None:
-            return super().run(
-                predict_on_replica(fn, first_input) if is_predict_step(fn) else fn, args, kwargs, options
-            )
+            return super().run(self._predict_step(fn, args[0]) if is_predict_step(fn) else fn, args, kwargs, options)
         check_model(model, self, self.extended.worker_devices, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._wrap_results(super().run(replica_step, args, kwargs, options))
@@ -151,6 +160,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
             return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
         reduce_leaf = super().reduce
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
+
+    def _predict_step(self, function: Any, data: Any) -> Any:
+        parts = local_parts(data, self)
+        or_zeros = accepts_zeros(predicting_model(function), parts[0])
+        return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros)
 
     def _wrap_results(self, results: Any) -> Any:
         """Returns the results of a step, which are equal on all replicas, as Keras expects them."""

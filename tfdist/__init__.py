@@ -15,7 +15,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("callbacks", "checkpoint", "cluster", "collectives", "compression", "launch", "strategies")
+_SUBMODULES = ("callbacks", "checkpoint", "cluster", "collectives", "compression", "launch", "strategies", "training")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC_MODULES = tuple(
     f"tfdist.{name}"
-    for name in "callbacks checkpoint cluster collectives compression launch parameter_server strategies".split()
+    for name in (
+        "callbacks checkpoint cluster collectives compression launch parameter_server strategies training"
+    ).split()
 )
 # On the pages without an export: the entry point of the command, and the base class whose members both mirrored
 # strategies have.

@@ -31,8 +31,8 @@ PARITY = (
 LONG_PARITY = "batch_logs embedding_with_global_clipnorm constraints ema loss_scale weight_decay".split()
 OWN = (
     "all_losses_of_pushes all_losses_of_rounds batch_normalization bfloat16_pull custom_train_step "
-    "data_sets_of_workers dict_inputs no_staleness_is_one_process optimizer_features own_loop sources "
-    "table_in_two_parts tables_in_a_layer_without_build"
+    "data_sets_of_workers dict_inputs no_staleness_is_one_process optimizer_features own_loop "
+    "own_loss_of_rounds sources table_in_two_parts tables_in_a_layer_without_build"
 ).split()
 OTHERS = (
     "callbacks data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness constraints_and_overflow "

@@ -5,7 +5,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+from cases import cross_entropy, dataset, fitted
 from cluster_cases import Outcome, compared, compiled
+from custom_step_cases import OwnStep
 
 from tfdist.strategies import Asynchronous, ParameterServerStrategy, Synchronous
 
@@ -98,3 +101,19 @@ for _name, _mode, _heads in (
         _fitted(8, _heads),
         traced=True,
     )
+
+
+def _of_three_kinds(_: Any, predicted: Any, labels: Any) -> Any:
+    """A loss of Keras, a mean and a sum."""
+    return cross_entropy()(labels, predicted) + tf.reduce_mean(predicted**2) + 0.02 * tf.reduce_sum(abs(predicted))
+
+
+def _own_loss(strategy: Any) -> Outcome:
+    """Batches of 21 samples and one of 1, of which one worker has none."""
+    arguments = {"data": dataset(21), "loss": lambda: None, "metrics": lambda: None}
+    outcome = fitted(strategy, lambda: SGD(0.1), model=lambda: OwnStep(_of_three_kinds), **arguments)
+    logs = {name: outcome["logs"][name] for name in ("tracked", "total")}  # "loss" is that of a part
+    return {"weights": outcome["weights"], "logs": logs}
+
+
+compared("own_loss_of_rounds", lambda: ParameterServerStrategy(mode=Synchronous()), _own_loss)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.keras_internals import losses as installed
+from tfdist.keras_internals.loss_step import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import parameter_server_strategy as parameter_server
 
@@ -104,8 +105,8 @@ def test_a_recording_ends_with_its_last_normalizer():
     assert [float(value) for value in step.normalizers] == [1.0, 2.0]
 
 
-class ReplicaStep:
-    has_scaled, fraction, sum_scale, samples_are_static, parts_of_replica = False, 0.25, 1, False, 6
+class ReplicaStep(LossStep):
+    fraction, samples_are_static, parts_of_replica = 0.25, False, 6
 
 
 def test_steps_of_two_kinds_of_strategies_are_distinguished(monkeypatch):
@@ -117,7 +118,11 @@ def test_steps_of_two_kinds_of_strategies_are_distinguished(monkeypatch):
         (losses, "reduce_values"),
         (losses, "reduce_weighted_values"),
         (outputs, "loss_module"),
-        (installed.trainer.TensorFlowTrainer, "_compute_loss"),
+        (installed.TensorFlowTrainer, "_compute_loss"),
+        (installed.TensorFlowTrainer, "_aggregate_additional_loss"),
+        (keras.metrics.Mean, "update_state"),
+        (keras.metrics.Sum, "update_state"),
+        (tf.GradientTape, "gradient"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     running = {"first": None, "second": None}

@@ -113,6 +113,36 @@ def texts(strategy: tf.distribute.Strategy) -> Outcome:
     return {"weights": model.get_weights(), "logs": history.history}
 
 
+def _inputs(columns: Any, rows: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors((tuple(column[:rows] for column in columns),))
+
+
+@case()
+def lookups_without_samples(strategy: tf.distribute.Strategy) -> Outcome:
+    """Lookups that accept no unknown word or number, in batches that leave replicas without samples."""
+    words, numbers = np.array(["red", "green", "blue"])[np.arange(7) % 3], 5 + np.arange(7) % 2
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        layers = keras.layers
+        lookups = [
+            layers.StringLookup(vocabulary=["red", "green", "blue"], num_oov_indices=0, output_mode="one_hot"),
+            layers.IntegerLookup(vocabulary=[5, 6], num_oov_indices=0, output_mode="one_hot"),
+        ]
+        inputs = [keras.Input((1,), dtype="string"), keras.Input((1,), dtype="int64")]
+        found = [lookup(part) for lookup, part in zip(lookups, inputs, strict=True)]
+        model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(found)))
+        model.compile(SGD(0.1), loss="mse")
+    columns = (words[:, np.newaxis], numbers[:, np.newaxis])
+    data = dataset(6, columns, np.arange(7, dtype="float32"))
+    history = model.fit(data, epochs=2, verbose=0)
+    return {
+        "weights": model.get_weights(),
+        "logs": history.history,
+        "evaluation": model.evaluate(data, verbose=0, return_dict=True),
+        "predictions": [model.predict(_inputs(columns, rows), verbose=0) for rows in (1, 7)],
+    }
+
+
 @case()
 def on_batch_methods(strategy: tf.distribute.Strategy) -> Outcome:
     """`train_on_batch` and `test_on_batch`, also of fewer samples than replicas."""

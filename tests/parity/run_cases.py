@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import added_loss_cases  # noqa: F401
+import custom_step_cases  # noqa: F401
 import data_cases  # noqa: F401
 import loss_cases  # noqa: F401
 import metric_cases  # noqa: F401

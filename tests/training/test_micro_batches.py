@@ -1,5 +1,7 @@
 """Micro-batches in one process: equality with the complete batch, order of computation, rejected steps."""
 
+import added_loss_cases  # noqa: F401
+import custom_step_cases  # noqa: F401
 import data_cases  # noqa: F401
 import keras
 import loss_cases  # noqa: F401
@@ -31,6 +33,7 @@ def in_parts(cpus, count):
 
 # Cases that depend on how a step is computed; tests/parity covers the others.
 _CASES = """
+added_losses endpoint_layers generative_adversarial_networks lookups_without_samples own_losses_and_logs
 accumulation_with_clipping_ema_decay_and_schedule compute_loss_of_the_users_own convolutions_without_samples
 custom_train_step embedding_with_accumulation float8 loss_scale_overflow_in_an_accumulation many_inputs_and_outputs
 masked_sequences mean_with_sample_weight on_batch_methods run_eagerly_without_samples sum_reduction

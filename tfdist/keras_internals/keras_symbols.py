@@ -24,6 +24,9 @@ DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
 tree = private("keras.src:tree", "flattens structures as the trainer does")
+_global_attribute = private(
+    "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"
+)
 
 # Replaced or called by name: if Keras renamed one, the replacement would have no effect.
 for _path, _why in {
@@ -34,6 +37,7 @@ for _path, _why in {
     f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own dataset",
     f"{_TRAINER_CLASS}.predict_on_batch": "makes every replica predict all rows",
     f"{_TRAINER_CLASS}._compute_loss": "does not show whether a loss was scaled",
+    f"{_TRAINER_CLASS}._aggregate_additional_loss": "scales the sum of an `add_loss` of samples as a mean",
     f"{_TRAINER}:_multi_worker_concat": "orders predictions as if all workers had as many replicas as this one",
     "keras.src.random.seed_generator:SeedGenerator.next": "draws the same seeds on all replicas",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._overwrite_variables_directly_with_gradients": (
@@ -68,3 +72,8 @@ for _path, _why in {
     "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
 }.items():
     private(_path, _why)
+
+
+def is_in_layer_call() -> bool:
+    """Whether a layer's `call` is running in this thread."""
+    return _global_attribute("current_call_ctx") is not None

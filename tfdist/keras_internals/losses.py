@@ -4,44 +4,29 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, losses
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
+from tfdist.keras_internals.loss_step import LossStep, divided, is_scalar, times
+from tfdist.keras_internals.metric_updates import patch_metric_updates
+from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-class LossStep(Protocol):
-    """The step that runs on this replica, as the losses use it."""
-
-    has_scaled: bool
-    parts_of_replica: int
-
-    @property
-    def fraction(self) -> Any:
-        """The replica's share of the divisor of a mean over the global batch."""
-
-    @property
-    def sum_scale(self) -> Any:
-        """The factor of a sum over the replica's samples."""
-
-    @property
-    def samples_are_static(self) -> bool:
-        """Whether the number of the replica's samples is known when the step is traced."""
-
-    def share_of(self, divisor: tf.Tensor) -> Any:
-        """A context in which `fraction` is this replica's `divisor` divided by the sum over all replicas."""
-
-
 def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
-    """Makes Keras scale losses by `current_step().fraction` while a step is running.
+    """Makes Keras, its metrics and gradient tapes scale losses by `current_step().fraction` while a step is running.
 
     Keras divides every mean by the number of replicas, which is right if all replicas have the same number of samples
     (or valid mask entries, or the same sum of weights). Scaled by the fraction of the divisor instead, the sum over the
     replicas is the mean over the global batch, also for the last partial batch, for a worker that has run out of data,
     and with masks.
+
+    In a layer's `call` a loss stays a mean over the replica's samples, because `add_loss`, for which layers compute
+    losses, scales it: `scale(loss)` and `scale(0.1 * loss + penalty)` are right, scaled parts in them are not.
 
     May be called more than once, for different steps.
     """
@@ -54,15 +39,16 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         step = current_step()
         if step is None:
             return scale(value)
-        step.has_scaled = True
-        return _times(value, step.fraction)
+        return _scaled(step, value, step.fraction)
 
     @functools.wraps(unscale)
     def unscale_by_share(value: Any) -> Any:
         step = current_step()
         if step is None:
             return unscale(value)
-        return _divided(value, step.fraction if _is_scalar(value) else step.sum_scale)
+        if is_scalar(value):
+            return step.mark(divided(value, step.fraction), 0)
+        return divided(value, step.sum_scale if step.holds_samples(value) else step.fraction)
 
     @functools.wraps(reduce_values)
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
@@ -70,11 +56,9 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         if step is not None and reduction in _MEANS and tuple(values.shape) == ():
             # The user's loss function returns the mean over this replica's samples. Keras does not scale it, so
             # the replicas' gradients would add up to N times the gradient of one process.
-            step.has_scaled = True
-            return _times(values, step.fraction)
+            return _scaled(step, values, step.fraction)
         if step is not None and reduction == "sum":
-            step.has_scaled = True
-            return _times(reduce_values(values, sample_weight, reduction), step.sum_scale)
+            return _scaled(step, reduce_values(values, sample_weight, reduction), step.sum_scale)
         return reduce_values(values, sample_weight, reduction)
 
     @functools.wraps(reduce_weighted_values)
@@ -97,9 +81,12 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         if step is None:
             return unscale_output(value)
         if step.samples_are_static:
-            return _divided(value, step.fraction) if _is_scalar(value) else value
-        parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
-        return value * tf.cast(parts, value.dtype)
+            unscaled = divided(value, step.fraction) if is_scalar(value) else value
+        else:
+            parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
+            unscaled = value * tf.cast(parts, value.dtype)
+        step.unweighted = unscaled
+        return unscaled
 
     # The mean of an output's loss weights all replicas equally if the batch dimension is not static, so each replica
     # has to contribute its share.
@@ -115,14 +102,30 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
             return compute_loss(self, *args, **kwargs)
         step.has_scaled = False
         loss = compute_loss(self, *args, **kwargs)
-        if not _is_scalar(loss):  # its gradient is the gradient of its sum
-            return _times(loss, step.sum_scale)
-        # A custom `compute_loss` that takes the mean itself: no part of it was scaled.
-        return loss if step.has_scaled else _times(loss, step.fraction)
+        # A custom `compute_loss` may take the mean itself, or divide by the number of replicas.
+        return step.mark_scaled(loss) if step.scales_itself else step.as_part(loss, is_mean=not step.has_scaled)
 
+    aggregate = TensorFlowTrainer._aggregate_additional_loss
+
+    @functools.wraps(aggregate)
+    def aggregate_by_share(self: Any, loss: Any) -> Any:
+        step = current_step()
+        if step is None:
+            return aggregate(self, loss)
+        loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
+        return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True)))
+
+    TensorFlowTrainer._aggregate_additional_loss = aggregate_by_share
     TensorFlowTrainer._compute_loss = compute_loss_by_share
     _replace(losses, "reduce_values", reduce_values_by_share)
     _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
+    patch_metric_updates(current_step)
+
+    def parts(targets: list[Any]) -> list[tuple[Any, Any]] | None:
+        step = current_step()
+        return None if step is None else step.parts_of_gradient(targets)
+
+    patch_gradient_tapes(parts)
 
 
 def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:
@@ -131,6 +134,15 @@ def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any
     for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
         if vars(user).get(name) is stock:
             setattr(user, name, replacement)
+
+
+def _scaled(step: LossStep, value: Any, scale: Any) -> Any:
+    """Returns a mean or a sum over the replica's samples as a part; in a layer's call as a mean."""
+    if not is_in_layer_call():
+        return step.mark_scaled(times(value, scale))
+    if scale is not step.mean_scale:
+        value = divided(times(value, scale), step.mean_scale)
+    return step.mark(value, 0)
 
 
 def _own_divisor(sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
@@ -147,24 +159,3 @@ def means_of_outputs(model: Any) -> list[tuple[Any, Any]]:
     """Returns the variables (total, count) of the mean of each output's loss, if the model has several outputs."""
     compiled = model._compile_loss
     return [] if compiled is None else [(mean.total, mean.count) for mean in compiled.metrics]
-
-
-def _is_scalar(value: Any) -> bool:
-    shape = getattr(value, "shape", ())
-    return shape.rank in (0, None) if isinstance(shape, tf.TensorShape) else not len(shape)
-
-
-def _times(value: Any, fraction: Any) -> Any:
-    if _is_one(fraction):
-        return value
-    # A replica without samples has the fraction 0; its loss, which may be NaN (a mean over nothing), counts as 0.
-    value = tf.convert_to_tensor(value)
-    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
-
-
-def _divided(value: Any, fraction: Any) -> Any:
-    return value if _is_one(fraction) else tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype))
-
-
-def _is_one(fraction: Any) -> bool:
-    return not tf.is_tensor(fraction) and fraction == 1

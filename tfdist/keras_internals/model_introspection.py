@@ -1,6 +1,7 @@
 """What a training step asks a Keras model: its step, its inputs, the variables that a step changes."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,13 @@ def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
 def is_predict_step(function: Any) -> bool:
     """Whether `function` is the one that Keras runs on the replicas to predict a batch."""
     return "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", "")
+
+
+def predicting_model(function: Any) -> Any:
+    """Returns the model whose predictions the function computes for which `is_predict_step` is true, or None."""
+    function = inspect.unwrap(function)
+    cells = getattr(getattr(function, "python_function", function), "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, keras.Model)), None)
 
 
 def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[[Any, Any], Any]) -> None:
@@ -89,9 +97,38 @@ def step_states(model: Any) -> list[keras.Variable]:
     return list(found.values())
 
 
+def added_losses(model: Any) -> dict[Any, list[Any]]:
+    """Returns the losses that each layer has added in the step that is running."""
+    return {layer: list(layer._losses) for layer in model._flatten_layers()}
+
+
+def set_added_losses(losses: dict[Any, list[Any]]) -> None:
+    """Replaces the losses that each layer has added by those that `added_losses` has returned."""
+    for layer, added in losses.items():
+        layer._losses[:] = added
+
+
 def computes_over_all_replicas(model: Any) -> bool:
     """Whether a layer of the model uses the samples of all replicas: synchronized batch normalization."""
     return any(getattr(layer, "synchronized", False) for layer in model._flatten_layers())
+
+
+def accepts_zeros(model: Any, data: Any) -> bool:
+    """Whether a replica without samples computes with one sample of zeros and not with none.
+
+    Zeros may be no valid input if they are integers (an unknown id), and strings are empty. But convolutions and
+    recurrent layers cannot compute without samples on every device.
+
+    Args:
+        model: A Keras model, or None.
+        data: A replica's batch.
+    """
+    inputs = tree.flatten(keras.utils.unpack_x_y_sample_weight(data)[0])
+    if all(leaf is None or leaf.dtype.is_floating for leaf in inputs):
+        return True
+    layers = [] if model is None else model._flatten_layers()
+    bases = {base.__name__ for layer in layers for base in type(layer).__mro__}
+    return "RNN" in bases or any("Conv" in name for name in bases)
 
 
 def first_variable_outside(model: Any) -> keras.Variable | None:

@@ -175,3 +175,14 @@ class OptimizerState:
         """All other variables: counters, learning rate, averages, slots, loss scale; equal on all replicas."""
         own = {id(variable) for variable in self.accumulators}
         return [variable for variable in self._optimizer._variables if id(variable) not in own]
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The variables that it was built for, in its order; none if it was not built."""
+        return list(self._optimizer._trainable_variables) if self._optimizer.built else []
+
+    def build(self, variables: list[Any], strategy: Any) -> None:
+        """Creates the slots for `variables`, as the first update does, unless it was built."""
+        if not self._optimizer.built:
+            with strategy.scope():
+                self._optimizer.build(variables)

@@ -48,6 +48,9 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
     Raises:
         RuntimeError: If the model, its losses or its metrics are not built, and the shapes of a batch are unknown.
     """
+    if _lacks_call(model):
+        _build_without_call(model)
+        return
     parts = [model._compile_metrics, model._compile_loss]
     needs_shapes = not all(layer.built for layer in model._flatten_layers()) or not all(
         part is None or part.built for part in parts
@@ -108,6 +111,8 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
         strategy = self.distribute_strategy
         if iterator is not None:
             _check_has_end(iterator)
+        if is_ours(strategy) and _lacks_call(self):
+            return _build_without_call(self)
         declared = _declared_batch_of(iterator) if iterator is not None and is_ours(strategy) else None
         if declared is not None:
             try:
@@ -119,6 +124,20 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
             return build(self, iterator=iterator, data_batch=data_batch)
 
     TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
+
+
+def _lacks_call(model: Any) -> bool:
+    """Whether a model cannot be called, because its `train_step` calls its parts."""
+    return type(model).call is keras.Model.call
+
+
+def _build_without_call(model: Any) -> None:
+    """Builds the optimizer of a model that cannot be called, if its weights exist. The first step builds the rest."""
+    optimizer = model.optimizer
+    layers = model._flatten_layers(include_self=False)
+    if optimizer is not None and not optimizer.built and all(layer.built for layer in layers):
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
 
 
 def _check_has_end(iterator: Any) -> None:

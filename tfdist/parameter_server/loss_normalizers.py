@@ -15,21 +15,29 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_internals.loss_step import LossStep
 from tfdist.parameter_server.worker_scope import WorkerScope
 
 
-class _Step:
-    """How the losses of a step are scaled; see `tfdist.keras_internals.losses.LossStep`."""
+class _Step(LossStep):
+    """How the losses of a step are scaled. The gradients of parts are averaged, so a scaled loss is a mean."""
 
-    # What Keras divides by the number of replicas stays as it is.
-    has_scaled = False
-    parts_of_replica = 1
-    samples_are_static = True
+    scaled_degree = 0
 
     def __init__(self) -> None:
         self.fraction: Any = 1
         self.sum_scale: Any = 1
         self._graph = tf.compat.v1.get_default_graph()
+
+    @property
+    def mean_scale(self) -> Any:
+        """What Keras divides by the number of replicas stays as it is."""
+        return 1
+
+    @property
+    def weight(self) -> Any:
+        """The fraction of the samples of the batch in this part."""
+        return 1 if not tf.is_tensor(self.sum_scale) else 1 / self.sum_scale
 
     @contextlib.contextmanager
     def share_of(self, divisor: tf.Tensor) -> Iterator[None]:

@@ -30,10 +30,15 @@ class Mismatch(NamedTuple):
 
 def mismatch_error(mismatch: Mismatch) -> ValueError:
     """Returns the error to raise for the first difference."""
+    created_later = (
+        " If the first step creates it, create it before `fit`: call the model or its parts on a batch."
+        if mismatch.present == "none"
+        else ""
+    )
     return ValueError(
         f"The checkpoint does not match this program. The first difference is {mismatch.what}. Received: "
         f"{mismatch.saved} in the checkpoint. Expected: {mismatch.present}, as in this program. Restore the original "
-        "model, optimizer and metrics, or use another directory."
+        f"model, optimizer and metrics, or use another directory.{created_later}"
     )
 
 

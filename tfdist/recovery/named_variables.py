@@ -101,6 +101,10 @@ class NamedVariables:
         """Returns the keys of the model's variables by `id(variable)`."""
         return {id(found.variable): f"{found.kind}/{found.key}" for found in self._model_variables}
 
+    def variables_by_key(self) -> dict[str, Any]:
+        """Returns the model's variables by their keys, as `model_keys` has them."""
+        return {f"{found.kind}/{found.key}": found.variable for found in self._model_variables}
+
     @cached_property
     def _model_variables(self) -> list[ModelVariable]:
         return model_variables(self._model)

@@ -118,6 +118,8 @@ class TrainingVariables:
     def check(self, shared: Arrays, per_replica: Arrays, description: Json) -> None:
         """Compares a checkpoint with this training, without changing a variable.
 
+        Optimizers that the first step would build (of a model with several) are built as in the checkpoint.
+
         Args:
             shared: The saved `shared` values.
             per_replica: The saved `per_replica` values of this rank; of any rank if the number of replicas differs.
@@ -127,6 +129,7 @@ class TrainingVariables:
             ValueError: If the optimizer, a variable or the compression differs; the message names the first
                 difference, its values in checkpoint and program, and the remedy.
         """
+        self._build_optimizers(description)
         named = NamedVariables(self._model)
         mismatch = (
             find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
@@ -195,7 +198,17 @@ class TrainingVariables:
         named = NamedVariables(self._model)
         self._assign(named.metrics, group_by_variable(per_replica), description)
 
+    def _build_optimizers(self, description: Json) -> None:
+        named = NamedVariables(self._model)
+        by_key = named.variables_by_key()
+        # An outer optimizer builds its inner one, which comes later.
+        for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=False):
+            keys = saved.get("trainable", [])
+            if keys and optimizer.kind == saved["kind"] and all(key in by_key for key in keys):
+                optimizer.build([by_key[key] for key in keys], self._strategy)
+
     def _description(self, named: NamedVariables) -> Json:
+        keys = named.model_keys()
         variables = {**named.shared, **named.per_replica, **named.metrics}
         return {
             "replicas": self._num_replicas,
@@ -208,6 +221,7 @@ class TrainingVariables:
                     "settings": optimizer.settings,
                     "accumulation_steps": optimizer.accumulation_steps,
                     "micro_steps": optimizer.micro_steps,
+                    "trainable": [keys.get(id(variable), "") for variable in optimizer.trainable_variables],
                 }
                 for optimizer in named.optimizers
             ],

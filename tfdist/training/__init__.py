@@ -1,1 +1,8 @@
-"""A Keras step on many replicas: sample shares, micro-batches, optimizer updates, synchronized metrics."""
+"""A Keras step on many replicas: sample shares, micro-batches, optimizer updates, synchronized metrics.
+
+Public are functions for a custom `train_step` whose loss tfdist cannot follow.
+"""
+
+from tfdist.training.loss_scaling import scale_loss_for_distribution, unscale_loss_for_distribution
+
+__all__ = ["scale_loss_for_distribution", "unscale_loss_for_distribution"]

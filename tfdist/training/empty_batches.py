@@ -1,8 +1,9 @@
 """Replicas without samples: at the end of the data, or if the last batch is smaller than the number of replicas.
 
 Such a replica must take part in the collectives of its step. Many operations cannot compute without samples (with
-oneDNN, TensorFlow 2.21's `Conv2D` returns a wrong shape), so the replica computes with one sample of zeros, and its
-results are discarded.
+oneDNN, TensorFlow 2.21's `Conv2D` returns a wrong shape), so the replica computes with a sample of another replica of
+its process, and its results are discarded. If its process has no samples, it computes with one sample of zeros, where
+these may be an input (`accepts_zeros`), and otherwise without samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,26 +15,48 @@ import tensorflow as tf
 from tfdist.training.sample_shares import count_samples
 
 
-def zeros_if_empty(data: Any, samples: Any) -> Any:
-    """Returns `data`, or one sample of zeros if there are no samples.
+def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
+    """Returns `data`, or a row of `fillers` if there are no samples.
 
     Args:
         data: A structure of tensors. Ragged and sparse tensors are returned unchanged.
         samples: The number of samples, an int or an int32 scalar.
+        fillers: The structure of `data`, with a row or none; see `first_rows`.
     """
-    leaves = tf.nest.flatten(data)
+    leaves, rows = tf.nest.flatten(data), tf.nest.flatten(fillers)
     dense = [position for position, leaf in enumerate(leaves) if tf.is_tensor(leaf) and _has_samples(leaf)]
     if not dense:
         return data
-    present = [leaves[position] for position in dense]
     chosen = tf.cond(
         tf.greater(samples, 0),
-        lambda: present,
-        lambda: [_zeros(leaf) for leaf in present],
+        lambda: [leaves[position] for position in dense],
+        lambda: [rows[position] for position in dense],
     )
     for position, leaf in zip(dense, chosen, strict=True):
         leaves[position] = leaf
     return tf.nest.pack_sequence_as(data, leaves)
+
+
+def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
+    """Returns the first row of several parts of a batch that has samples.
+
+    Args:
+        parts: Structures of tensors, of the replicas of this process.
+        or_zeros: Whether the result is a row of zeros if no part has samples; otherwise it has no rows.
+    """
+
+    def first_row(*leaves: Any) -> Any:
+        if not (tf.is_tensor(leaves[0]) and _has_samples(leaves[0])):
+            return leaves[0]
+        # Parts may be padded to different sizes.
+        row = leaves[-1][:1]
+        for leaf in reversed(leaves[:-1]):
+            row = tf.cond(tf.greater(tf.shape(leaf)[0], 0), lambda leaf=leaf: leaf[:1], lambda row=row: row)
+        if not or_zeros:
+            return row
+        return tf.cond(tf.greater(tf.shape(row)[0], 0), lambda: row, lambda: _zeros(row))
+
+    return tf.nest.map_structure(first_row, *parts)
 
 
 @contextmanager
@@ -59,21 +82,26 @@ def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
     return tf.nest.map_structure(kept, outputs)
 
 
-def predict_on_replica(step_function: Any, input_of: Any) -> Any:
+def predict_on_replicas(step_function: Any, parts: Sequence[Any], input_of: Any, *, or_zeros: bool) -> Any:
     """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
 
     Args:
         step_function: Predicts a replica's data.
+        parts: The data of each local replica. The replicas are traced, or run eagerly, one after another in this order.
         input_of: Returns the input, in a replica's data, whose first dimension is the number of samples.
+        or_zeros: As for `first_rows`.
     """
+    waiting = iter(parts)
 
     @tf.autograph.experimental.do_not_convert
-    def replica_predict(replica_data: Any) -> Any:
+    def replica_predict(_: Any) -> Any:
+        replica_data = next(waiting)
         value = input_of(replica_data)
         if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
             return step_function(replica_data)
         samples = count_samples(value)
-        return drop_rows_if_empty(step_function(zeros_if_empty(replica_data, samples)), samples)
+        filled = filled_if_empty(replica_data, samples, first_rows(parts, or_zeros=or_zeros))
+        return drop_rows_if_empty(step_function(filled), samples)
 
     return replica_predict
 

@@ -38,9 +38,9 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
 
     A log that is the result of a metric becomes the result over all replicas' samples. (Keras averages the replicas'
     results, with one collective for each metric, which is wrong for results that are not linear.) Any other log becomes
-    the replicas' mean, weighted by their samples. Moving statistics of batch normalization become such a mean, too:
-    they are linear in the batches, so this equals the statistics over all batches. They are then equal on all replicas
-    and in the chief's checkpoints.
+    the replicas' mean, weighted by their samples, or their sum if it is a part of a loss or a sum over the samples.
+    Moving statistics of batch normalization become such a mean, too: they are linear in the batches, so this equals the
+    statistics over all batches. They are then equal on all replicas and in the chief's checkpoints.
 
     Args:
         model: A Keras model that has run a step in this replica context.
@@ -68,7 +68,7 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
     shared = _sum_all(
         [tf.convert_to_tensor(variable.value) for variable in metrics]
         + [_shares([part.statistics[index] for part in parts], parts) for index in range(len(statistics))]
-        + [_shares([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
+        + [_share_of_log([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
         + [differs[name] for name in names]
     )
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
@@ -82,7 +82,8 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
         with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
             over_all_replicas = model.get_metrics_result()
         for name, differing in zip(names, shared[len(averaged) :], strict=True):
-            results[name] = tf.where(tf.equal(differing, 0), over_all_replicas[name], results[name])
+            group = _group_with(name, results)
+            group[name] = tf.where(tf.equal(differing, 0), over_all_replicas[name], group[name])
     return results
 
 
@@ -90,13 +91,19 @@ def _differences(logs: Any, local_results: dict[str, Any]) -> dict[str, tf.Tenso
     """Returns 0.0 for each log that equals the metric's result on this replica, else 1.0; skips logs that cannot."""
     differs = {}
     for name, result in local_results.items():
-        log = logs.get(name)
+        log: Any = _group_with(name, logs).get(name)
         if not (_is_floating(log) and _is_floating(result)):
             continue
         if log.shape == result.shape and log.dtype == result.dtype:
             same = tf.equal(log, result) | (tf.math.is_nan(log) & tf.math.is_nan(result))
             differs[name] = tf.cast(tf.reduce_any(~same), tf.float32)
     return differs
+
+
+def _group_with(name: str, logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the dictionary that has the log `name`: `logs`, or the results of the compiled metrics in it."""
+    groups = (group for group in logs.values() if isinstance(group, dict))
+    return logs if name in logs else next((group for group in groups if name in group), logs)
 
 
 def _is_floating(value: Any) -> bool:
@@ -108,6 +115,13 @@ def _shares(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
     for value, part in zip(values[1:], parts[1:], strict=True):
         total += _share(value, part.step.fraction)
     return total
+
+
+def _share_of_log(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:
+    """Returns the replica's share of a log, as a mean over its samples."""
+    if values[0].shape.rank != 0:
+        return _shares(values, parts)
+    return _shares([part.step.mean_of(value) for part, value in zip(parts, values, strict=True)], parts)
 
 
 def _share(value: Any, fraction: Any) -> tf.Tensor:

@@ -8,13 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import (
+    accepts_zeros,
+    added_losses,
     batch_statistics,
     computes_over_all_replicas,
     first_input,
+    set_added_losses,
     step_states,
 )
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
-from tfdist.training.empty_batches import revert_unless, zeros_if_empty
+from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
 from tfdist.training.sample_shares import (
@@ -40,7 +43,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         A function of a replica's data.
     """
     training = step_function.__name__ == "train_step"
-    parts = _local_parts(data, strategy)
+    parts = local_parts(data, strategy)
     steps = iter(_static_steps([first_input(part) for part in parts], strategy.num_replicas_in_sync))
     waiting = iter(parts)
 
@@ -54,25 +57,35 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             step = next(steps, None) or _dynamic_step(replica_data)
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
-                    results = _run_micro_batches(model, step_function, replica_data, step, strategy)
+                    results = _run_micro_batches(model, step_function, replica_data, step, strategy, parts)
                 else:
-                    results = [_run_whole_batch(model, step_function, replica_data, step)]
+                    results = [_run_whole_batch(model, step_function, replica_data, step, parts)]
             return synchronize_results(model, step, results, training=training)
 
     return replica_step
 
 
-def _run_whole_batch(model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep) -> PartialResult:
+def _run_whole_batch(
+    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, local: Sequence[Any]
+) -> PartialResult:
     if step.contributes is True or computes_over_all_replicas(model):
+        step.observe(data, step.samples)
         logs = step_function(data)
     else:
+        data = filled_if_empty(data, step.samples, first_rows(local, or_zeros=accepts_zeros(model, data)))
+        step.observe(data, step.samples)
         with revert_unless(step.contributes, model.metrics_variables):
-            logs = step_function(zeros_if_empty(data, step.samples))
+            logs = step_function(data)
     return PartialResult(step, logs, [variable.value for variable in batch_statistics(model)])
 
 
 def _run_micro_batches(
-    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, strategy: Any
+    model: Any,
+    step_function: Callable[[Any], Any],
+    data: Any,
+    step: ReplicaStep,
+    strategy: Any,
+    local: Sequence[Any],
 ) -> list[PartialResult]:
     """Runs the step on parts of a replica's data, one after another, as that number of replicas would."""
     count = strategy.micro_batches
@@ -80,9 +93,12 @@ def _run_micro_batches(
     parts = [rows_of_part(data, value, part, count) for part in range(count)]
     steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
     fills = not computes_over_all_replicas(model)
+    is_full = not fills or all(part.contributes is True for part in steps)
+    fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))
     statistics = batch_statistics(model)
     states = step_states(model)
     own = [_values(states) for _ in parts]
+    own_losses = [added_losses(model) for _ in parts]
     active = 0
 
     @contextmanager
@@ -90,8 +106,9 @@ def _run_micro_batches(
         """Swaps states: each micro-batch begins with those of the step, and resumes with the states that it left."""
         nonlocal active
         if part != active:
-            own[active] = _values(states)
+            own[active], own_losses[active] = _values(states), added_losses(model)
             _assign(states, own[part], strategy)
+            set_added_losses(own_losses[part])
             active = part
         contributes = steps[part].contributes
         with revert_unless(contributes if fills else True, model.metrics_variables):
@@ -100,8 +117,9 @@ def _run_micro_batches(
     def body(part: int) -> Any:
         with tf.control_dependencies(_tensors(parts[part])), steps[part].running():
             samples = steps[part].samples
-            is_full = steps[part].contributes is True or not fills
-            return step_function(parts[part] if is_full else zeros_if_empty(parts[part], samples))
+            part_data = parts[part] if is_full else filled_if_empty(parts[part], samples, fillers)
+            steps[part].observe(part_data, samples)
+            return step_function(part_data)
 
     logs = run_micro_batches([functools.partial(body, part) for part in range(count)], turn)
     own[active] = _values(states)
@@ -148,7 +166,7 @@ def _tensors(data: Any) -> list[tf.Tensor]:
     return [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
 
 
-def _local_parts(data: Any, strategy: Any) -> list[Any]:
+def local_parts(data: Any, strategy: Any) -> list[Any]:
     """Returns the data of each local replica. Splits the rows if the data is not distributed yet."""
     replicas = len(strategy.extended.worker_devices)
     value = first_input(data)

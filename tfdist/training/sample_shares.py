@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.loss_step import LossStep
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
@@ -17,7 +18,7 @@ def current_step() -> "ReplicaStep | None":
     return _current.get()
 
 
-class ReplicaStep:
+class ReplicaStep(LossStep):
     """One replica's part of a Keras step.
 
     The gradient of a global batch is the sum of the replicas' gradients if each replica's mean loss is multiplied by
@@ -37,12 +38,22 @@ class ReplicaStep:
         self.samples = samples
         self.fraction = fraction
         self.parts_of_replica = parts_of_replica
-        self.has_scaled = False
+        self._fraction_of_samples = fraction
 
     @property
     def samples_are_static(self) -> bool:
         """Whether the number of samples is known while the step is traced."""
         return isinstance(self.samples, int)
+
+    @property
+    def mean_scale(self) -> Any:
+        """The replica's fraction of the samples."""
+        return self._fraction_of_samples
+
+    @property
+    def number_of_samples(self) -> Any:
+        """The number of the replica's samples, if it is known."""
+        return self.samples
 
     @property
     def contributes(self) -> bool | tf.Tensor:
@@ -69,13 +80,13 @@ class ReplicaStep:
     def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
         """Sets `fraction` to this replica's share of the sum of all replicas' `divisor`, a float32 scalar."""
         divisor = tf.stop_gradient(divisor)
-        of_samples = self.fraction
+        before = self.fraction
         (total,) = sum_over_replicas([divisor])
         self.fraction = tf.math.divide_no_nan(divisor, total)
         try:
             yield
         finally:
-            self.fraction = of_samples
+            self.fraction = before
 
 
 def static_samples(value: Any) -> int | None:

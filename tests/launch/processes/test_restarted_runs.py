@@ -58,6 +58,14 @@ def test_no_progress_ends_the_run(run, tmp_path):
     assert "made no progress (none got beyond step 41, none saved a new checkpoint)" in ended.said[-1]
 
 
+def test_workers_killed_from_outside_are_restarted_as_often_as_asked(run, tmp_path):
+    script = "note(f'started-{ATTEMPT}'); beat(step=41, saved=4); die()"
+    ended = run(script, "--max-restarts", "4", *NO_DELAY, workers=1)
+    assert ended.code == 137
+    assert len(list(tmp_path.glob("started-*"))) == 5
+    assert ended.said[-1] == "no restart: all restarts are used (--max-restarts 4)"
+
+
 def test_a_later_fit_of_the_script_is_progress(run, tmp_path):
     """Each attempt skips the first one, which is complete, and continues in the second, whose steps start at 0."""
     script = """

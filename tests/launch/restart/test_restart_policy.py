@@ -1,4 +1,5 @@
 import re
+import signal
 import socket
 
 import pytest
@@ -17,7 +18,9 @@ def restarts(*, workers=3, min_workers=None, max_restarts=10, delay=1.0):
     )
 
 
-def failed(attempt, rank=1, *, code=-9, workers=3, step=None, saved=None, heartbeat_ranks=(), lines=(), **more):
+def failed(
+    attempt, rank=1, *, code=-signal.SIGSEGV, workers=3, step=None, saved=None, heartbeat_ranks=(), lines=(), **more
+):
     """An attempt that failed because of one worker."""
     heard = frozenset(range(workers) if step is not None or saved is not None else heartbeat_ranks)
     end = WorkerExit(rank, code, lines)
@@ -55,6 +58,43 @@ def test_no_progress_between_two_restarts():
     decision = policy.decide(failed(2, step=40, saved=4))
     assert not decision.workers
     assert "the last two restarts made no progress (none got beyond step 41, none saved" in decision.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_signals_from_outside_are_no_lack_of_progress(number):
+    policy = restarts(max_restarts=6)
+    decisions = [policy.decide(failed(n, code=-number, step=41, saved=4)) for n in range(7)]
+    assert [decision.workers for decision in decisions] == [3, 3, 3, 3, 3, 3, 0]
+    assert [decision.delay_seconds for decision in decisions[:6]] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert decisions[6].text == "no restart: all restarts are used (--max-restarts 6)"
+
+
+def test_lost_hosts_are_no_lack_of_progress():
+    policy = restarts(max_restarts=6)
+    lost = [Outcome(n, 3, (), lost="host b was lost", heartbeat_ranks=frozenset({0}), step=7) for n in range(7)]
+    assert [policy.decide(outcome).workers for outcome in lost] == [3, 3, 3, 3, 3, 3, 0]
+
+
+def test_an_error_of_the_script_between_signals_still_counts():
+    policy = restarts()
+    codes = [1, -signal.SIGKILL, 1, -signal.SIGKILL, 1]
+    decisions = [policy.decide(failed(n, code=code, step=41)) for n, code in enumerate(codes)]
+    assert [bool(decision.workers) for decision in decisions] == [True, True, True, True, False]
+    assert "made no progress" in decisions[-1].text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"code": 1},
+        {"code": -signal.SIGABRT},
+        {"code": -signal.SIGKILL, "errors": {1: {"type": "ValueError", "message": "no"}}},
+    ],
+)
+def test_errors_of_the_script_end_the_run(more):
+    policy = restarts()
+    decisions = [policy.decide(failed(n, step=41, **more)) for n in range(3)]
+    assert [bool(decision.workers) for decision in decisions] == [True, True, False]
 
 
 def test_no_progress_before_the_first_step():

@@ -64,6 +64,18 @@ class Outcome:
         return root_cause(self.exits) or next(reported, None)
 
     @property
+    def failed_from_outside(self) -> bool:
+        """Whether a lost host or a signal ended the attempt, and no error of the script.
+
+        >>> Outcome(0, 2, (WorkerExit(1, -9),)).failed_from_outside
+        True
+        """
+        first = self.root_cause
+        if first is None:
+            return bool(self.lost) and not self.stall
+        return first.is_killed_from_outside and not first.was_signalled and first.rank not in self.errors
+
+    @property
     def failed_rank(self) -> int | None:
         """The rank of the worker that failed first or could not be started, or None."""
         if self.start_failure is not None:

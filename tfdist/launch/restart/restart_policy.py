@@ -40,9 +40,11 @@ class RestartPolicy:
     """Counts restarts and progress.
 
     Progress is a step or a checkpoint beyond the highest of all earlier attempts in the same `fit`. A script may call
-    `fit` several times, and an attempt may skip calls that are complete. Two restarts in a row without progress end
-    the run. A first attempt in which a worker exits with an error before its first heartbeat ends it, too, because a
-    wrong argument or import fails again.
+    `fit` several times, and an attempt may skip calls that are complete. Two restarts without progress that end with an
+    error of the script, a stall or a frozen worker end the run. A lost host, and a worker that something outside has
+    killed (SIGKILL, SIGTERM), say nothing about the script: after such attempts only the delay grows. A first attempt
+    in which a worker exits with an error before its first heartbeat ends the run, too, because a wrong argument or
+    import fails again.
 
     Args:
         workers: Full number of workers.
@@ -104,9 +106,10 @@ class RestartPolicy:
         self._last_fit = outcome.fit
         doubled = min(2 * self._delay, max(MAX_DELAY_SECONDS, self._first_delay))
         self._delay = 0.0 if has_progress else doubled or self._first_delay
-        # The first attempt is not a restart.
-        without = 0 if has_progress or outcome.attempt == 0 else self._attempts_without_progress + 1
-        self._attempts_without_progress = without
+        if has_progress:
+            self._attempts_without_progress = 0
+        elif outcome.attempt > 0 and not outcome.failed_from_outside:  # The first attempt is not a restart.
+            self._attempts_without_progress += 1
 
     def _why_not(self, outcome: Outcome) -> str:
         if not self.is_left:

@@ -15,6 +15,9 @@ _LOST_PEER = re.compile(
     r"addresses|heartbeat timeout|CoordinationServiceError|Failed to send RPC to coordination service|coordination "
     r"service encountered an error|Coordination agent is set to error"
 )
+_SIGNALS_OF_A_CRASH = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
+)
 _INFORMATION = re.compile(r"[-\d]+ [\d:.]+: I |I\d{4} ")  # how TensorFlow marks it in its log
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 
@@ -71,6 +74,15 @@ class WorkerExit:
         137
         """
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    @property
+    def is_killed_from_outside(self) -> bool:
+        """Whether a signal ended it that its own code does not cause, as a fault of memory or an abort does.
+
+        >>> WorkerExit(0, -9).is_killed_from_outside, WorkerExit(0, -11).is_killed_from_outside
+        (True, False)
+        """
+        return self.returncode < 0 and -self.returncode not in _SIGNALS_OF_A_CRASH and not self.failure_reason
 
     @property
     def reports_lost_peer(self) -> bool:

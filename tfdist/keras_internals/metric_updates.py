@@ -1,0 +1,46 @@
+"""Makes metrics of losses, which a step updates with a scalar, those of the global batch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.loss_step import LossStep, times
+
+
+def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes `keras.metrics.Mean` and `Sum` count a scalar once for the global batch while a step is running.
+
+    A step of one process adds its loss to a `Mean` as one value. Each of several replicas adds a part of the loss, or
+    the mean over its own samples; both become the mean, with the replica's fraction of the samples as its weight. So
+    the sums over the replicas are the loss, and a count of 1.
+
+    May be called more than once, for different steps.
+    """
+    update_mean, update_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
+
+    def counts_once(values: Any, sample_weight: Any) -> LossStep | None:
+        step = current_step()
+        if step is None or sample_weight is not None or step.scales_itself or values is step.unweighted:
+            return None
+        shape = getattr(values, "shape", ())
+        is_known_scalar = getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) == 0
+        return step if is_known_scalar and not isinstance(values, (list, tuple)) else None
+
+    @functools.wraps(update_mean)
+    def update_mean_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = counts_once(values, sample_weight)
+        if step is None:
+            return update_mean(self, values, sample_weight)
+        return update_mean(self, step.mean_of(values), step.weight)
+
+    @functools.wraps(update_sum)
+    def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = counts_once(values, sample_weight)
+        if step is None:
+            return update_sum(self, values, sample_weight)
+        return update_sum(self, times(step.mean_of(values), step.weight), sample_weight)
+
+    keras.metrics.Mean.update_state = update_mean_by_share
+    keras.metrics.Sum.update_state = update_sum_by_share

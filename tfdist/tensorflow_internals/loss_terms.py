@@ -1,0 +1,90 @@
+"""Splits a loss of a traced step into terms, each a mean over the samples or a sum; finds the line that made one."""
+
+import dataclasses
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.sample_degrees import ZERO, SampleDegrees
+
+_LIBRARIES = ("tensorflow", "keras", "tfdist", "tfdist.strategies")
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A term of a loss: `coefficient * sum(tensor)`, where `degree` is that of the sum (`None` if unknown)."""
+
+    tensor: tf.Tensor
+    coefficient: float
+    degree: float | None
+
+
+def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
+    """Returns the terms of a loss of which all parts have one degree, in order.
+
+    A loss of one degree is one term. Only sums, and products with constants, are split.
+    """
+    terms: list[Term] = []
+    waiting: list[tuple[tf.Tensor, float]] = [(loss, 1.0)]
+    while waiting:
+        tensor, coefficient = waiting.pop()
+        degree = degrees.degree(tensor)
+        parts = None if degree is not None else _parts(tensor)
+        if parts is None:
+            terms.append(Term(tensor, coefficient, degree))
+        else:
+            waiting += [(part, coefficient * factor) for part, factor in reversed(parts)]
+    return [term for term in terms if term.degree != ZERO]
+
+
+def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
+    """Returns tensors and factors that add up to a scalar; `None` if it is no such sum."""
+    operation = tensor.op
+    kind, inputs = operation.type, list(operation.inputs)
+    if tensor.shape.rank != 0:
+        return None
+    if kind in ("AddV2", "Add", "AddN"):
+        return [(given, 1.0) for given in inputs]
+    if kind == "Sub":
+        return [(inputs[0], 1.0), (inputs[1], -1.0)]
+    if kind in ("Identity", "Neg", "Reshape", "Squeeze") and inputs[0].shape.rank == 0:
+        return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
+    if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
+        first, second = (tf.get_static_value(given) for given in inputs)
+        if second is not None:
+            return [(inputs[0], float(second) if kind.startswith("Mul") else 1 / float(second) if second else 0.0)]
+        return [(inputs[1], float(first))] if kind.startswith("Mul") and first is not None else None
+    if kind in ("Sum", "Mean") and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:
+        packed = list(inputs[0].op.inputs)
+        return [(given, 1.0 if kind == "Sum" else 1 / len(packed)) for given in packed]
+    return None
+
+
+def divides_by(loss: tf.Tensor, number: int) -> bool:
+    """Whether a loss is something divided by the constant `number`."""
+    operation = loss.op
+    values = [tf.get_static_value(given) for given in operation.inputs] if len(operation.inputs) == 2 else []
+    if operation.type in ("RealDiv", "DivNoNan"):
+        return values[1] is not None and bool(np.all(values[1] == number))
+    if operation.type == "Mul":
+        return any(value is not None and np.size(value) == 1 and np.allclose(value, 1 / number) for value in values)
+    return False
+
+
+def user_line(tensor: tf.Tensor) -> str:
+    """Returns the file, line and function of the user's statement that computed a tensor of a graph."""
+    specs = [find_spec(name) for name in _LIBRARIES]
+    folders = tuple(os.path.dirname(os.path.realpath(spec.origin)) + os.sep for spec in specs if spec and spec.origin)
+    for frame in reversed(list(tensor.op.traceback)):
+        path, line, function = tuple(frame)[:3]
+        if not path.startswith("<") and not os.path.realpath(path).startswith(folders):
+            return f"{path}:{line}, in {function}"
+    return f"the operation {tensor.op.name!r}"
+
+
+def describe(value: Any) -> str:
+    """Returns where `value` was computed, as far as that is known."""
+    return user_line(value) if hasattr(value, "op") else repr(value)
