@@ -1,6 +1,7 @@
 """Checks of the installed libraries and of TensorFlow's start."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
@@ -39,6 +40,10 @@ def test_tested_versions(monkeypatch, versions, levels):
     found = {x.check: x for x in libraries.check_libraries(context())}
     assert [found["tensorflow"].level, found["keras"].level] == levels
     assert found["safetensors"].level == "ok"
+    wrong = {"warning": "which tfdist is not tested with", "error": "which tfdist does not support"}
+    for name in versions:
+        problem = wrong.get(found[name].level)
+        assert found[name].found == (f"{versions[name]}, {problem}" if problem else versions[name])
     if levels[0] != "ok":
         assert 'pip install "tensorflow>=2.18,<2.23"' in found["tensorflow"].remedy
 
@@ -46,9 +51,20 @@ def test_tested_versions(monkeypatch, versions, levels):
 def test_missing_library(monkeypatch):
     monkeypatch.setattr(libraries, "installed_versions", dict)
     monkeypatch.setattr(libraries, "_installed", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     findings = libraries.check_libraries(context())
     assert {x.level for x in findings} == {"error"} and {x.found for x in findings} == {"not installed"}
     assert libraries.own_versions()["tensorflow"] == "not installed"
+
+
+def test_a_build_from_a_package_of_another_name(monkeypatch):
+    """The import accepts it: tfdist.versions looks for the module."""
+    monkeypatch.setattr(libraries, "installed_versions", lambda: {"keras": "3.15.1"})
+    monkeypatch.setattr(libraries, "_installed", lambda name: None if name == "tensorflow" else "9999")
+    found = {x.check: x for x in libraries.check_libraries(context())}
+    assert (found["tensorflow"].level, found["keras"].level) == ("warning", "ok")
+    assert "of unknown version" in found["tensorflow"].found and "pip install" not in found["tensorflow"].remedy
+    assert libraries.own_versions()["tensorflow"] == "unknown version"
 
 
 def start(program, root=None, timeout_seconds=30, **environ):

@@ -1,6 +1,7 @@
 """Checks which versions are installed, and that all tasks have the same."""
 
 import importlib.metadata
+import importlib.util
 import platform
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from tfdist.doctor.report import ERROR, OK, WARNING, Finding
 from tfdist.versions import installed_versions, is_within, oldest_supported, tested_ranges
 
 SUPPORTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
+_FRAMEWORKS = ("tensorflow", "keras")
 
 
 def check_python(context: CheckContext) -> list[Finding]:
@@ -32,13 +34,17 @@ def check_libraries(context: CheckContext) -> list[Finding]:
     for name, tested in tested_ranges().items():
         expected = f"{name}{','.join(sorted(map(str, tested), reverse=True))}"
         version = known.get(name) or _installed(name)
-        if version is None:
+        if version is None and _has_module(name):
+            found = "of unknown version, from a package of another name"
+            remedy = f"None if this version fits: python -c 'import {name}; print({name}.__version__)'"
+            findings.append(Finding(WARNING, name, found, expected, remedy))
+        elif version is None:
             findings.append(Finding(ERROR, name, "not installed", expected, f'pip install "{expected}"'))
         elif not is_within(version, tested):
             remedy = f'Install a tested version: pip install "{expected}"'
-            too_old = name not in known or not is_within(version, oldest_supported(name))
-            level, problem = (ERROR, "too old for tfdist") if too_old else (WARNING, "with which tfdist is not tested")
-            findings.append(Finding(level, name, f"{version}, {problem}", expected, remedy))
+            is_newer = name in known and is_within(version, oldest_supported(name))
+            level, problem = (WARNING, "is not tested with") if is_newer else (ERROR, "does not support")
+            findings.append(Finding(level, name, f"{version}, which tfdist {problem}", expected, remedy))
         else:
             findings.append(Finding(OK, name, version))
     return findings
@@ -49,7 +55,10 @@ def own_versions() -> dict[str, str]:
     return {
         "python": _dotted(sys.version_info[:2]),
         "tfdist": tfdist.__version__,
-        **{name: installed_versions().get(name, "not installed") for name in ("tensorflow", "keras")},
+        **{
+            name: installed_versions().get(name) or ("unknown version" if _has_module(name) else "not installed")
+            for name in _FRAMEWORKS
+        },
     }
 
 
@@ -77,6 +86,11 @@ def compare_versions(by_task: Mapping[str, Mapping[str, str]]) -> list[Finding]:
         found = ", ".join(f"{name} {version}" for name, version in versions.items())
         findings.append(Finding(OK, "same versions", f"on all {len(by_task)} tasks: {found}"))
     return findings
+
+
+def _has_module(name: str) -> bool:
+    """Whether TensorFlow or Keras can be imported, also from a vendor's package; imports neither."""
+    return name in _FRAMEWORKS and importlib.util.find_spec(name) is not None
 
 
 def _installed(name: str) -> str | None:
