@@ -1,7 +1,6 @@
 """`reduce` and `gather` within one process: TensorFlow's results, dtypes and errors, without collectives."""
 
 import contextlib
-import logging
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import tensorflow as tf
 from stock_strategy import stock_mirrored
 
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveReplicaLauncher
 
 DTYPES = ["float32", "int32", "uint8", "complex64", "bool"]
 
@@ -103,21 +103,20 @@ def test_reduce_takes_every_dtype_eagerly(strategies, dtype):
         assert (result.dtype, result.numpy().tolist()) == (tf.as_dtype(dtype), [6, 12])
 
 
-def test_gather_is_not_traced_again_in_each_call(strategies):
-    """TensorFlow's strategies show that the warning would be seen."""
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = tf.get_logger()
-    logger.addHandler(handler)
-    try:
-        for strategy in strategies:
-            for rows in range(1, 8):
-                values = strategy.run(lambda rows=rows: tf.ones([rows, 2]))
-                assert strategy.gather(values, axis=0).shape == (4 * rows, 2)
-            warnings.append("")
-    finally:
-        logger.removeHandler(handler)
-    ours = warnings[: warnings.index("")]
-    assert not any("triggered tf.function retracing" in warning for warning in ours)
-    assert any("triggered tf.function retracing" in warning for warning in warnings)
+def test_gather_is_traced_once_and_by_tensorflow_in_each_call(strategies, monkeypatch):
+    launched = []
+    stock = CollectiveReplicaLauncher.all_gather
+
+    def all_gather(self, *arguments):
+        launched.append(self)
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(CollectiveReplicaLauncher, "all_gather", all_gather)
+    counts = []
+    for strategy in strategies:
+        for rows in range(1, 8):
+            values = strategy.run(lambda rows=rows: tf.ones([rows, 2], tf.float64))
+            assert strategy.gather(values, axis=0).shape == (4 * rows, 2)
+        counts.append(len(launched))
+        launched.clear()
+    assert counts == [4, 7 * 4]  # once for each replica

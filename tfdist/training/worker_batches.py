@@ -31,6 +31,12 @@ def worker_batches(
     Returns:
         The batches, and whether TensorFlow's auto-sharding must follow, which gives each worker separate files.
     """
+    if not any(has_rows(leaf) for leaf in tf.nest.flatten(dataset.element_spec)):
+        raise ValueError(
+            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
+            f"{dataset.element_spec}. Expected: elements with a first dimension. Call the `batch` method of the "
+            "dataset."
+        )
     replicas, first, own = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.AUTO and not reads_files(dataset, len(replicas_of_workers), rank):
@@ -46,11 +52,6 @@ def worker_batches(
 def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) -> tf.data.Dataset:
     """Returns parts `first` to `first + own` of the `replicas` parts of each batch, one after another."""
     spec = dataset.element_spec
-    if not any(has_rows(leaf) for leaf in tf.nest.flatten(spec)):
-        raise ValueError(
-            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
-            f"{spec}. Expected: elements with a first dimension. Call the `batch` method of the dataset."
-        )
 
     def parts(*batch: Any) -> tf.data.Dataset:
         data = tf.nest.pack_sequence_as(spec, tf.nest.flatten(batch))
