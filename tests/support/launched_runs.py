@@ -74,11 +74,15 @@ def launch(
     """
     environment = child_environment(*paths, TMPDIR=str(folder))
     command = [sys.executable, "-m", "tfdist.launch", "run", *options, str(script), str(folder), *arguments]
-    with (folder / "output.txt").open("w") as output:
-        ended = subprocess.run(
-            command, env=environment, stdout=output, stderr=output, timeout=limit_seconds, check=False
-        )
-    (folder / "exit_code").write_text(str(ended.returncode))
+    exit_code = "none: the run was killed"
+    try:
+        with (folder / "output.txt").open("w") as output:
+            ended = subprocess.run(
+                command, env=environment, stdout=output, stderr=output, timeout=limit_seconds, check=False
+            )
+        exit_code = str(ended.returncode)
+    finally:  # tests of other processes show it, too
+        (folder / "exit_code").write_text(exit_code)
     return LaunchedRun(folder)
 
 
