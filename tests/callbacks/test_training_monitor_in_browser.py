@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_environment import child_environment
 
 from benchmarks.browser import browser_page, find_browser
 from benchmarks.tensorboard_page import open_charts, serving, shown_tags
@@ -45,7 +46,15 @@ def printed(directory, server):
     options = ["--epochs=2", "--every_steps=5", "--save_every_steps=10", "--kill_at_steps=33"]
     script = [str(ROOT / "examples" / "monitoring.py"), f"--directory={directory}", f"--data_dir={directory}", *options]
     launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", "1"]
-    ended = subprocess.run([*launcher, *script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    ended = subprocess.run(
+        [*launcher, *script],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines(), ended.stderr.splitlines()
 

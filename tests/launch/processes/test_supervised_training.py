@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from child_environment import child_environment
 
 LIMIT_SECONDS = 200
 # Both `fit`s train the same function: the second one's steps are short, and so is the time that is a stall.
@@ -37,7 +38,8 @@ for name, callbacks in (("one", []), ("other", [Hang()])):
 @pytest.mark.multi_process
 def test_missing_peer_leads_to_a_restart_and_a_hang_in_validation_is_a_stall(start, tmp_path):
     options = ("--max-restarts", "1", "--restart-delay", "0", "--stall-timeout", "3", "--grace", "0.5")
-    ended = start(SCRIPT, *options, "--log-dir", "logs").end(LIMIT_SECONDS)
+    environment = {"PYTHONPATH": child_environment()["PYTHONPATH"]}
+    ended = start(SCRIPT, *options, "--log-dir", "logs", env=environment).end(LIMIT_SECONDS)
     peer, stall = (json.loads((tmp_path / "logs" / f"attempt-{attempt}.json").read_text()) for attempt in (0, 1))
     assert peer["cause"]["rank"] == 0 and peer["cause"]["exception"] == "TimeoutError"
     assert any("The cluster was not complete after 1 s" in line for line in peer["cause"]["last_lines"])
