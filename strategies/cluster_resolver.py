@@ -46,7 +46,7 @@ def check_parameter_server_cluster(spec: dict[str, Any], task_type: str | None, 
     Raises:
         ValueError: The cluster has several chiefs, an unknown job, no worker or no server, or not this task.
     """
-    sizes = {job: len(tasks) for job, tasks in spec.items()}
+    sizes = {job: len(tasks) for job, tasks in sorted(spec.items())}
     remedy = "Change the `cluster_resolver` of ParameterServerStrategy, or TF_CONFIG."
     if sizes.get("chief", 0) > 1 or not sizes.get("worker") or not sizes.get("ps") or set(sizes) - _SERVER_JOBS:
         raise ValueError(
