@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from interruptions import Interrupt, Interrupted, disturbed, names
+from small_training import fit
 from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
 
@@ -21,16 +22,15 @@ def mirrored(**arguments):
 
 TRAININGS = {
     "one process": {},
-    "arrays": {"kind": "arrays"},
+    "arrays, accumulated": {"kind": "arrays", "accumulation": 3},
     "unknown cardinality": {"kind": "unknown"},
     "PyDataset": {"kind": "PyDataset"},
     "PyDataset with threads": {"kind": "PyDataset with threads"},
-    "accumulation": {"accumulation": 3},
     "two replicas": {"strategy": mirrored()},
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
 }
-# Each has another beside it that does more; tests/any_strategy has the stock strategies.
-LONG = ("unknown cardinality", "PyDataset", "two replicas", "two replicas, stock")
+# Others do more: `test_every_moment` has one process, tests/any_strategy the stock strategies.
+LONG = ("one process", "unknown cardinality", "PyDataset", "two replicas", "two replicas, stock")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +48,9 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in TRAININGS])
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
-    # In the first epoch, in its last step, and in the validation of the second.
-    result = disturbed(
-        tmp_path,
-        ("on_train_batch_end", 5),
-        ("on_train_batch_end", 3),
-        ("on_test_batch_end", 3),
-        every_steps=2,
-        **TRAININGS[name],
-    )
+    # In the last step of the first epoch, and in the validation of the second.
+    interruptions = ("on_train_batch_end", STEPS), ("on_test_batch_end", 3)
+    result = disturbed(tmp_path, *interruptions, every_steps=2, **TRAININGS[name])
     assert differences(undisturbed(name), result) == []
 
 
@@ -66,13 +60,12 @@ def test_a_compressed_training_with_a_report_of_communication(tmp_path):
     def report(folder, *callbacks):
         reporting = CommunicationReport(print_table=False)
         strategy = mirrored(compression="powersgd:2")
-        result = train(folder, callbacks=[reporting, *callbacks], strategy=strategy, accumulation=2, every_steps=2)
+        result = train(folder, callbacks=[reporting, *callbacks], strategy=strategy, accumulation=2, every_steps=3)
         return result, reporting.table()
 
     expected, table = report(tmp_path / "undisturbed")
-    for interruption in (("on_train_batch_end", 5), ("on_test_batch_end", 3)):
-        with pytest.raises(Interrupted):
-            report(tmp_path / "disturbed", Interrupt(*interruption))
+    with pytest.raises(Interrupted):
+        report(tmp_path / "disturbed", Interrupt("on_train_batch_end", STEPS + 5))
     result, same_table = report(tmp_path / "disturbed")
     assert differences(expected, result) == []
     assert any("bytes" in name for name in result) and same_table == table
@@ -130,11 +123,12 @@ def test_other_intervals(tmp_path, undisturbed, interruptions, intervals):
     assert differences(undisturbed("one process"), result) == []
 
 
-@pytest.mark.parametrize("moment", [("on_train_batch_end", 4), ("on_test_batch_end", 1)], ids=str)
-def test_a_signal_saves_and_ends_with_its_code(tmp_path, undisturbed, moment):
-    with pytest.raises(SystemExit) as ending:
-        train(tmp_path, callbacks=[Interrupt(*moment, signal.SIGTERM)], every_epochs=100)
-    assert ending.value.code == 75 and names(tmp_path) == ["ckpt-0000000000"]
+def test_a_signal_saves_and_ends_with_its_code(tmp_path, undisturbed):
+    """In a step, and in the validation after the resumed epoch."""
+    for number, moment in enumerate([("on_train_batch_end", 4), ("on_test_batch_end", 1)]):
+        with pytest.raises(SystemExit) as ending:
+            train(tmp_path, callbacks=[Interrupt(*moment, signal.SIGTERM)], every_epochs=100)
+        assert ending.value.code == 75 and len(names(tmp_path)) == number + 1
     result = train(tmp_path, every_epochs=100)
     assert differences(undisturbed("one process"), result) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -153,12 +147,12 @@ def test_signals_are_not_handled_if_disabled(tmp_path, monkeypatch, handle):
     monkeypatch.setattr(
         "tfdist.recovery.preemption.PreemptionHandler.install", lambda self: installed.append(self) or True
     )
-    train(tmp_path, handle_signals=handle, epochs=1)
+    fit(tmp_path, handle_signals=handle, epochs=1)
     assert len(installed) == handle
 
 
 def test_another_model_is_an_error_before_anything_changes(tmp_path):
-    def fit(units):
+    def compiled(units):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units)])
         model.compile("sgd", loss="mse")
@@ -166,8 +160,8 @@ def test_another_model_is_an_error_before_anything_changes(tmp_path):
         inputs = np.ones([8, 3], "float32"), np.ones([8, units], "float32")
         return model, before, lambda: model.fit(*inputs, verbose=0, callbacks=[FailureRecovery(tmp_path)])
 
-    fit(1)[2]()
-    model, before, again = fit(2)
+    compiled(1)[2]()
+    model, before, again = compiled(2)
     with pytest.raises(ValueError, match="(?s)Received.*Expected"):
         again()
     assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
