@@ -120,7 +120,7 @@ def test_marked_tensors_have_the_given_degree():
 def test_terms():
     def loss(x, w):
         parts = tf.reduce_sum(x), tf.reduce_mean(x), tf.reduce_sum(w)
-        return -(2.0 * (parts[0] + parts[1]) - parts[2] / 4.0)
+        return -tf.reduce_sum(2.0 * (parts[0] + parts[1]) - parts[2] / 4.0)
 
     terms = traced(loss, None, lambda value, degrees: loss_terms(value, degrees))
     assert [(term.coefficient, term.degree) for term in terms] == [(-2.0, 1), (-2.0, 0), (1.0, 0)]

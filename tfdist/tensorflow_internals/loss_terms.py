@@ -50,7 +50,7 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
         return [(given, 1.0) for given in inputs]
     if kind == "Sub":
         return [(inputs[0], 1.0), (inputs[1], -1.0)]
-    if kind in ("Identity", "Neg", "Reshape", "Squeeze") and inputs[0].shape.rank == 0:
+    if kind in ("Identity", "Neg", "Reshape", "Squeeze", "Sum", "Mean") and inputs[0].shape.rank == 0:
         return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
     if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
         first, second = (tf.get_static_value(given) for given in inputs)
