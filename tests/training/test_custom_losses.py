@@ -157,3 +157,39 @@ def test_gradients_of_tensors_and_of_other_strategies_are_unchanged(cpus):
     with tf.GradientTape() as tape:
         loss = variable**2
     assert float(tape.gradient(loss, variable)) == 6.0
+
+
+def test_counts_in_metrics_are_those_of_keras(cpus):
+    """Whole numbers of samples, and a scalar of a nested function, which cannot be followed, add up over replicas."""
+
+    class Counting(OwnStep):
+        def __init__(self):
+            super().__init__(lambda outputs: tf.reduce_mean(outputs))
+            self.sums = [keras.metrics.Sum(name=name) for name in ("number", "nested")]
+            self.mean = keras.metrics.Mean(name="mean")
+
+        @property
+        def metrics(self):
+            return [*self.sums, self.mean]
+
+        def train_step(self, data):
+            super().train_step(data)
+            self.sums[0].update_state(tf.shape(data)[0])
+            self.sums[1].update_state(sum_in_a_function(data))
+            self.mean.update_state(tf.constant(3))
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    logs = []
+    for strategy in (MirroredStrategy(cpus[:2]), tf.distribute.get_strategy()):
+        with strategy.scope():
+            model = Counting()
+            model.compile(keras.optimizers.SGD(0.1))
+        history = model.fit(tf.data.Dataset.from_tensor_slices(INPUTS).batch(4), verbose=0).history
+        logs.append({name: values[0] for name, values in history.items()})
+    assert logs[0] == pytest.approx(logs[1], rel=1e-6)  # the order of a float32 sum
+    assert logs[1]["number"] == 8 and logs[1]["mean"] == 3
+
+
+@tf.function
+def sum_in_a_function(data):
+    return tf.reduce_sum(abs(data))

@@ -100,13 +100,18 @@ class LossStep:
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part. What cannot be followed counts as a mean."""
+        mean = self.mean_if_known(value)
+        return value if mean is None else mean
+
+    def mean_if_known(self, value: Any) -> Any:
+        """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
         if self.scales_itself or self.degree(value) == 0:
             return value
         if is_symbolic(value) and self._degrees is not None:
             part = self._part_of(value, loss_terms(value, self._degrees))
         else:
             part = times(value, self.sum_scale) if self.degree(value) == 1 else None
-        return value if part is None else divided(part, self.mean_scale)
+        return None if part is None else divided(part, self.mean_scale)
 
     def _part_of(self, loss: Any, terms: list[Term]) -> Any:
         """Returns a loss with the given terms as a part, or `None` if the degree of a term is unknown."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_internals.loss_step import LossStep, times
 
@@ -14,7 +15,8 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
 
     A step of one process adds its loss to a `Mean` as one value. Each of several replicas adds a part of the loss, or
     the mean over its own samples; both become the mean, with the replica's fraction of the samples as its weight. So
-    the sums over the replicas are the loss, and a count of 1.
+    the sums over the replicas are the loss, and a count of 1. Whole numbers and booleans are counted as Keras does. A
+    scalar that cannot be followed counts as a mean in `Mean`, and as a part in `Sum`.
 
     May be called more than once, for different steps.
     """
@@ -23,6 +25,8 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
     def counts_once(values: Any, sample_weight: Any) -> LossStep | None:
         step = current_step()
         if step is None or sample_weight is not None or step.scales_itself or values is step.unweighted:
+            return None
+        if not (isinstance(values, float) or tf.as_dtype(getattr(values, "dtype", tf.int32)).is_floating):
             return None
         shape = getattr(values, "shape", ())
         is_known_scalar = getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) == 0
@@ -38,9 +42,10 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
     @functools.wraps(update_sum)
     def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = counts_once(values, sample_weight)
-        if step is None:
+        mean = None if step is None else step.mean_if_known(values)
+        if step is None or mean is None:
             return update_sum(self, values, sample_weight)
-        return update_sum(self, times(step.mean_of(values), step.weight), sample_weight)
+        return update_sum(self, times(mean, step.weight), sample_weight)
 
     keras.metrics.Mean.update_state = update_mean_by_share
     keras.metrics.Sum.update_state = update_sum_by_share

@@ -72,7 +72,8 @@ def compute(
     for batch, size in zip(batches, sizes, strict=True):
         if total_samples is not None:
             loss_step = MicroStep(tf.math.divide_no_nan(*_floats(all_samples, size)), part.normalizers)
-        loss_step.observe(batch, size)
+        static_size = first_input(batch).shape[0]
+        loss_step.observe(batch, size if static_size is None else static_size)
         values = scope.mean_values(of_outputs)
         # One after another, so that the activations of a micro-step are freed before the next one.
         with tf.control_dependencies(before), scope.step(loss_step):

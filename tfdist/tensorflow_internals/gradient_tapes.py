@@ -32,7 +32,8 @@ def patch_gradient_tapes(parts: Callable[[list[Any]], Parts | None]) -> None:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        has_variable = any(hasattr(source, "handle") for source in tf.nest.flatten(sources))
+        # A variable that a worker has pulled in another dtype has no `handle`.
+        has_variable = any(hasattr(source, "trainable") for source in tf.nest.flatten(sources))
         targets = tf.nest.flatten(target)
         found = parts(targets) if has_variable and output_gradients is None else None
         if found is None:
