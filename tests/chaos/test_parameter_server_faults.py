@@ -13,7 +13,7 @@ from training import differences
 
 _SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
 _LIMIT_SECONDS = 500
-pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1800)]
 
 
 def run(folder, kind, plan=()):

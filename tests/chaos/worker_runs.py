@@ -24,7 +24,7 @@ def launcher(workers, options, script, *arguments):
     return [*run, str(script), *map(str, arguments)], child_environment()
 
 
-def run(arguments, environ, *, plan=(), code=0, limit_seconds=600):
+def run(arguments, environ, *, plan=(), code=0, limit_seconds=1200):
     """Runs what `command` or `launcher` returned, and returns the launcher's output; every fault must occur."""
     ended = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=limit_seconds, check=False)
     assert ended.returncode == code, ended.stderr[-6000:]

@@ -60,7 +60,7 @@ def launch(
     *arguments: str,
     options: Sequence[str] = (),
     paths: Sequence[Path] = (),
-    limit_seconds: float = 400.0,
+    limit_seconds: float = 1200.0,
 ) -> LaunchedRun:
     """Runs `tfdist run OPTIONS script folder ARGUMENTS` and waits for its end, whatever its exit code is.
 
