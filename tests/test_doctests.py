@@ -11,7 +11,7 @@ import pytest
 from child_environment import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 1200
 WITH_EXAMPLES = ("tfdist", "tfdist.versions")
 SAMPLES = {
     "wrong": '"""\n>>> 1 + 1\n3\n"""\n',

@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     # -P and no PYTHONPATH: Python must import the installed package, not the checkout.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     return done.stdout

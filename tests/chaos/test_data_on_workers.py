@@ -12,7 +12,7 @@ from worker_runs import assert_as_undisturbed, counting_steps, launcher
 from tfdist.checkpoint import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("on_workers_by_data.py")
-pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(2700)]
 PLAN = [
     {"data": "arrays", "rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL", "after_save": 3},
     {"data": "arrays", "rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGKILL", "after_save": 9},

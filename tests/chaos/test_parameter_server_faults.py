@@ -12,8 +12,8 @@ from child_environment import child_environment
 from training import differences
 
 _SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
-_LIMIT_SECONDS = 500
-pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(1800)]
+_LIMIT_SECONDS = 1200
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(2700)]
 
 
 def run(folder, kind, plan=()):

@@ -17,7 +17,7 @@ from worker_runs import assert_as_undisturbed
 KILLS = 20
 # What these kills must hit, among other moments.
 EXPECTED = {"restore", "validation", BETWEEN_EPOCHS, SAVING, HALF_DONE}
-pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(2700)]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("workers", 2), ("workers", 3), ("replicas", 1)])

@@ -11,7 +11,7 @@ from worker_runs import assert_as_undisturbed, command, first_steps, results
 from tfdist.checkpoint import CheckpointStore
 from tfdist.recovery.resharding import group_by_variable, merge_ranks
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(2700)]
 
 # By name: kind and workers; a fault for each attempt, the last a signal that ends the run; the first steps, from 0, of
 # these attempts and of the following run. Every third step saves. At least every second attempt makes progress, or

@@ -13,7 +13,7 @@ import pytest
 from tfdist.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 1200
 # Elements whose address the browser loads when it opens the page.
 LOADS = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\b(?:href|src)=\"?((?:https?:)?//[^\s\">]+)")
 # Names of objects, not of modules.

@@ -15,7 +15,7 @@ import pytest
 from role_runs import roles_starter
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 _FOREIGN = ("TF_CONFIG", "TF_NUM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "TFDIST_", "SLURM_", "JOB_COMPLETION_INDEX")
 
 # What every worker script may import: its rank and attempt, heartbeats, notes to the test, and waiting with a limit.

@@ -15,7 +15,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from notebook_files import FOLDER, paths, stripped
 
-CELL_LIMIT_SECONDS = 240
+CELL_LIMIT_SECONDS = 900
 ROOT = FOLDER.parents[1]
 
 # The last line of each notebook.

@@ -23,5 +23,5 @@ def _options(*, workers: int = 2, servers: int = 1, options: Sequence[str] = ())
     return {
         "options": ["--workers", str(workers), "--parameter-servers", str(servers), *options],
         "paths": [_HERE.parent / "parity", _HERE.parent / "strategies"],
-        "limit_seconds": 1200,
+        "limit_seconds": 2400,
     }

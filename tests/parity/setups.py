@@ -11,7 +11,7 @@ from typing import Any
 from child_environment import child_environment
 
 _SCRIPT = Path(__file__).with_name("run_cases.py")
-_LIMIT_SECONDS = 900
+_LIMIT_SECONDS = 2400
 
 
 @dataclass(frozen=True)

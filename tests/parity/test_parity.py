@@ -61,7 +61,7 @@ def results_on(tmp_path_factory):
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize(("setup", "name"), _PAIRS, ids=str)
 def test_replicas_equal_one_process(results_on, setup, name):
     result = results_on(setup)[name]
@@ -71,7 +71,7 @@ def test_replicas_equal_one_process(results_on, setup, name):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2700)
 def test_the_stock_optimizers_are_among_the_cases(tmp_path):
     swept = "adadelta adafactor adagrad adamax ftrl lamb lion muon nadam rmsprop".split()
     names = [f"optimizer_{name}" for name in swept]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from child_environment import child_environment
 
-_LIMIT_SECONDS = 240
+_LIMIT_SECONDS = 1200
 
 
 @pytest.fixture(scope="module")

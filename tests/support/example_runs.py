@@ -6,7 +6,7 @@ from pathlib import Path
 
 from child_environment import ROOT, child_environment
 
-LIMIT_SECONDS = 200
+LIMIT_SECONDS = 900
 
 
 def run_example(script: str, *arguments: str, options: tuple[str, ...] = ("--workers", "2"), cwd: Path = ROOT) -> str:

@@ -17,7 +17,7 @@ from notebook_cells import CELL, forget_clusters, in_cell
 from tfdist.launch import WorkerError, from_notebook
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 
 
 @pytest.fixture(autouse=True)

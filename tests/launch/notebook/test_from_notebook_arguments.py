@@ -16,7 +16,7 @@ from tfdist.launch.notebook.function_pickling import _PROCESS_BOUND, _TENSOR, _l
 from tfdist.launch.notebook.launcher_process import in_python
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 
 
 @pytest.fixture(autouse=True)

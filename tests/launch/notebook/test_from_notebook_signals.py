@@ -11,7 +11,7 @@ import pytest
 from child_environment import child_environment
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
