@@ -19,6 +19,7 @@ def scale_loss_for_distribution(loss: Any) -> Any:
         `loss` multiplied by the replica's fraction of the samples, a scalar. Without a strategy, and in a layer's
         `call`, `loss` itself.
 
+    >>> import tensorflow as tf
     >>> scale_loss_for_distribution(tf.constant(2.0)).numpy()
     np.float32(2.0)
     """
@@ -37,6 +38,7 @@ def unscale_loss_for_distribution(loss: Any) -> Any:
     Returns:
         A scalar, whose mean over the replicas, weighted by samples, is the loss of the global batch.
 
+    >>> import tensorflow as tf
     >>> unscale_loss_for_distribution(tf.constant(2.0)).numpy()
     np.float32(2.0)
     """

@@ -78,8 +78,11 @@ class ReplicaStep(LossStep):
 
     @contextmanager
     def share_of(self, divisor: tf.Tensor) -> Iterator[None]:
-        """Sets `fraction` to this replica's share of the sum of all replicas' `divisor`, a float32 scalar."""
-        divisor = tf.stop_gradient(divisor)
+        """Sets `fraction` to this replica's share of the sum of all replicas' `divisor`, a float32 scalar.
+
+        A replica without samples computes on a sample of another one, and has no share.
+        """
+        divisor = tf.stop_gradient(divisor) * tf.cast(self.contributes, tf.float32)
         before = self.fraction
         (total,) = sum_over_replicas([divisor])
         self.fraction = tf.math.divide_no_nan(divisor, total)

@@ -138,8 +138,8 @@ def test_progress_is_that_of_the_furthest_node_and_the_newest_fit():
     """Each attempt goes further than the one before: the chief, on node 0, first trains alone."""
     hosts = Hosts(max_restarts=9).start()
     for attempt, (fit, step) in enumerate([(1, 900), (2, 40), (2, 80), (3, 5), (3, 5), (3, 4)]):
-        hosts.tell(0, "failed", attempt=attempt, text="killed")
-        hosts.done(0, -9, attempt=attempt, fit=fit, step=step)
+        hosts.tell(0, "failed", attempt=attempt, text="exit code 1")
+        hosts.done(0, 1, attempt=attempt, fit=fit, step=step)
         hosts.done(1, -15, attempt=attempt, signalled=True, fit=1, step=1000)
         hosts.get_ready()
     (over,) = hosts.connections[0].take("run_over")
