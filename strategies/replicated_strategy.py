@@ -28,13 +28,13 @@ from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.gradient_tapes import is_read_by_user
+from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
 from tfdist.training.replica_step import local_parts, step_on_replicas
-from tfdist.training.sample_shares import current_step, is_distributed, rows_of_part
+from tfdist.training.sample_shares import current_step, is_distributed, note_read_number, rows_of_part
 from tfdist.training.strategy_protocol import TrainingStrategy
 
 if TYPE_CHECKING:
@@ -99,11 +99,10 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas. A `train_step` that reads it scales its losses itself."""
-        step = current_step()
-        if step is not None and not step.scales_itself and is_read_by_user():
-            step.scales_itself = True
-        return super().num_replicas_in_sync
+        """The number of replicas. A loss that is divided by it counts as scaled for as many replicas."""
+        if is_read_by_user():
+            note_read_number()
+        return replica_count(super().num_replicas_in_sync)
 
     @property
     def micro_batches(self) -> int:

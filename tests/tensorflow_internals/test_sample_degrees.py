@@ -48,11 +48,10 @@ MEANS = {
     "sum of means": lambda x, w: tf.reduce_sum(tf.reduce_mean(x, axis=0)),
     "sum by count": lambda x, w: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32),
     "sum by size": lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
-    "function of a mean": lambda x, w: tf.exp(tf.reduce_mean(x)) ** 2,
     "weights": lambda x, w: tf.reduce_sum(w**2) + tf.nn.l2_loss(w),
     "difference": lambda x, w: 0.5 * (tf.reduce_mean(x) - tf.reduce_mean(x @ w)) + 0.0,
     "of noise": lambda x, w: tf.reduce_mean(tf.random.normal(tf.stack([tf.shape(x)[0], 3]))),
-    "hinge": lambda x, w: tf.maximum(tf.reduce_mean(x), 0.0),
+    "hinge": lambda x, w: tf.reduce_mean(tf.maximum(x, 0.0)),
     "outputs of a loop": lambda x, w: tf.reduce_mean(recurrent(x)),
     "gradient penalty": lambda x, w: tf.reduce_mean(tf.norm(gradient(lambda y: (y * w[0]) @ w, x), axis=1)),
     "normalized": lambda x, w: tf.reduce_mean(tf.nn.softmax(x - tf.reduce_max(x, axis=1, keepdims=True))[:, :2]),
@@ -64,7 +63,9 @@ PARTS = {
     "sum by a constant": lambda x, w: tf.reduce_sum(x) / 100.0,
     "flattened": lambda x, w: tf.reduce_sum(tf.reshape(x, [-1])),
     "l2_loss": lambda x, w: tf.nn.l2_loss(x),
-    "mean by a sum": lambda x, w: tf.reduce_mean(x) * tf.reduce_sum(tf.abs(x)),
+    "contraction": lambda x, w: tf.einsum("ij,ij->", x, x),
+    "in a function": lambda x, w: tf.function(tf.reduce_sum)(x),
+    "in a condition": lambda x, w: tf.cond(w[0, 0] > 0, lambda: tf.reduce_sum(x), lambda: 0.0),
     "noise": lambda x, w: tf.reduce_sum(tf.random.normal(tf.stack([tf.shape(x)[0], 3]))),
     "transposed": lambda x, w: tf.reduce_sum(tf.transpose(x), axis=1),
     "sum of a loop": lambda x, w: tf.reduce_sum(recurrent(x)),
@@ -77,8 +78,14 @@ NEITHER = {
     "both": lambda x, w: tf.reduce_sum(x) + tf.reduce_mean(x),
     "maximum": lambda x, w: tf.reduce_max(x),
     "first sample": lambda x, w: tf.reduce_sum(x[0]),
-    "contraction": lambda x, w: tf.einsum("ij,ij->", x, x),
-    "opaque": lambda x, w: tf.function(tf.reduce_sum)(x),
+    "function of a mean": lambda x, w: tf.exp(tf.reduce_mean(x)) ** 2,
+    "larger mean": lambda x, w: tf.maximum(tf.reduce_mean(x), 0.0),
+    "mean by a sum": lambda x, w: tf.reduce_mean(x) * tf.reduce_sum(tf.abs(x)),
+    "quotient": lambda x, w: tf.reduce_sum(x) / tf.reduce_sum(x**2),
+    "quotient of means by weights": lambda x, w: tf.reduce_mean(x) / tf.reduce_mean(x @ w),
+    "samples of a row": lambda x, w: tf.reduce_sum(tf.matmul(x, x, transpose_b=True)),
+    "inverse number": lambda x, w: tf.reduce_sum(w) / tf.cast(tf.shape(x)[0], tf.float32),
+    "half of the samples": lambda x, w: tf.reduce_mean(x[: tf.shape(x)[0] // 2]),
     "conditional": lambda x, w: tf.cond(x[0, 0] > 0, lambda: tf.reduce_sum(x), lambda: 0.0),
 }
 
@@ -114,7 +121,7 @@ def test_marked_tensors_have_the_given_degree():
         degrees.mark(mean, 1)
         return [degrees.degree(value) for value in (mean, 3.0 * mean, mean + tf.reduce_sum(x), mean / mean)]
 
-    assert traced(loss_of, SAMPLES, lambda degrees, _: degrees) == [1, 1, 1, 0]
+    assert traced(loss_of, SAMPLES, lambda degrees, _: degrees) == [1, 1, 1, None]
 
 
 def test_terms():

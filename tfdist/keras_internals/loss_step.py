@@ -1,15 +1,15 @@
 """The step that runs on a replica, as Keras' losses and metrics and TensorFlow's gradient tapes use it."""
 
 import contextlib
-import warnings
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.loss_terms import Term, describe, divides_by, loss_terms
-from tfdist.tensorflow_internals.sample_degrees import ZERO, SampleDegrees, is_symbolic
-
-_warned: set[str] = set()
+from tfdist.keras_internals.loss_warnings import LossWarnings
+from tfdist.tensorflow_internals.loss_terms import Term, divides_by, loss_terms
+from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, is_symbolic
+from tfdist.tensorflow_internals.sample_kinds import ZERO
 
 
 class LossStep:
@@ -23,17 +23,20 @@ class LossStep:
         has_scaled: Whether a loss was scaled since this was set to False.
         parts_of_replica: The number of micro-batches of the replica.
         unweighted: A value that a metric must count as Keras does.
-        scales_itself: Whether the user's code has read the number of replicas, so that it scales losses itself.
+        has_read_number: Whether the user's code has read the number of replicas in this step.
+        has_read_number_before: Whether it has in any step, or outside of one.
     """
 
     scaled_degree = 1
     has_scaled = False
     parts_of_replica = 1
+    has_read_number = False
+    has_read_number_before = False
     unweighted: Any = None
-    scales_itself = False
     fraction: Any = 1
     sum_scale: Any = 1
     _degrees: SampleDegrees | None = None
+    _warnings = LossWarnings()
 
     @property
     def samples_are_static(self) -> bool:
@@ -56,15 +59,26 @@ class LossStep:
 
     def observe(self, data: Any, samples: int | tf.Tensor) -> None:
         """Prepares to follow the losses of a step that is being traced on `data`, a part of `samples` samples."""
-        self._degrees = SampleDegrees(data, samples)
-        self._known: dict[int, tuple[Any, int]] = {}
-        self._degrees.mark(self.fraction, 1)
+        self._degrees = SampleDegrees(data, samples, int(tf.distribute.get_strategy().num_replicas_in_sync))
+        self._known: dict[int, tuple[Any, float]] = {}
+        self._degrees.mark(self.fraction, 1, is_loss=False)
 
-    def mark(self, value: Any, degree: int) -> Any:
+    def mark_samples(self, outputs: Any, inputs: Any) -> None:
+        """Notes that each sample of a layer's `outputs` counts as computed from the same sample of its `inputs`."""
+        if self._degrees is not None:
+            self._degrees.mark_samples(outputs, inputs)
+
+    def mark(self, value: Any, degree: float) -> Any:
         """Notes the degree of `value`, and returns it."""
         if self._degrees is not None:
             self._degrees.mark(value, degree)
             self._known[id(value)] = (value, degree)
+        return value
+
+    def mark_like(self, value: Any, other: Any) -> Any:
+        """Notes that `value`, which is computed eagerly, has the degree of `other`, and returns it."""
+        if not is_symbolic(value) and self.degree(other) is not None and value is not other:
+            self.mark(value, self.degree(other) or 0)
         return value
 
     def mark_scaled(self, value: Any) -> Any:
@@ -94,9 +108,24 @@ class LossStep:
         """The number of samples of this part, if it is known."""
         return None
 
-    def scale_of(self, degree: float | None) -> Any:
-        """The factor that makes a value of degree 0 or 1 a part; `None` for other degrees."""
-        return self.mean_scale if degree == 0 else self.sum_scale if degree in (1, ZERO) else None
+    def inverse_of_total(self, divisor: tf.Tensor) -> Any:
+        """Returns 1 divided by the sum of all parts' `divisor`, a scalar; `None` if parts cannot exchange it."""
+        return None
+
+    def scale_of(self, term: Term) -> Any:
+        """The factor that makes a term a part of the loss; `None` if nothing is known of it.
+
+        One process has one replica, so a factor of the number of replicas is taken away, except from a sum, which is
+        divided by a number of samples of all replicas.
+        """
+        if term.degree not in (0, 1, ZERO):
+            return None
+        if term.divisor is not None:
+            return self.inverse_of_total(term.divisor)
+        scale = self.mean_scale if term.degree == 0 else self.sum_scale
+        if not term.replicas or (term.degree == 1 and term.replicas == -1):
+            return scale
+        return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part. What cannot be followed counts as a mean."""
@@ -105,101 +134,123 @@ class LossStep:
 
     def mean_if_known(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
-        if self.scales_itself or self.degree(value) == 0:
+        if not is_symbolic(value) or self._degrees is None:
+            degree = self.degree(value)
+            return (
+                value
+                if degree == 0
+                else divided(times(value, self.sum_scale), self.mean_scale)
+                if degree == 1
+                else None
+            )
+        terms = loss_terms(value, self._degrees)
+        if all(term.is_mean for term in terms):
             return value
-        if is_symbolic(value) and self._degrees is not None:
-            part = self._part_of(value, loss_terms(value, self._degrees))
-        else:
-            part = times(value, self.sum_scale) if self.degree(value) == 1 else None
+        part = self._part_of(value, terms)
         return None if part is None else divided(part, self.mean_scale)
 
     def _part_of(self, loss: Any, terms: list[Term]) -> Any:
         """Returns a loss with the given terms as a part, or `None` if the degree of a term is unknown."""
-        scales = [self.scale_of(term.degree) for term in terms]
-        if None in scales:
+        scales = [self.scale_of(term) for term in terms]
+        if any(scale is None for scale in scales):
             return None
-        if len(terms) <= 1:
-            return times(loss, scales[0]) if terms else loss
+        if not terms:
+            return loss
+        if len(terms) == 1 and terms[0].divisor is None:
+            return times(loss, scales[0])
         parts = [
             tf.cast(tf.reduce_sum(times(term.tensor, scale)) * term.coefficient, loss.dtype)
             for term, scale in zip(terms, scales, strict=True)
         ]
         return tf.add_n(parts)
 
-    def parts_of_gradient(self, targets: list[Any]) -> list[tuple[Any, Any]] | None:
+    def parts_of_gradient(self, targets: list[Any], gradients: list[Any] | None = None) -> list[tuple[Any, Any]] | None:
         """Returns the tensors to differentiate and the gradients of the loss with respect to each.
 
         Args:
             targets: What the user's code differentiates with respect to variables.
+            gradients: Those of the loss with respect to the targets, if the user's code gives them.
 
         Returns:
             `None` if the targets are right as they are, or cannot be followed.
         """
-        if self.scales_itself or self._degrees is None or _is_one(self.mean_scale) and _is_one(self.sum_scale):
+        if self._degrees is None or self._is_alone:
             return None
         if not all(is_symbolic(target) for target in targets):
-            if not self.has_scaled:
-                self._warn_once(
-                    "A `train_step` computes a loss eagerly and without the losses of Keras, so tfdist cannot see "
-                    "whether it is a mean over the replica's samples, and its gradients are summed over the replicas "
-                    "unscaled. Received: run_eagerly=True. Expected: a traced step, or a scaled loss. Compile with "
-                    "`run_eagerly=False`, or pass the mean to `tfdist.training.scale_loss_for_distribution`."
-                )
+            if any(self.degree(target) is None for target in targets):
+                self._warnings.of_eager_loss()
             return None
-        parts, changes = [], False
-        for target in targets:
-            for term in loss_terms(target, self._degrees):
-                scale = self.scale_of(term.degree)
-                if scale is None:
-                    self._warn_unknown(term.tensor)
-                    scale = 1
-                changes |= not _is_one(scale)
-                if term.degree == 0:
-                    self._check_not_divided(term.tensor)
-                parts.append((term.tensor, tf.cast(scale, term.tensor.dtype) * term.coefficient))
-        return [(tensor, tf.broadcast_to(scale, tf.shape(tensor))) for tensor, scale in parts] if changes else None
+        if gradients is None:
+            terms = [term for target in targets for term in self._terms(target)]
+            givens: list[Any] = [None] * len(terms)
+        else:
+            givens = [
+                tf.ones_like(target) if one is None else one for target, one in zip(targets, gradients, strict=True)
+            ]
+            products = (self._degrees.product(*pair) for pair in zip(targets, givens, strict=True))
+            terms = [Term(target, 1.0, *found) for target, found in zip(targets, products, strict=True)]
+        scales = [self.scale_of(term) for term in terms]
+        for term, scale in zip(terms, scales, strict=True):
+            if scale is None:
+                self._warnings.of_unknown_loss(term.tensor)
+        scales = [1 if scale is None else scale for scale in scales]
+        if all(_is_one(scale) for scale in scales):
+            return None
+        return [
+            (term.tensor, _gradient(term, scale, given))
+            for term, scale, given in zip(terms, scales, givens, strict=True)
+        ]
 
-    def as_part(self, loss: Any, *, is_mean: bool) -> Any:
+    @property
+    def _is_alone(self) -> bool:
+        return _is_one(self.mean_scale) and _is_one(self.sum_scale)
+
+    def _terms(self, loss: Any) -> list[Term]:
+        """The terms of a symbolic loss; warns of literals that may be numbers of samples."""
+        assert self._degrees is not None
+        terms = loss_terms(loss, self._degrees)
+        while self._degrees.ambiguous:
+            self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
+        replicas = int(tf.distribute.get_strategy().num_replicas_in_sync)
+        for index, term in enumerate(terms):
+            if (
+                replicas > 1
+                and term.is_mean
+                and divides_by(term.tensor, replicas, anywhere=self.has_read_number_before)
+            ):
+                self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
+                terms[index] = dataclasses.replace(term, replicas=-1 if self.has_read_number else 0)
+        return terms
+
+    def as_part(self, loss: Any, *, is_mean: bool, is_certain: bool = False) -> Any:
         """Returns a loss of the user's code as a part.
 
         Args:
             loss: A scalar or a tensor, whose sum counts.
             is_mean: Whether a loss that cannot be followed is a mean. Otherwise it is a part already.
+            is_certain: Whether there is no doubt of that, so that nothing is said.
         """
         if self._degrees is None or not is_symbolic(loss):
+            if self.degree(loss) == self.scaled_degree and is_scalar(loss):
+                return self.mark_scaled(loss)
+            if (
+                not (is_certain or self._is_alone)
+                and self._degrees is not None
+                and is_scalar(loss)
+                and tf.is_tensor(loss)
+            ):
+                self._warnings.of_eager_loss()
             scale = self.mean_scale if is_mean else 1
             if not is_scalar(loss):
                 scale = self.sum_scale if self.holds_samples(loss) else self.mean_scale
             return self.mark_scaled(times(loss, scale))
-        terms = loss_terms(loss, self._degrees)
+        terms = self._terms(loss)
         part = self._part_of(loss, terms)
         if part is None:
-            self._warn_unknown(next(term.tensor for term in terms if self.scale_of(term.degree) is None))
+            if not self._is_alone:
+                self._warnings.of_unknown_loss(next(term.tensor for term in terms if self.scale_of(term) is None))
             part = times(loss, self.mean_scale if is_mean else 1)
         return self.mark_scaled(part)
-
-    def _check_not_divided(self, tensor: tf.Tensor) -> None:
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if replicas > 1 and divides_by(tensor, replicas):
-            self._warn_once(
-                f"A custom `train_step` multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
-                f"scales means itself. Received: {describe(tensor)}. Expected: the loss of one process. If the factor "
-                "stands for the number of replicas, remove it, or read `strategy.num_replicas_in_sync` in `train_step`."
-            )
-
-    def _warn_unknown(self, tensor: tf.Tensor) -> None:
-        self._warn_once(
-            "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
-            f"losses may not add up to that of one process. Received: {describe(tensor)}. Expected: means "
-            "(`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the replica's samples to "
-            "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
-            "factors only."
-        )
-
-    def _warn_once(self, message: str) -> None:
-        if message not in _warned:
-            _warned.add(message)
-            warnings.warn(message, stacklevel=4)
 
 
 def is_scalar(value: Any) -> bool:
@@ -222,6 +273,12 @@ def times(value: Any, fraction: Any) -> Any:
 def divided(value: Any, fraction: Any) -> Any:
     """Returns `value / fraction`; 0 where `fraction` is 0."""
     return value if _is_one(fraction) else tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype))
+
+
+def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:
+    """The gradient of the loss with respect to a term's tensor; `given` is that of the user's code."""
+    scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
+    return tf.broadcast_to(scale, tf.shape(term.tensor)) if given is None else times(given, scale)
 
 
 def _is_one(fraction: Any) -> bool:

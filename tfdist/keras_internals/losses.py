@@ -10,8 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
+from tfdist.keras_internals.loss_marks import patch_layer_outputs
 from tfdist.keras_internals.loss_step import LossStep, divided, is_scalar, times
 from tfdist.keras_internals.metric_updates import patch_metric_updates
+from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -54,9 +56,10 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
         step = current_step()
         if step is not None and reduction in _MEANS and tuple(values.shape) == ():
-            # The user's loss function returns the mean over this replica's samples. Keras does not scale it, so
-            # the replicas' gradients would add up to N times the gradient of one process.
-            return _scaled(step, values, step.fraction)
+            # The user's loss function returns a scalar, mostly the mean over this replica's samples. Keras does not
+            # scale it, so the replicas' gradients would add up to N times the gradient of one process.
+            part = step.as_part(values, is_mean=True)
+            return step.mark(divided(part, step.mean_scale), 0) if is_in_layer_call() else part
         if step is not None and reduction == "sum":
             return _scaled(step, reduce_values(values, sample_weight, reduction), step.sum_scale)
         return reduce_values(values, sample_weight, reduction)
@@ -102,8 +105,15 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
             return compute_loss(self, *args, **kwargs)
         step.has_scaled = False
         loss = compute_loss(self, *args, **kwargs)
-        # A custom `compute_loss` may take the mean itself, or divide by the number of replicas.
-        return step.mark_scaled(loss) if step.scales_itself else step.as_part(loss, is_mean=not step.has_scaled)
+        # A custom `compute_loss` may take the mean itself.
+        return step.as_part(loss, is_mean=not step.has_scaled)
+
+    model_loss = keras.Model.compute_loss
+
+    @functools.wraps(model_loss)
+    def model_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step, loss = current_step(), model_loss(self, *args, **kwargs)
+        return loss if step is None or loss is None else step.mark_scaled(loss)
 
     aggregate = TensorFlowTrainer._aggregate_additional_loss
 
@@ -112,18 +122,22 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         step = current_step()
         if step is None:
             return aggregate(self, loss)
+        is_penalty = not any(loss is one for of_layer in added_losses(self).values() for one in of_layer)
         loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
-        return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True)))
+        return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True, is_certain=is_penalty)))
 
+    keras.Model.compute_loss = model_loss_by_share
     TensorFlowTrainer._aggregate_additional_loss = aggregate_by_share
     TensorFlowTrainer._compute_loss = compute_loss_by_share
     _replace(losses, "reduce_values", reduce_values_by_share)
     _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
     patch_metric_updates(current_step)
 
-    def parts(targets: list[Any]) -> list[tuple[Any, Any]] | None:
+    patch_layer_outputs(current_step)
+
+    def parts(targets: list[Any], gradients: list[Any] | None) -> list[tuple[Any, Any]] | None:
         step = current_step()
-        return None if step is None else step.parts_of_gradient(targets)
+        return None if step is None else step.parts_of_gradient(targets, gradients)
 
     patch_gradient_tapes(parts)
 

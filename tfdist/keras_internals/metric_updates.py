@@ -24,7 +24,7 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
 
     def counts_once(values: Any, sample_weight: Any) -> LossStep | None:
         step = current_step()
-        if step is None or sample_weight is not None or step.scales_itself or values is step.unweighted:
+        if step is None or sample_weight is not None or values is step.unweighted:
             return None
         if not (isinstance(values, float) or tf.as_dtype(getattr(values, "dtype", tf.int32)).is_floating):
             return None

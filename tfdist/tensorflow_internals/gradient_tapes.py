@@ -1,28 +1,26 @@
 """Lets a step scale the losses that a `tf.GradientTape` differentiates, unless it scales them itself."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-_LIBRARIES = frozenset({"keras", "tensorflow", "tfdist"})
-
 Parts = list[tuple[Any, Any]]
 
 
-def patch_gradient_tapes(parts: Callable[[list[Any]], Parts | None]) -> None:
-    """Makes `tf.GradientTape.gradient` differentiate `parts(targets)` if the sources contain a variable.
+def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | None]) -> None:
+    """Makes `tf.GradientTape.gradient` and `tf.gradients` differentiate `parts(...)` if the sources contain a variable.
 
-    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged, and those with given
-    `output_gradients`. May be called more than once, with different functions.
+    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged. May be called more
+    than once, with different functions.
 
     Args:
-        parts: Takes the targets, returns tensors to differentiate instead with the gradient of the loss with respect to
-            each, of the tensor's shape; or `None` to change nothing.
+        parts: Takes the targets and, if they are given, the gradients of the loss with respect to each. Returns
+            tensors to differentiate instead with the gradient of the loss with respect to each, of the tensor's shape;
+            or `None` to change nothing.
     """
-    gradient = tf.GradientTape.gradient
+    gradient, of_graph = tf.GradientTape.gradient, tf.gradients
 
     @functools.wraps(gradient)
     def gradient_of_parts(
@@ -32,27 +30,26 @@ def patch_gradient_tapes(parts: Callable[[list[Any]], Parts | None]) -> None:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        # A variable that a worker has pulled in another dtype has no `handle`.
-        has_variable = any(hasattr(source, "trainable") for source in tf.nest.flatten(sources))
-        targets = tf.nest.flatten(target)
-        found = parts(targets) if has_variable and output_gradients is None else None
+        given = None if output_gradients is None else tf.nest.flatten(output_gradients)
+        found = parts(tf.nest.flatten(target), given) if _has_variable(sources) else None
         if found is None:
             return gradient(self, target, sources, output_gradients, unconnected_gradients)
         tensors, scales = [tensor for tensor, _ in found], [scale for _, scale in found]
         return gradient(self, tensors, sources, scales, unconnected_gradients)
 
+    @functools.wraps(of_graph)
+    def gradients_of_parts(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = None if grad_ys is None else tf.nest.flatten(grad_ys)
+        found = parts(tf.nest.flatten(ys), given) if _has_variable(xs) else None
+        if found is None:
+            return of_graph(ys, xs, grad_ys, *args, **kwargs)
+        return of_graph([tensor for tensor, _ in found], xs, [scale for _, scale in found], *args, **kwargs)
+
     tf.GradientTape.gradient = gradient_of_parts
+    tf.gradients = gradients_of_parts
 
 
-def is_read_by_user() -> bool:
-    """Whether the caller's property is being read by a user's code, or for it by `tf.nn.scale_regularization_loss`.
-
-    TensorFlow's strategies, Keras and tfdist read the number of replicas, too.
-    """
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("tensorflow.python.distribute."):
-            return module.startswith("tensorflow.python.ops.nn_impl") or module.partition(".")[0] not in _LIBRARIES
-        frame = frame.f_back
-    return False
+def _has_variable(sources: Any) -> bool:
+    # A variable that a worker has pulled in another dtype has no `handle`; `tf.gradients` takes handles.
+    leaves = tf.nest.flatten(sources)
+    return any(hasattr(leaf, "trainable") or getattr(leaf, "dtype", None) == tf.resource for leaf in leaves)

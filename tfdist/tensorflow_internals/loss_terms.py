@@ -8,18 +8,35 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_degrees import ZERO, SampleDegrees
+from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, degree_of_sum
+from tfdist.tensorflow_internals.sample_kinds import ZERO
 
+_LINEAR = frozenset("Identity Neg Cast Reshape Squeeze Sum Mean".split())
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "tfdist.strategies")
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A term of a loss: `coefficient * sum(tensor)`, where `degree` is that of the sum (`None` if unknown)."""
+    """A term of a loss: `coefficient * sum(tensor)`, divided by the `divisor` if there is one.
+
+    Attributes:
+        tensor: A tensor, whose sum counts.
+        coefficient: A constant.
+        degree: Of the sum; `None` if unknown.
+        replicas: The power of the number of replicas that is a factor of the tensor.
+        divisor: A sum or mean over the same samples, a scalar, that does not depend on variables.
+    """
 
     tensor: tf.Tensor
     coefficient: float
     degree: float | None
+    replicas: int = 0
+    divisor: tf.Tensor | None = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over the replica's samples as it is."""
+        return self.degree == 0 and not self.replicas and self.divisor is None
 
 
 def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
@@ -31,10 +48,15 @@ def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
     waiting: list[tuple[tf.Tensor, float]] = [(loss, 1.0)]
     while waiting:
         tensor, coefficient = waiting.pop()
-        degree = degrees.degree(tensor)
+        kind = degrees.kind(tensor)
+        degree = degree_of_sum(kind)
+        if kind.divisor is not None and kind.divisor is tensor.op.inputs[-1]:
+            dividend = tensor.op.inputs[0]
+            terms.append(Term(dividend, coefficient, degrees.degree(dividend), divisor=kind.divisor))
+            continue
         parts = None if degree is not None else _parts(tensor)
         if parts is None:
-            terms.append(Term(tensor, coefficient, degree))
+            terms.append(Term(tensor, coefficient, degree, kind.replicas))
         else:
             waiting += [(part, coefficient * factor) for part, factor in reversed(parts)]
     return [term for term in terms if term.degree != ZERO]
@@ -50,7 +72,12 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
         return [(given, 1.0) for given in inputs]
     if kind == "Sub":
         return [(inputs[0], 1.0), (inputs[1], -1.0)]
-    if kind in ("Identity", "Neg", "Reshape", "Squeeze", "Sum", "Mean") and inputs[0].shape.rank == 0:
+    is_float = bool(inputs) and inputs[0].dtype.is_floating
+    if (
+        kind in ("Identity", "Neg", "Reshape", "Squeeze", "Sum", "Mean", "Cast")
+        and inputs[0].shape.rank == 0
+        and is_float
+    ):
         return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
     if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
         first, second = (tf.get_static_value(given) for given in inputs)
@@ -63,15 +90,23 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
     return None
 
 
-def divides_by(loss: tf.Tensor, number: int) -> bool:
-    """Whether a loss is something divided by the constant `number`."""
-    operation = loss.op
-    values = [tf.get_static_value(given) for given in operation.inputs] if len(operation.inputs) == 2 else []
-    if operation.type in ("RealDiv", "DivNoNan"):
-        return values[1] is not None and bool(np.all(values[1] == number))
-    if operation.type == "Mul":
-        return any(value is not None and np.size(value) == 1 and np.allclose(value, 1 / number) for value in values)
-    return False
+def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
+    """Whether a loss is something divided by the constant `number`; `anywhere`: before means and sums, too."""
+    tensor = loss
+    while True:
+        operation = tensor.op
+        values = [tf.get_static_value(given) for given in operation.inputs] if len(operation.inputs) == 2 else []
+        if operation.type in ("RealDiv", "DivNoNan") and values[1] is not None:
+            if np.all(values[1] == number):
+                return True
+        elif operation.type == "Mul" and any(value is not None for value in values):
+            if any(value is not None and np.size(value) == 1 and np.allclose(value, 1 / number) for value in values):
+                return True
+        elif operation.type not in _LINEAR:
+            return False
+        if not anywhere:
+            return False
+        tensor = operation.inputs[1 if operation.type == "Mul" and values[0] is not None else 0]
 
 
 def user_line(tensor: tf.Tensor) -> str:

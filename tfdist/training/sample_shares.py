@@ -18,6 +18,14 @@ def current_step() -> "ReplicaStep | None":
     return _current.get()
 
 
+def note_read_number() -> None:
+    """Notes that the user's code has read the number of replicas, in the step of this replica if one is running."""
+    LossStep.has_read_number_before = True
+    step = _current.get()
+    if step is not None:
+        step.has_read_number = True
+
+
 class ReplicaStep(LossStep):
     """One replica's part of a Keras step.
 
@@ -90,6 +98,12 @@ class ReplicaStep(LossStep):
             yield
         finally:
             self.fraction = before
+
+    def inverse_of_total(self, divisor: tf.Tensor) -> tf.Tensor:
+        """Returns 1 divided by the sum of all replicas' `divisor`; 0 if that is 0."""
+        own = tf.cast(tf.stop_gradient(divisor), tf.float32) * tf.cast(self.contributes, tf.float32)
+        (total,) = sum_over_replicas([own])
+        return tf.math.reciprocal_no_nan(total) * tf.cast(self.contributes, tf.float32)
 
 
 def static_samples(value: Any) -> int | None:

@@ -1,0 +1,210 @@
+"""Operations that move, select, repeat or join elements: where the samples lie afterwards."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, mean_over_samples, sum_of, unknown
+
+_ARITHMETIC = {"AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod, "Mul": np.multiply}
+Rule = Callable[[tf.Tensor, Sequence[Kind]], Kind]
+
+
+def static(tensor: Any) -> Any:
+    """Returns the value of a tensor as an array of objects, with `None` for elements that are not constants.
+
+    Gradients compute axes from constants by operations that TensorFlow does not evaluate while it traces.
+    """
+    value = tf.get_static_value(tensor, partial=True)
+    if value is None and getattr(tensor, "op", None) is not None and tensor.op.type in _ARITHMETIC:
+        operands = [static(given) for given in tensor.op.inputs]
+        if all(operand is not None and None not in operand.ravel() for operand in operands):
+            value = _ARITHMETIC[tensor.op.type](*(operand.astype(np.int64) for operand in operands))
+    return None if value is None else np.asarray(value, dtype=object)
+
+
+def is_whole(size: int | None, samples: int | None) -> bool:
+    """Whether an axis of this static size may hold batches of a static number of `samples`."""
+    return size is None or samples is not None and samples > 0 and size > 0 and size % samples == 0
+
+
+def grows(degree: float | None) -> bool:
+    """Whether a size of this degree depends on the number of samples."""
+    return degree not in (0, ZERO)
+
+
+def _reshape(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    """The samples' axis is the one whose new size is their number, or -1; else the one with as much before it."""
+    kind, sizes = kinds[0], kinds[1].sizes
+    shape, before = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape
+    growing = [axis for axis, size in enumerate(sizes or ()) if grows(size)]
+    if not kind.axes:
+        return (
+            unknown(kinds, growing)
+            if growing
+            else dataclasses.replace(kind, sizes=None if shape is None else kind.sizes)
+        )
+    if len(kind.axes) > 1 or len(growing) > 1 or tensor.shape.rank is None:
+        return unknown(kinds, growing[:1] or [0])
+    if growing:
+        return kind.at(growing)
+    if shape is not None and -1 in shape:
+        return kind.at([list(shape).index(-1)])
+    (axis,) = kind.axes
+    if before.is_fully_defined() and tensor.shape.is_fully_defined():
+        earlier = [int(np.prod(tensor.shape[:place])) for place in range(tensor.shape.rank)]
+        wanted = int(np.prod(before[:axis]))
+        places = [
+            place for place, size in enumerate(earlier) if size == wanted and tensor.shape[place] % before[axis] == 0
+        ]
+        return kind.at(places[-1:]) if places else unknown(kinds, [0])
+    if sizes is not None and tensor.op.inputs[0].op.type == "Sum":
+        return mean_over_samples(kind, is_sum=True)  # a gradient, summed to the shape of a weight
+    return unknown(kinds, [0])
+
+
+def _transpose(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    order = static(tensor.op.inputs[1])
+    if order is None:
+        return unknown(kinds, kinds[0].axes) if kinds[0].axes else kinds[0]
+    places = [int(axis) % len(order) for axis in order]
+    return kinds[0].at(places.index(axis) for axis in kinds[0].axes)
+
+
+def _expand(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    place = static(tensor.op.inputs[1])
+    if place is None or tensor.shape.rank is None:
+        return unknown(kinds, kinds[0].axes) if kinds[0].axes else kinds[0]
+    new = int(place.ravel()[0]) % tensor.shape.rank
+    return kinds[0].at(axis + (axis >= new) for axis in kinds[0].axes)
+
+
+def _squeeze(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    shape, gone = tensor.op.inputs[0].shape, tensor.op.get_attr("squeeze_dims")
+    if shape.rank is None:
+        return unknown(kinds, kinds[0].axes) if kinds[0].axes else kinds[0]
+    removed = {axis % shape.rank for axis in gone} or {axis for axis, size in enumerate(shape) if size == 1}
+    if removed & kinds[0].axes:
+        return unknown(kinds)
+    return kinds[0].at(_without(kinds[0].axes, removed))
+
+
+def _without(axes: frozenset[int], removed: set[int]) -> list[int]:
+    return [axis - sum(1 for gone in removed if gone < axis) for axis in axes - removed]
+
+
+def _pack(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    if tensor.shape.rank == 1 and tensor.dtype.is_integer:
+        return vector([kind.degree for kind in kinds])
+    new = tensor.op.get_attr("axis") % (tensor.shape.rank or 1)
+    return sum_of(kinds, {axis + (axis >= new) for kind in kinds for axis in kind.axes})
+
+
+def _unpack(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    kind, rank = kinds[0], tensor.op.inputs[0].shape.rank
+    if kind.sizes is not None:
+        return Kind(degree=kind.sizes[tensor.value_index])
+    gone = tensor.op.get_attr("axis") % (rank or 1)
+    return unknown(kinds) if gone in kind.axes else kind.at(_without(kind.axes, {gone}))
+
+
+def _concat(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    """Joined along the axis of the samples, batches become blocks; with anything else nothing is known."""
+    pieces = kinds[:-1]
+    if all(kind.sizes is not None for kind in pieces):
+        return vector([size for kind in pieces for size in kind.sizes or ()])
+    axes = frozenset().union(*(kind.axes for kind in pieces))
+    place, rank = static(tensor.op.inputs[-1]), tensor.shape.rank
+    if not axes:
+        return sum_of(pieces)
+    if place is None or rank is None:
+        return unknown(pieces, axes)
+    if int(place.ravel()[0]) % rank not in axes:
+        return sum_of(pieces, axes)
+    if any(kind.axes != axes for kind in pieces):
+        return unknown(pieces, axes)
+    joined = sum_of([dataclasses.replace(kind, blocks=1) for kind in pieces], axes)
+    return dataclasses.replace(joined, blocks=sum(kind.blocks for kind in pieces))
+
+
+def _split(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    operation = tensor.op
+    value, axis = (1, 0) if operation.type == "Split" else (0, 2)
+    kind, place, rank = kinds[value], static(operation.inputs[axis]), operation.inputs[value].shape.rank
+    if not kind.axes:
+        return dataclasses.replace(kind, sizes=None)
+    if place is None or rank is None:
+        return unknown(kinds, kind.axes)
+    if int(place.ravel()[0]) % rank not in kind.axes:
+        return kind.at(kind.axes)
+    parts = len(operation.outputs)
+    is_by_blocks = operation.type == "Split" or (kinds[1].sizes is not None and all(map(grows, kinds[1].sizes)))
+    if kind.blocks % parts or not is_by_blocks or kind.blocks == 1 < parts:
+        return unknown(kinds, kind.axes)
+    return kind.at(kind.axes, kind.blocks // parts)
+
+
+def _pad(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    added = static(tensor.op.inputs[1])
+    if any(added is None or added[axis].tolist() != [0, 0] for axis in kinds[0].axes):
+        return unknown(kinds, kinds[0].axes)
+    return sum_of([kinds[0], *kinds[2:]], kinds[0].axes) if len(kinds) > 2 else kinds[0].at(kinds[0].axes)
+
+
+def _tile(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    kind, sizes = kinds[0], kinds[1].sizes
+    times = static(tensor.op.inputs[1])
+    growing = {axis for axis, size in enumerate(sizes or ()) if grows(size)}
+    if len(growing | kind.axes) > 1 or growing & kind.axes:
+        return unknown(kinds, growing | kind.axes)
+    if not kind.axes:
+        return kind.at(growing)
+    factor = None if times is None else times[next(iter(kind.axes))]
+    return unknown(kinds, kind.axes) if factor is None else kind.at(kind.axes, kind.blocks * int(factor))
+
+
+def _broadcast(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    kind, sizes, rank = kinds[0], kinds[1].sizes, tensor.shape.rank
+    shift = (rank or 0) - (tensor.op.inputs[0].shape.rank or 0)
+    axes = {axis + shift for axis in kind.axes} | {axis for axis, size in enumerate(sizes or ()) if grows(size)}
+    if len(axes) > 1 or rank is None or (kind.axes and sizes is None and not tensor.shape.is_fully_defined()):
+        return unknown(kinds, axes or kind.axes)
+    return kind.at(axes)
+
+
+def _reverse(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    """Also a sum or a product up to each element: both mix the elements along an axis."""
+    axes, rank = static(tensor.op.inputs[-1]), tensor.shape.rank
+    if kinds[0].axes and (axes is None or rank is None or {int(axis) % rank for axis in axes.ravel()} & kinds[0].axes):
+        return unknown(kinds, kinds[0].axes)
+    return kinds[0].at(kinds[0].axes)
+
+
+def vector(sizes: Sequence[float | None]) -> Kind:
+    """The kind of a vector of whole numbers."""
+    distinct = {0 if size == ZERO else size for size in sizes}
+    return Kind(degree=distinct.pop() if len(distinct) == 1 else None if distinct else 0, sizes=tuple(sizes))
+
+
+RULES: dict[str, Rule] = {
+    "Reshape": _reshape,
+    "Transpose": _transpose,
+    "ExpandDims": _expand,
+    "Squeeze": _squeeze,
+    "Pack": _pack,
+    "Unpack": _unpack,
+    "ConcatV2": _concat,
+    "Split": _split,
+    "SplitV": _split,
+    "Pad": _pad,
+    "PadV2": _pad,
+    "MirrorPad": _pad,
+    "Tile": _tile,
+    "BroadcastTo": _broadcast,
+    "ReverseV2": _reverse,
+    "Roll": _reverse,
+    "Cumsum": _reverse,
+}
