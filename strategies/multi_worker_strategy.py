@@ -20,12 +20,13 @@ from tfdist.tensorflow_internals.runtime import (
     tensorflow_has_started,
     wait_for_key_value,
 )
+from tfdist.tensorflow_internals.static_batches import keep_static_sizes
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
-from tfdist.training.worker_batches import worker_batches
+from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
 
 _UNKNOWN = -1
@@ -169,9 +170,19 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """
         if self.num_workers == 1:
             return own_batches
-        own = tf.constant([_UNKNOWN if own_batches is None else own_batches], tf.int64)
-        batches = self.gather(own, axis=0).numpy().tolist()
+        batches = self._of_workers(_UNKNOWN if own_batches is None else own_batches)
         return None if _UNKNOWN in batches else max(batches)
+
+    def _keep_static_sizes(self, dataset: Any) -> Any:
+        """Returns the dataset whose batches keep their static sizes if all workers have batches of the same sizes."""
+        if self.num_workers == 1:
+            return dataset
+        sizes = self._of_workers(static_sizes(dataset))
+        return keep_static_sizes(dataset) if 0 not in sizes and len(set(sizes)) == 1 else dataset
+
+    def _of_workers(self, number: int) -> list[int]:
+        """Returns the numbers of all workers."""
+        return self.gather(tf.constant([number], tf.int64), axis=0).numpy().tolist()
 
 
 def _default_micro_batches(workers: int) -> int:

@@ -29,6 +29,11 @@ from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
+from tfdist.tensorflow_internals.static_batches import (
+    patch_distributed_iterators,
+    samples_of_replicas,
+    without_filled_rows,
+)
 from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
@@ -144,8 +149,11 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
             ValueError: The model's step cannot run under this strategy. The message gives the reason and the remedy.
         """
         model, name = bound_step(fn)
+        if model is None and is_predict_step(fn):
+            return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
-            return super().run(self._predict_step(fn, args[0]) if is_predict_step(fn) else fn, args, kwargs, options)
+            args, kwargs = without_filled_rows((args, kwargs))
+            return super().run(fn, args, kwargs, options)
         check_model(model, self, self.extended.worker_devices, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._wrap_results(super().run(replica_step, args, kwargs, options))
@@ -163,7 +171,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def _predict_step(self, function: Any, data: Any) -> Any:
         parts = local_parts(data, self)
         or_zeros = accepts_zeros(predicting_model(function), parts[0])
-        return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros)
+        samples = samples_of_replicas(data)
+        return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros, filled_samples=samples)
 
     def _wrap_results(self, results: Any) -> Any:
         """Returns the results of a step, which are equal on all replicas, as Keras expects them."""
@@ -172,6 +181,10 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number."""
         return own_batches
+
+    def _keep_static_sizes(self, dataset: Any) -> Any:
+        """Returns the distributed dataset whose batches keep their static sizes; `dataset` if TensorFlow keeps them."""
+        return dataset
 
     @contextmanager
     def _building_locally(self) -> Iterator[None]:
@@ -249,6 +262,10 @@ def _agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
     return strategy._max_batches(own_batches) if isinstance(strategy, ReplicatedStrategy) else own_batches
 
 
+def _keep_static_sizes(strategy: Any, dataset: Any) -> Any:
+    return strategy._keep_static_sizes(dataset) if isinstance(strategy, ReplicatedStrategy) else dataset
+
+
 def _patch_keras_once() -> None:
     """Patches Keras where it has no hook for strategies. Other strategies are not affected."""
     global _keras_is_patched
@@ -258,7 +275,8 @@ def _patch_keras_once() -> None:
         patch_seed_generators(_is_replicated, _replica_index)
         patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)
         patch_concatenation(_has_unequal_workers)
-        patch_number_of_batches(_agree_on_batches)
+        patch_number_of_batches(_agree_on_batches, _keep_static_sizes)
+        patch_distributed_iterators()
         patch_symbolic_build(_is_replicated, _build_locally)
         patch_progress_bar(_is_replicated, _sent_bytes)
         _keras_is_patched = True

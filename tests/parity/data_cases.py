@@ -1,5 +1,6 @@
 """Cases about data and losses: partial batches, weights, masks, structures, uneven workers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -236,27 +237,37 @@ def _interleaved(first: np.ndarray, second: np.ndarray, size: int) -> np.ndarray
     return np.stack(batches, axis=1).reshape(-1, *first.shape[1:])
 
 
-def _uneven(strategy: tf.distribute.Strategy, known: bool) -> Outcome:
-    """Worker 0 has five batches of 8, worker 1 three; one process has the five, three of them with both parts."""
-    parts = [(INPUTS[:40], INPUTS[40:]), (LABELS[:40], LABELS[40:])]
+def fitted_on_uneven_workers(
+    strategy: tf.distribute.Strategy, as_drawn: Callable[[tf.data.Dataset], Any] = lambda own: own, **more: Any
+) -> Outcome:
+    """Worker 0 has five batches of 8, worker 1 three; one process has the five, three of them with both parts.
+
+    Args:
+      strategy: workers, or one process.
+      as_drawn: takes a worker's batches, returns those that it draws.
+      **more: arguments of `fitted`.
+    """
+    columns = more.pop("columns", (INPUTS, LABELS))
+    parts = [(column[:40], column[40:]) for column in columns]
     if strategy.num_replicas_in_sync == 1:
         of_both = dataset(16, *(_interleaved(first[:24], second, size=8) for first, second in parts))
         of_first = dataset(8, *(first[24:] for first, _ in parts))
-        return fitted(strategy, lambda: Adam(0.01), data=of_both.concatenate(of_first))
+        return fitted(strategy, lambda: Adam(0.01), data=of_both.concatenate(of_first), **more)
     rank = strategy.rank
     own = tf.data.Dataset.from_tensor_slices(tuple(part[rank] for part in parts)).batch(
         8 // (strategy.num_replicas_in_sync // strategy.num_workers)
     )
-    if not known:
-        own = own.filter(lambda *_: True)
-    return fitted(strategy, lambda: Adam(0.01), data=strategy.distribute_datasets_from_function(lambda _: own))
+    drawn = as_drawn(own)
+    return fitted(
+        strategy, lambda: Adam(0.01), data=strategy.distribute_datasets_from_function(lambda _: drawn), **more
+    )
 
 
 @case(workers_only=True)
 def uneven_workers_of_known_size(strategy: tf.distribute.Strategy) -> Outcome:
-    return _uneven(strategy, known=True)
+    return fitted_on_uneven_workers(strategy)
 
 
 @case(workers_only=True)
 def uneven_workers_of_unknown_size(strategy: tf.distribute.Strategy) -> Outcome:
-    return _uneven(strategy, known=False)
+    return fitted_on_uneven_workers(strategy, lambda own: own.filter(lambda *_: True))

@@ -20,6 +20,7 @@ import metric_cases  # noqa: F401
 import model_cases  # noqa: F401
 import numpy as np
 import optimizer_cases  # noqa: F401
+import static_size_cases  # noqa: F401
 import tensorflow as tf
 import without_autotuning
 from absl import app, flags

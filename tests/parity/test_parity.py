@@ -24,11 +24,12 @@ _LEFT_OUT = set(
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule convolutions_without_samples everything_on_arrays "
     "endpoint_layers lookups_without_samples loss_scale_overflow_on_one_replica masked_sequences own_losses_and_logs "
-    "sum_reduction uneven_workers_of_known_size uneven_workers_of_unknown_size".split()
+    "stateful_layers static_sizes sum_reduction uneven_workers_of_known_size uneven_workers_of_unknown_size".split()
 )
 
 _OF_SEVERAL_DEVICES_A_WORKER = set(
-    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays uneven_workers_of_known_size".split()
+    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays static_sizes uneven_workers_of_known_size "
+    "uneven_workers_of_static_size".split()
 )
 
 

@@ -3,6 +3,7 @@
 They are for `test_multi_worker_strategy.py`, then for `test_compression_on_workers.py`.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from on_workers_compression import exchange
 
-from tfdist.callbacks import GradientAccumulation
+from tfdist.callbacks import FailureRecovery, GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 INPUTS = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
@@ -59,6 +60,37 @@ def updates_of_different_graphs(strategy):
         sent += 21 * 2 * (3 + 3 + turn % 3)
     expected = np.full([4], -sent)
     return float(np.abs(weights.numpy() - expected).max() + np.abs(pair.numpy().ravel() - expected).max())
+
+
+class StaticRows(keras.layers.Layer):
+    """Returns its input, and needs a static number of rows."""
+
+    def call(self, inputs):
+        return tf.reshape(inputs, [inputs.shape[0] * 4 // 4, 4])
+
+
+def static_sizes(strategy, folder):
+    """The digests of a training with batches of a static size, and of one that resumes in the middle of an epoch."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise InterruptedError
+
+    def fit(name, *callbacks):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            rows = keras.Input(batch_shape=(3, 4))
+            model = keras.Model(rows, keras.layers.Dense(1)(StaticRows()(rows)))
+            model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        data = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).shuffle(48, seed=2).batch(12, drop_remainder=True)
+        recovery = FailureRecovery(folder / name, every_steps=1)
+        model.fit(data, epochs=2, verbose=0, callbacks=[recovery, *callbacks])
+        return digest(model)
+
+    with contextlib.suppress(InterruptedError):
+        fit("resumed", Stop())
+    return [fit("complete"), fit("resumed")]
 
 
 def main(folder: Path) -> None:
@@ -113,6 +145,7 @@ def main(folder: Path) -> None:
     )
     other.fit(data, verbose=0, callbacks=[stop], epochs=3)
     seen["epochs_until_the_stop"] = len(epochs)
+    seen["static_sizes"] = static_sizes(strategy, folder)
     Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
 
 

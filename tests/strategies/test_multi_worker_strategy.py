@@ -52,6 +52,11 @@ class TestOnWorkers:
         assert [rank["reduced_variable"] for rank in seen] == ["rejected", "rejected"]  # as under MirroredStrategy
         assert [rank["sum_over_mean"] for rank in seen] == [4.0, 4.0]
 
+    def test_static_sizes_are_kept_in_a_training_that_resumes_within_an_epoch(self, seen):
+        complete, resumed = seen[0]["static_sizes"]
+        assert complete == resumed
+        assert seen[1]["static_sizes"] == [complete, resumed]
+
     def test_all_stop_where_a_callback_stops(self, seen):
         assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
 

@@ -68,4 +68,22 @@ def ragged(strategy):
     return {"totals": [total(batch).numpy() for batch in strategy.experimental_distribute_dataset(data)]}
 
 
-PROGRAMS = {program.__name__: program for program in (training, accumulating, eagerly, ragged)}
+class StaticRows(keras.layers.Layer):
+    """Returns its input, and needs a static number of rows."""
+
+    def call(self, inputs):
+        return tf.reshape(inputs, [inputs.shape[0] * inputs.shape[1] // FEATURES, FEATURES])
+
+
+def static_sizes(strategy):
+    """Full batches of 9, of which each replica has 3 rows."""
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        rows = keras.Input(batch_shape=(9 // strategy.num_replicas_in_sync, FEATURES))
+        model = keras.Model(rows, keras.layers.Dense(CLASSES)(StaticRows()(rows)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(9, drop_remainder=True)
+    return {"logs": logs(model.fit(data, epochs=2, verbose=0)), "weights": model.get_weights()}
+
+
+PROGRAMS = {program.__name__: program for program in (training, accumulating, eagerly, ragged, static_sizes)}

@@ -75,6 +75,15 @@ def test_the_number_of_batches_stays_known(dataset, batches):
     assert int(worker_batches(dataset(), REPLICAS, 2)[0].cardinality()) == batches
 
 
+@pytest.mark.parametrize("policy", ["AUTO", "OFF"])
+@pytest.mark.parametrize(("size", "of_replica"), [(12, 2), (13, None)])
+def test_parts_of_equal_size_keep_a_static_size(policy, size, of_replica):
+    dataset = with_policy(tf.data.Dataset.range(40).batch(size, drop_remainder=True), policy)
+    batches, _ = worker_batches(dataset, REPLICAS, 2)
+    assert batches.element_spec.shape == [of_replica]
+    assert [len(part) for part in batches.as_numpy_iterator()][:2] == [2, 2]
+
+
 def test_a_dataset_without_batches_is_refused():
     with pytest.raises(ValueError, match=r"A dataset must have batches.*Call the `batch` method"):
         worker_batches(tf.data.Dataset.range(3), REPLICAS, 0)

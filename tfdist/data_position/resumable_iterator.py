@@ -15,6 +15,7 @@ from tfdist.data_position.position import Json, Position, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
+from tfdist.tensorflow_internals.static_batches import batch_spec
 
 _SOURCES: dict[str, type[DatasetSource]] = {
     source.kind: source for source in (ArraySource, DatasetSource, PyDatasetSource)
@@ -106,7 +107,7 @@ class ResumableIterator(EpochIteratorMixin):
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of the batches; `None` if unknown."""
-        return getattr(self.dataset, "element_spec", None)
+        return batch_spec(self.dataset) if hasattr(self.dataset, "element_spec") else None
 
     def track_position(self) -> None:
         """Prepares for calls of `position`; warns if the order of the data cannot be repeated."""

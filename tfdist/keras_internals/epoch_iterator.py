@@ -141,7 +141,10 @@ def extend_epoch_iterator(mixin: type[EpochIteratorMixin]) -> None:
         trainer.TFEpochIterator = type(stock.__name__, (mixin, stock), {"__module__": stock.__module__})
 
 
-def patch_number_of_batches(agree: Callable[[Any, int | None], int | None]) -> None:
+def patch_number_of_batches(
+    agree: Callable[[Any, int | None], int | None],
+    prepare: Callable[[Any, Any], Any] = lambda strategy, dataset: dataset,
+) -> None:
     """Makes `fit`, `evaluate` and `predict` use `agree(strategy, num_batches)` batches per epoch.
 
     Keras takes the number from the worker's own dataset; a worker with fewer batches would stop while the others
@@ -149,6 +152,7 @@ def patch_number_of_batches(agree: Callable[[Any, int | None], int | None]) -> N
 
     Args:
         agree: Takes the strategy and the worker's number of batches (`None`: unknown), returns the number for all.
+        prepare: Takes the strategy and the distributed dataset, returns the dataset that iterators are created from.
     """
     stock = trainer.TFEpochIterator
 
@@ -156,10 +160,12 @@ def patch_number_of_batches(agree: Callable[[Any, int | None], int | None]) -> N
         """Keras' epoch iterator with the number of batches that all workers have agreed on."""
 
         _num_batches: int | None
+        _distributed_dataset: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._num_batches = agree(self._distribute_strategy, self._num_batches)
+            self._distributed_dataset = prepare(self._distribute_strategy, self._distributed_dataset)
 
         def reset(self) -> None:
             super().reset()

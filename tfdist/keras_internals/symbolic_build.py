@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.static_batches import batch_spec
 
 private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
 
@@ -151,6 +152,6 @@ def _check_has_end(iterator: Any) -> None:
 def _declared_batch_of(iterator: Any) -> Any:
     """Returns a replica's batch as symbolic tensors, or `None` if a rank is unknown."""
     try:
-        return declared_batch(iterator._distributed_dataset.element_spec)
+        return declared_batch(batch_spec(iterator._distributed_dataset))
     except (AttributeError, TypeError, ValueError):
         return None

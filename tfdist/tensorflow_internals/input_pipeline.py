@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.static_batches import tensorflow_spec
 
 _OPS = "tensorflow.python.data.ops"
 _INPUT = "tensorflow.python.distribute.input_lib"
@@ -130,7 +131,8 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
     for index, part in enumerate(_parts(dataset)):
         with tf.device(part._variant_tensor.device):
             parts.append(part.skip(steps * len(workers.compute_devices_for_worker(index))))
-    arguments = {"components": parts, "element_spec": dataset._element_spec, "options": dataset._options}
+    spec = tensorflow_spec(dataset._element_spec)
+    arguments = {"components": parts, "element_spec": spec, "options": dataset._options}
     arguments["replica_order"] = dataset._replica_order
     if type(dataset) is _Distributed:
         arguments["enable_get_next_as_optional"] = dataset._enable_get_next_as_optional
@@ -138,6 +140,7 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
     # Keras' step was traced with these; it uses the cardinality only to know whether the data ends.
     rest._cardinality = dataset._cardinality
     rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
+    rest._element_spec = dataset._element_spec
     return rest
 
 

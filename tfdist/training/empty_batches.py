@@ -72,7 +72,7 @@ def revert_unless(contributes: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 
 def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
-    """Returns `outputs`, or none of their rows if there are no samples and `zeros_if_empty` has replaced the data."""
+    """Returns `outputs`, or none of their rows if there are no samples and the data was filled."""
 
     def kept(output: Any) -> Any:
         if not (tf.is_tensor(output) and _has_samples(output)):
@@ -82,7 +82,14 @@ def drop_rows_if_empty(outputs: Any, samples: Any) -> Any:
     return tf.nest.map_structure(kept, outputs)
 
 
-def predict_on_replicas(step_function: Any, parts: Sequence[Any], input_of: Any, *, or_zeros: bool) -> Any:
+def predict_on_replicas(
+    step_function: Any,
+    parts: Sequence[Any],
+    input_of: Any,
+    *,
+    or_zeros: bool,
+    filled_samples: Sequence[tf.Tensor] | None = None,
+) -> Any:
     """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
 
     Args:
@@ -90,12 +97,15 @@ def predict_on_replicas(step_function: Any, parts: Sequence[Any], input_of: Any,
         parts: The data of each local replica. The replicas are traced, or run eagerly, one after another in this order.
         input_of: Returns the input, in a replica's data, whose first dimension is the number of samples.
         or_zeros: As for `first_rows`.
+        filled_samples: The replicas' numbers of samples if those without samples have rows already; otherwise `None`.
     """
-    waiting = iter(parts)
+    waiting = zip(parts, filled_samples or [None] * len(parts), strict=True)
 
     @tf.autograph.experimental.do_not_convert
     def replica_predict(_: Any) -> Any:
-        replica_data = next(waiting)
+        replica_data, own_samples = next(waiting)
+        if own_samples is not None:
+            return drop_rows_if_empty(step_function(replica_data), own_samples)
         value = input_of(replica_data)
         if value is None or (tf.is_tensor(value) and value.shape.rank and value.shape[0]):
             return step_function(replica_data)

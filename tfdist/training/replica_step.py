@@ -17,6 +17,7 @@ from tfdist.keras_internals.model_introspection import (
     step_states,
 )
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.tensorflow_internals.static_batches import samples_of_replicas, without_filled_rows
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
@@ -43,18 +44,22 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         A function of a replica's data.
     """
     training = step_function.__name__ == "train_step"
+    if computes_over_all_replicas(model):
+        data = without_filled_rows(data)
     parts = local_parts(data, strategy)
-    steps = iter(_static_steps([first_input(part) for part in parts], strategy.num_replicas_in_sync))
-    waiting = iter(parts)
+    samples = samples_of_replicas(data) or [None] * len(parts)
+    static = [] if samples[0] is not None else [first_input(part) for part in parts]
+    steps = iter(_static_steps(static, strategy.num_replicas_in_sync))
+    waiting = zip(parts, samples, strict=True)
 
     @tf.autograph.experimental.do_not_convert
     def replica_step(_: Any) -> Any:
-        replica_data = next(waiting)
+        replica_data, replica_samples = next(waiting)
         # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
         # the count of iterations and the keys of collectives.
         with tf.control_dependencies(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
-            step = next(steps, None) or _dynamic_step(replica_data)
+            step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
                     results = _run_micro_batches(model, step_function, replica_data, step, strategy, parts)
@@ -72,8 +77,9 @@ def _run_whole_batch(
         step.observe(data, step.samples)
         logs = step_function(data)
     else:
-        data = filled_if_empty(data, step.samples, first_rows(local, or_zeros=accepts_zeros(model, data)))
-        step.observe(data, step.samples)
+        if step.may_lack_rows:
+            data = filled_if_empty(data, step.samples, first_rows(local, or_zeros=accepts_zeros(model, data)))
+        step.observe(data, step.number_of_samples)
         with revert_unless(step.contributes, model.metrics_variables):
             logs = step_function(data)
     return PartialResult(step, logs, [variable.value for variable in batch_statistics(model)])
@@ -93,7 +99,7 @@ def _run_micro_batches(
     parts = [rows_of_part(data, value, part, count) for part in range(count)]
     steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
     fills = not computes_over_all_replicas(model)
-    is_full = not fills or all(part.contributes is True for part in steps)
+    is_full = not fills or not any(part.may_lack_rows for part in steps)
     fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))
     statistics = batch_statistics(model)
     states = step_states(model)
@@ -116,9 +122,11 @@ def _run_micro_batches(
 
     def body(part: int) -> Any:
         with tf.control_dependencies(_tensors(parts[part])), steps[part].running():
-            samples = steps[part].samples
-            part_data = parts[part] if is_full else filled_if_empty(parts[part], samples, fillers)
-            steps[part].observe(part_data, samples)
+            own = steps[part]
+            part_data = parts[part]
+            if not is_full and own.may_lack_rows:
+                part_data = filled_if_empty(part_data, own.samples, fillers)
+            own.observe(part_data, own.number_of_samples)
             return step_function(part_data)
 
     logs = run_micro_batches([functools.partial(body, part) for part in range(count)], turn)
@@ -193,10 +201,13 @@ def _static_steps(inputs: list[Any], replicas: int) -> Iterator[ReplicaStep]:
         yield from (ReplicaStep(count, count / sum(counts)) for count in counts)
 
 
-def _dynamic_step(replica_data: Any) -> ReplicaStep:
+def _dynamic_step(replica_data: Any, samples: tf.Tensor | None) -> ReplicaStep:
+    """Returns a replica's step; `samples` is the number of samples among the rows if the others are filled."""
     value = first_input(replica_data)
-    samples = count_samples(value)
-    (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
-    fraction = tf.math.divide_no_nan(tf.cast(samples, tf.float32), total)
+    counted = count_samples(value) if samples is None else samples
+    (total,) = sum_over_replicas([tf.cast(counted, tf.float32)])
+    fraction = tf.math.divide_no_nan(tf.cast(counted, tf.float32), total)
     static = static_samples(value)
-    return ReplicaStep(samples if static is None else static, fraction)
+    if samples is None:
+        return ReplicaStep(counted if static is None else static, fraction)
+    return ReplicaStep(samples, fraction, filled_rows=static)

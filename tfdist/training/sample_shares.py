@@ -35,23 +35,31 @@ class ReplicaStep(LossStep):
 
     sum_scale = 1  # The sum over the replicas is already the sum over the global batch.
 
-    def __init__(self, samples: int | tf.Tensor, fraction: float | tf.Tensor, parts_of_replica: int = 1) -> None:
+    def __init__(
+        self,
+        samples: int | tf.Tensor,
+        fraction: float | tf.Tensor,
+        parts_of_replica: int = 1,
+        filled_rows: int | None = None,
+    ) -> None:
         """Describes a replica's part, or a micro-batch of it.
 
         Args:
             samples: This replica's number of samples, an int or an int32 scalar.
             fraction: `samples` divided by all replicas' samples, a float or a float32 scalar.
             parts_of_replica: The number of micro-batches of the replica.
+            filled_rows: The static size of a part that has either as many samples or none; otherwise `None`.
         """
         self.samples = samples
         self.fraction = fraction
         self.parts_of_replica = parts_of_replica
+        self.filled_rows = filled_rows
         self._fraction_of_samples = fraction
 
     @property
     def samples_are_static(self) -> bool:
-        """Whether the number of samples is known while the step is traced."""
-        return isinstance(self.samples, int)
+        """Whether the number of samples, if there are any, is known while the step is traced."""
+        return isinstance(self.number_of_samples, int)
 
     @property
     def mean_scale(self) -> Any:
@@ -60,8 +68,13 @@ class ReplicaStep(LossStep):
 
     @property
     def number_of_samples(self) -> Any:
-        """The number of the replica's samples, if it is known."""
-        return self.samples
+        """The number of the rows on which the replica computes, of its samples if it has any: an int if it is known."""
+        return self.samples if self.filled_rows is None else self.filled_rows
+
+    @property
+    def may_lack_rows(self) -> bool:
+        """Whether the batch may have no rows, as far as is known while the step is traced."""
+        return not isinstance(self.number_of_samples, int) or not self.number_of_samples
 
     @property
     def contributes(self) -> bool | tf.Tensor:
@@ -72,8 +85,11 @@ class ReplicaStep(LossStep):
         """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
         if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
             return ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts)
+        rows = None
+        if self.filled_rows is not None and isinstance(samples, int):
+            rows, samples = samples, tf.where(self.contributes, samples, 0)
         share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
-        return ReplicaStep(samples, self.fraction * share, parts)
+        return ReplicaStep(samples, self.fraction * share, parts, rows)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -1,11 +1,14 @@
-"""The batches of a worker's replicas where workers have different numbers of replicas."""
+"""The batches of a worker's replicas: their static sizes, and where workers have different numbers of replicas."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, reads_files
+from tfdist.keras_internals.model_introspection import accepts_zeros
+from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, is_per_worker, reads_files
+from tfdist.tensorflow_internals.static_batches import may_be_filled, replica_spec
 from tfdist.training.sample_shares import has_rows, rows_of_part
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -49,6 +52,23 @@ def worker_batches(
     return _own_parts(dataset, first, own, replicas), policy != _Policy.DATA
 
 
+def static_sizes(dataset: Any) -> int:
+    """Returns a number that tells whether workers have batches of the same static sizes; 0 if sizes are not static.
+
+    Where workers draw different data, one of them may end before the others, and its replicas compute on zeros. If an
+    input is not a floating-point number, zeros may be invalid: its batches have no static size then.
+
+    Args:
+        dataset: A worker's distributed dataset.
+    """
+    if not may_be_filled(dataset):
+        return 0
+    spec = replica_spec(dataset)
+    if not accepts_zeros(None, spec) and is_per_worker(dataset):
+        return 0
+    return zlib.crc32(repr(tf.nest.flatten(spec)).encode()) + 1
+
+
 def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) -> tf.data.Dataset:
     """Returns parts `first` to `first + own` of the `replicas` parts of each batch, one after another."""
     spec = dataset.element_spec
@@ -57,7 +77,7 @@ def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) ->
         data = tf.nest.pack_sequence_as(spec, tf.nest.flatten(batch))
         counted = next(leaf for leaf in tf.nest.flatten(data) if has_rows(leaf))
         numbers = tf.data.Dataset.range(first, first + own, output_type=tf.int32)
-        return numbers.map(lambda part: rows_of_part(data, counted, part, replicas))
+        return numbers.map(lambda part: _with_static_rows(rows_of_part(data, counted, part, replicas), data, replicas))
 
     batches = int(dataset.cardinality())
     result = dataset.flat_map(parts)
@@ -65,3 +85,12 @@ def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) ->
         return result
     number = batches if batches == tf.data.INFINITE_CARDINALITY else batches * own
     return result.apply(tf.data.experimental.assert_cardinality(number))
+
+
+def _with_static_rows(part: Any, batch: Any, replicas: int) -> Any:
+    """Sets the sizes of a part of a batch whose static size is a multiple of the number of `replicas`."""
+    for leaf, whole in zip(tf.nest.flatten(part), tf.nest.flatten(batch), strict=True):
+        rows = whole.shape[0] if isinstance(leaf, tf.Tensor) and has_rows(whole) else None
+        if rows is not None and rows % replicas == 0 and leaf.shape[0] is None:
+            leaf.set_shape([rows // replicas, *leaf.shape[1:]])
+    return part

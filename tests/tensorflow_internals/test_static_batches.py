@@ -1,0 +1,174 @@
+"""Batches of a static size for replicas whose data ends at different steps, on two devices of this process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.keras_internals.symbolic_build import build_for_training
+from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals.input_pipeline import skip_steps
+from tfdist.tensorflow_internals.static_batches import (
+    FilledPerReplica,
+    batch_spec,
+    keep_static_sizes,
+    may_be_filled,
+    samples_of_replicas,
+    without_filled_rows,
+)
+
+ROWS = np.arange(24, dtype="float32").reshape(12, 2)
+LABELS = np.arange(12)
+
+
+@pytest.fixture
+def strategy(cpus):
+    return MirroredStrategy(cpus[:2])
+
+
+def filled(strategy, kind="function"):
+    """Two steps of four rows a replica; in the second one replica 1 has no data."""
+    data = tf.data.Dataset.from_tensor_slices({"rows": ROWS, "label": LABELS})
+    if kind == "function":
+        own = strategy.distribute_datasets_from_function(lambda _: data.batch(4, drop_remainder=True))
+    else:
+        own = strategy.experimental_distribute_dataset(data.batch(8, drop_remainder=True))
+    own._enable_get_next_as_optional = True  # as with several workers
+    return keep_static_sizes(own)
+
+
+def counts(batch):
+    return [int(count) for count in samples_of_replicas(batch)]
+
+
+@pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional", "in a loop"])
+def test_a_replica_without_data_has_as_many_rows_of_zeros(strategy, drawn):
+    sizes = set()
+
+    def total(batch):
+        sizes.update(part.shape[0] for leaf in batch.values() for part in leaf.values)
+        parts = [tf.reduce_sum(part) for part in batch["rows"].values]
+        return tf.stack([*parts, *[tf.cast(count, tf.float32) for count in samples_of_replicas(batch)]])
+
+    iterator = iter(filled(strategy))
+    if drawn == "eagerly":
+        steps = [total(batch) for batch in iterator]
+    elif drawn == "in a function":
+        draw = tf.function(lambda iterator: total(next(iterator)))
+        steps = [draw(iterator) for _ in range(2)]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            draw(iterator)
+    elif drawn == "optional":
+        inner = tf.function(total)
+        steps = []
+        while (optional := iterator.get_next_as_optional()).has_value():
+            steps.append(inner(optional.get_value()))
+    else:
+
+        @tf.function
+        def all_steps(iterator):
+            def body(index, optional, found):
+                found = found.write(index, total(optional.get_value()))
+                return index + 1, iterator.get_next_as_optional(), found
+
+            start = (0, iterator.get_next_as_optional(), tf.TensorArray(tf.float32, 2))
+            loop = tf.while_loop(lambda index, optional, found: optional.has_value(), body, start)
+            return tf.unstack(loop[2].stack(), 2)
+
+        steps = all_steps(iterator)
+    assert [step.numpy().tolist() for step in steps] == [
+        [ROWS[:4].sum(), ROWS[4:8].sum(), 4, 4],
+        [ROWS[8:].sum(), 0, 4, 0],
+    ]
+    assert sizes == {4}
+
+
+def test_the_steps_of_both_kinds_of_batches_are_traced_separately(strategy):
+    traced = []
+    step = tf.function(lambda batch: traced.append(type(batch["rows"])), reduce_retracing=True)
+    data = filled(strategy)
+    for batch in [*data, without_filled_rows(next(iter(data)))]:
+        step(batch)
+    assert traced[0] is FilledPerReplica
+    assert len(traced) == 2 and not issubclass(traced[1], FilledPerReplica)
+
+
+def test_without_filled_rows_a_replica_without_data_has_no_rows(strategy):
+    last = without_filled_rows(list(filled(strategy))[-1])
+    assert [part.shape[0] for part in strategy.experimental_local_results(last["rows"])] == [4, 0]
+    assert samples_of_replicas(last) is None
+    seen = strategy.run(lambda batch: tf.shape(batch["rows"])[0], args=(list(filled(strategy))[-1],))
+    assert [int(size) for size in strategy.experimental_local_results(seen)] == [4, 0]
+
+
+@pytest.mark.parametrize("kind", ["function", "dataset"])
+def test_a_dataset_without_its_first_steps_keeps_the_sizes(strategy, kind):
+    data = filled(strategy, kind)
+    rest = skip_steps(data, 1)
+    assert batch_spec(rest) == batch_spec(data)
+    (last,) = rest if kind == "function" else [*rest, *data]
+    assert last["label"].values[0].shape == [4]
+    assert counts(last) == ([4, 0] if kind == "function" else [4, 4])
+
+
+def test_sizes_that_are_not_static_are_left_to_tensorflow(strategy):
+    data = filled(strategy)
+    assert not may_be_filled(data)  # replicas of one process
+
+    class TwoWorkers:
+        def __init__(self, spec):
+            self._enable_get_next_as_optional, self._element_spec = True, spec
+            self._strategy, self._input_workers = self, self
+            self.extended, self.worker_devices = self, ["CPU:0"]
+
+        def _in_multi_worker_mode(self):
+            return True
+
+    def spec_of(dataset):
+        return strategy.distribute_datasets_from_function(lambda _: dataset)._element_spec
+
+    numbers = tf.data.Dataset.range(8)
+    ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.range(tf.range(8)))
+    static = numbers.batch(4, drop_remainder=True)
+    assert may_be_filled(TwoWorkers(spec_of(static)))
+    for dynamic in (
+        numbers.batch(4),
+        ragged.batch(4, drop_remainder=True),
+        tf.data.Dataset.zip(static, numbers.batch(4)),
+    ):
+        assert not may_be_filled(TwoWorkers(spec_of(dynamic)))
+
+
+def test_a_filled_replica_changes_nothing_in_training_and_evaluation(strategy, cpus):
+    """Also in micro-batches, of which the last has no rows."""
+
+    def outcome(strategy, batches):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.1), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+        build_for_training(model, (tf.TensorSpec([None, 2]), tf.TensorSpec([None])))
+        step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)))
+        test = tf.function(lambda batch: strategy.run(model.test_step, args=(batch,)))
+        logs = [step(batch) for batch in batches]
+        tested = [test(batch) for batch in batches]
+        leaves = [strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten([logs, tested])]
+        return [leaf.numpy() for leaf in leaves], model.get_weights()
+
+    def pair(batch):
+        return batch["rows"], tf.cast(batch["label"], tf.float32)
+
+    pairs = tf.data.Dataset.from_tensor_slices({"rows": ROWS, "label": LABELS}).map(pair)
+    one = outcome(tf.distribute.get_strategy(), [*pairs.take(8).batch(8), *pairs.skip(8).batch(4)])
+    for micro_batches in (1, 3, 5):
+
+        class InParts(MirroredStrategy):
+            pass
+
+        InParts.micro_batches = micro_batches
+        parts = InParts(cpus[:2])
+        own = parts.distribute_datasets_from_function(lambda _: pairs.batch(4, drop_remainder=True))
+        own._enable_get_next_as_optional = True
+        ours = outcome(parts, list(keep_static_sizes(own)))
+        for mine, theirs in zip(tf.nest.flatten(ours), tf.nest.flatten(one), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
