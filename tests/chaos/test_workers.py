@@ -28,6 +28,14 @@ TRAININGS = {
         ],
         [0, None, 3, 3, 3, 11],
     ),
+    "2 workers, a kill": (  # contained in the others
+        ("workers", 2),
+        [
+            {"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL", "after_save": 3},
+            {"rank": 0, "at": "on_train_batch_end", "count": 6, "do": "SIGTERM"},
+        ],
+        [0, 3, 10],
+    ),
     "2 workers, other moments": (
         ("workers", 2),
         [
@@ -63,7 +71,8 @@ TRAININGS = {
         [0, 3, 12, 12, 15, 16, 17],
     ),
 }
-NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name != "2 workers")) for name in TRAININGS]
+MARKS = {"2 workers": [], "2 workers, a kill": [pytest.mark.long, pytest.mark.version_matrix]}
+NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in TRAININGS]
 # Messages of the launcher. A signal to one worker has no failure that came first.
 CAUSES = {
     "SIGKILL": "failed first: killed by SIGKILL",

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.keras_internals.seed_generators import forget_global_seed_generator
 
 SAMPLES, BATCH, EPOCHS = 56, 8, 3
 STEPS = SAMPLES // BATCH
@@ -95,6 +96,7 @@ def train(
     folder, log = Path(folder), Path(folder, log)
     folder.mkdir(exist_ok=True)
     keras.utils.set_random_seed(3)
+    forget_global_seed_generator()  # as in a new process: before Keras 3.13, the function above leaves it
     strategy = strategy() if strategy else tf.distribute.get_strategy()
     with strategy.scope():
         model = keras.Sequential(

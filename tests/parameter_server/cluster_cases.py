@@ -4,7 +4,7 @@ A case is a function of a folder that returns what the test checks. Each case cr
 the chief's process share its cluster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,21 @@ SAMPLES, FEATURES = 203, 6
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(SAMPLES, FEATURES)).astype("float32")
 LABELS = (INPUTS.sum(1) > 0).astype("int64") + (INPUTS[:, 0] > 1)
+
+
+def cases_of(tests: Iterable[Any]) -> list[str]:
+    """Returns the cases that tests of pytest need, or all if none of them names one.
+
+    A test of the cluster names its cases by a parameter, by a fixture, or in a constant of its code.
+    """
+    every, named = [*ROUNDS, *PARITY, *OWN, *OTHERS], set()
+    for test in tests:
+        fixtures = getattr(test, "fixturenames", ())
+        if "cluster" in fixtures:
+            parameters = test.callspec.params.values() if hasattr(test, "callspec") else ()
+            mentioned = (*parameters, *fixtures, *test.function.__code__.co_consts)
+            named.update(name for name in every if name in mentioned)
+    return [name for name in every if name in named] or every
 
 
 def case(function: Callable[[Path], Outcome]) -> Callable[[Path], Outcome]:

@@ -1,14 +1,15 @@
 """The cluster on which the chief runs the cases of several files."""
 
 import pytest
-from cluster_cases import OTHERS, OWN, PARITY, ROUNDS
+from cluster_cases import cases_of
 from cluster_runs import launch_chief_once
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    """The run of all cases on two workers and two servers."""
-    return launch_chief_once(tmp_path_factory, "on_cluster_cases.py", *ROUNDS, *PARITY, *OWN, *OTHERS, servers=2)
+def cluster(tmp_path_factory, request):
+    """The run of the cases of all selected tests on two workers and two servers."""
+    names = cases_of(request.session.items)
+    return launch_chief_once(tmp_path_factory, "on_cluster_cases.py", *names, servers=2)
 
 
 @pytest.fixture

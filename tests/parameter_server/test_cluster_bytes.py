@@ -51,16 +51,16 @@ def test_methods_train(found, method):
 
 
 @pytest.fixture
-def transferred(found):
+def transferred_bytes(found):
     return found("transferred_bytes")
 
 
 @pytest.fixture
-def on_loopback(transferred):
+def on_loopback(transferred_bytes):
     """The same, if no other processes use the loopback of the cluster."""
-    if transferred["namespace"] == os.readlink("/proc/self/ns/net"):
+    if transferred_bytes["namespace"] == os.readlink("/proc/self/ns/net"):
         pytest.skip("no network namespaces on this host: other processes use this loopback, too")
-    return transferred
+    return transferred_bytes
 
 
 @MODES
@@ -80,8 +80,8 @@ def test_each_direction_separately(on_loopback, mode, variant, direction):
 
 
 @MODES
-def test_counted_bytes_of_pushes_and_pulls(transferred, mode):
-    seen, shapes = transferred[mode], cluster_byte_cases.SHAPES
+def test_counted_bytes_of_pushes_and_pulls(transferred_bytes, mode):
+    seen, shapes = transferred_bytes[mode], cluster_byte_cases.SHAPES
     dense = 4 * sum(int(np.prod(shape)) for shape in shapes)
     rest = 8  # the count of updates and the learning rate
     compressed = sum(_bytes(cluster_byte_cases.policy(mode), "", shape) for shape in shapes)
@@ -95,9 +95,9 @@ def test_counted_bytes_of_pushes_and_pulls(transferred, mode):
         assert [counted["pushed"] / counted["steps"], counted["pulled"] / counted["steps"]] == expected, variant
 
 
-def test_communication_counts_the_pushes_and_updates_of_all_workers(transferred, found):
+def test_communication_counts_the_pushes_and_updates_of_all_workers(transferred_bytes, found):
     """Each asynchronous push is an update; a round of two workers makes one update of two pushes."""
-    asynchronous = transferred["Asynchronous"]["compressed"]
+    asynchronous = transferred_bytes["Asynchronous"]["compressed"]
     counted, pushed = asynchronous["communication"], asynchronous["pushed"] / asynchronous["steps"]
     assert (counted["gradient_collectives"], counted["updates"]) == (counted["steps"], counted["steps"])
     assert counted["wire_bytes"] == counted["gradient_bytes"] == counted["steps"] * pushed

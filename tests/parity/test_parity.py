@@ -46,13 +46,15 @@ _PAIRS = [(setup, name) for setup in SETUPS for name in sorted(_WORKERS_ONLY) if
 
 
 @pytest.fixture(scope="module")
-def results_on(tmp_path_factory):
-    """The results of all cases on a shape of a cluster, which is started once."""
+def results_on(tmp_path_factory, request):
+    """The results of the cases of all selected tests on a shape of a cluster, which is started once."""
     results = {}
+    tests = [test for test in request.session.items if "results_on" in getattr(test, "fixturenames", ())]
+    selected = [test.callspec.params for test in tests]
 
     def run(setup):
         if setup not in results:
-            names = [name for of, name in _PAIRS if of == setup]
+            names = [test["name"] for test in selected if test["setup"] == setup]
             output = tmp_path_factory.mktemp("parity") / "results.json"
             results[setup] = run_cases(setup, output, tmp_path_factory.getbasetemp() / "references", names)
         return results[setup]

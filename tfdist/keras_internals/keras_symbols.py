@@ -19,7 +19,7 @@ LossScaleOptimizer = private(
     "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer", "decides on a replica's own gradients"
 )
 Embedding = private("keras.src.layers:Embedding", "looks up rows in a copy of the table")
-Variable = private("keras.src.backend.tensorflow.core:Variable", "creates a `tf.Variable`, which may not be split")
+Variable = private("keras.src.backend.tensorflow:Variable", "creates a `tf.Variable`, which may not be split")
 DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
@@ -68,7 +68,7 @@ for _path, _why in {
     f"{_TRAINER_CLASS}.make_predict_function": "as for training",
     f"{BASE_TRAINER}.get_metrics_result": "reads metrics while workers are still training",
     f"{BASE_TRAINER}.reset_metrics": "resets counts that workers keep",
-    "keras.src.backend.tensorflow.core:Variable._initialize": "creates the value of a variable",
+    "keras.src.backend.tensorflow:Variable._initialize": "creates the value of a variable",
     "keras.src.models:Model._flatten_layers": "finds the layers with batch statistics",
 }.items():
     private(_path, _why)
