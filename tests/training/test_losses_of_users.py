@@ -86,6 +86,11 @@ EXACT = {
         SQUARED_ERROR(y, p) + tf.nn.scale_regularization_loss(0.1 * tf.nn.l2_loss(e.kernel))
     ),
     "masked mean": lambda e, x, y, w, p: tf.math.divide_no_nan(tf.reduce_sum(w * errors(p, y)), tf.reduce_sum(w)),
+    "masked mean with a guard": lambda e, x, y, w, p: (
+        tf.reduce_sum(w * errors(p, y)) / tf.maximum(tf.reduce_sum(w), 1.0)
+        + tf.reduce_sum(w * p[:, 0]) / (tf.reduce_sum(w) + 1e-7)
+    ),
+    "quotient of means": lambda e, x, y, w, p: tf.reduce_mean(w * errors(p, y)) / (tf.reduce_mean(w) + 0.1),
     "weighted mean with a mean": lambda e, x, y, w, p: (
         tf.reduce_sum(w * errors(p, y)) / tf.reduce_sum(w) + 0.1 * tf.reduce_mean(p) - 0.01 * tf.reduce_sum(p)
     ),
@@ -225,7 +230,7 @@ def differences(ours, reference):
     return {name: float(np.max(np.abs(np.subtract(value, reference[name])))) for name, value in ours.items()}
 
 
-@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("is_static", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_exact_losses(cpus, is_static):
     """Sums of float32 in another order: 1e-5 is ten times the largest difference that was seen."""
     arguments = {"batch_size": 8 if is_static else 7, "is_static": is_static}
@@ -239,7 +244,7 @@ def test_exact_losses(cpus, is_static):
     assert not {name: value for name, value in differences(same, own).items() if not value <= 1e-4}
 
 
-@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("is_static", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_losses_that_are_not_linear_in_the_samples_are_warned_of(cpus, is_static):
     *_, said = trained(MirroredStrategy(cpus[:2]), WARNED, batch_size=8 if is_static else 7, is_static=is_static)
     assert len(said) == len(WARNED)

@@ -108,8 +108,8 @@ class LossStep:
         """The number of samples of this part, if it is known."""
         return None
 
-    def inverse_of_total(self, divisor: tf.Tensor) -> Any:
-        """Returns 1 divided by the sum of all parts' `divisor`, a scalar; `None` if parts cannot exchange it."""
+    def total_of(self, value: tf.Tensor) -> Any:
+        """Returns the sum of all parts' `value`, a float scalar; `None` if parts cannot exchange it."""
         return None
 
     def scale_of(self, term: Term) -> Any:
@@ -121,11 +121,19 @@ class LossStep:
         if term.degree not in (0, 1, ZERO):
             return None
         if term.divisor is not None:
-            return self.inverse_of_total(term.divisor)
+            return self._scale_of_quotient(term)
         scale = self.mean_scale if term.degree == 0 else self.sum_scale
         if not term.replicas or (term.degree == 1 and term.replicas == -1):
             return scale
         return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
+
+    def _scale_of_quotient(self, term: Term) -> Any:
+        """The factor of a dividend: its own one, divided by the divisor of all samples."""
+        own = self.mean_scale if term.degree == 0 else self.sum_scale
+        total = self.total_of(times(term.divisor, own))
+        if total is None:
+            return None
+        return tf.math.divide_no_nan(tf.cast(own, total.dtype), total if term.guard is None else term.guard(total))
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part. What cannot be followed counts as a mean."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, degree_of_sum
 from tfdist.tensorflow_internals.sample_kinds import ZERO
+from tfdist.tensorflow_internals.sample_values import without_guard
 
 _LINEAR = frozenset("Identity Neg Cast Reshape Squeeze Sum Mean".split())
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "tfdist.strategies")
@@ -25,6 +27,7 @@ class Term:
         degree: Of the sum; `None` if unknown.
         replicas: The power of the number of replicas that is a factor of the tensor.
         divisor: A sum or mean over the same samples, a scalar, that does not depend on variables.
+        guard: What is done to the divisor, after it is summed, against a division by 0.
     """
 
     tensor: tf.Tensor
@@ -32,6 +35,7 @@ class Term:
     degree: float | None
     replicas: int = 0
     divisor: tf.Tensor | None = None
+    guard: Callable[[Any], Any] | None = None
 
     @property
     def is_mean(self) -> bool:
@@ -52,7 +56,9 @@ def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
         degree = degree_of_sum(kind)
         if kind.divisor is not None and kind.divisor is tensor.op.inputs[-1]:
             dividend = tensor.op.inputs[0]
-            terms.append(Term(dividend, coefficient, degrees.degree(dividend), divisor=kind.divisor))
+            is_guarded = degrees.kind(kind.divisor).degree is None
+            divisor, guard = without_guard(kind.divisor) if is_guarded else (kind.divisor, None)
+            terms.append(Term(dividend, coefficient, degrees.degree(dividend), divisor=divisor, guard=guard))
             continue
         parts = None if degree is not None else _parts(tensor)
         if parts is None:

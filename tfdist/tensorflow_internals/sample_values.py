@@ -26,6 +26,7 @@ _LINEAR = "Identity Neg StopGradient PreventGradient CheckNumerics Snapshot Ensu
 _SCALING = "Abs Relu LeakyRelu".split()  # f(c x) = c f(x) for c > 0
 _SUMS = "AddV2 Add Sub AddN BiasAdd".split()
 _SELECTIONS = "Maximum Minimum".split()
+_GUARDS: dict[str, Callable[..., Any]] = {"AddV2": tf.add, "Maximum": tf.maximum}
 # The second operand is the gradient, and the result is linear in it.
 _GRADIENTS = (
     "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad EluGrad SeluGrad SoftplusGrad SoftsignGrad".split()
@@ -59,6 +60,9 @@ def product(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     is_half = operation.type == "FloorDiv" and tf.get_static_value(operation.inputs[1]) not in (None, 1)
     if is_half and grows(kinds[0].degree):  # what is left over decides; TensorFlow itself divides sizes without a rest
         return unknown(kinds, axes)
+    if is_division:
+        divisor, _ = without_guard(operation.inputs[1])
+        kinds = [kinds[0], kinds[1] if kinds[1].degree is not None else degrees.kind(divisor)]
     found = quotient_of(kinds[0], kinds[1], operation.inputs[1], axes) if is_division else product_of(kinds, axes)
     sums = [kind for kind in kinds[: 1 if is_division else 2] if kind.is_reduced and kind.degree == 1]
     factors = [
@@ -73,6 +77,22 @@ def product(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         degrees.ambiguous.append(tensor)
     # The quotient is a mean if the literal is the number of the replica's samples, whatever it was computed from.
     return dataclasses.replace(found, degree=0, replicas=0) if ratio == 1 else found
+
+
+def without_guard(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any] | None]:
+    """Returns a divisor without what guards against a division by 0, and the function that guards another value.
+
+    Such a divisor is `tf.maximum(total, 1.0)` or `total + 1e-8`.
+    """
+    operation = tensor.op
+    if operation.type not in _GUARDS or tensor.shape.rank != 0:
+        return tensor, None
+    values = [tf.get_static_value(given) for given in operation.inputs]
+    if all(value is None for value in values):
+        return tensor, None
+    place = 0 if values[0] is not None else 1
+    guard, least = _GUARDS[operation.type], values[place]
+    return operation.inputs[1 - place], lambda total: guard(total, tf.cast(least, total.dtype))
 
 
 def _ratio_to_samples(tensor: Any, samples: int | None, *, is_division: bool) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_step import LossStep, times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
@@ -106,20 +106,22 @@ class ReplicaStep(LossStep):
 
         A replica without samples computes on a sample of another one, and has no share.
         """
-        divisor = tf.stop_gradient(divisor) * tf.cast(self.contributes, tf.float32)
         before = self.fraction
-        (total,) = sum_over_replicas([divisor])
-        self.fraction = tf.math.divide_no_nan(divisor, total)
+        divisor = times(tf.stop_gradient(divisor), self._contribution)
+        self.fraction = tf.math.divide_no_nan(divisor, self.total_of(divisor))
         try:
             yield
         finally:
             self.fraction = before
 
-    def inverse_of_total(self, divisor: tf.Tensor) -> tf.Tensor:
-        """Returns 1 divided by the sum of all replicas' `divisor`; 0 if that is 0."""
-        own = tf.cast(tf.stop_gradient(divisor), tf.float32) * tf.cast(self.contributes, tf.float32)
-        (total,) = sum_over_replicas([own])
-        return tf.math.reciprocal_no_nan(total) * tf.cast(self.contributes, tf.float32)
+    def total_of(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of all replicas' `value`, a float32 scalar; a replica without samples adds nothing."""
+        (total,) = sum_over_replicas([times(tf.cast(tf.stop_gradient(value), tf.float32), self._contribution)])
+        return total
+
+    @property
+    def _contribution(self) -> Any:
+        return 1 if self.contributes is True else tf.cast(self.contributes, tf.float32)
 
 
 def static_samples(value: Any) -> int | None:
