@@ -112,7 +112,8 @@ def _own_loss(strategy: Any) -> Outcome:
     """Batches of 21 samples and one of 1, of which one worker has none."""
     arguments = {"data": dataset(21), "loss": lambda: None, "metrics": lambda: None}
     outcome = fitted(strategy, lambda: SGD(0.1), model=lambda: OwnStep(_of_three_kinds), **arguments)
-    logs = {name: outcome["logs"][name] for name in ("tracked", "total")}  # "loss" is that of a part
+    names = ("tracked", "total", "by_samples", "twice")  # "loss" is that of a part
+    logs = {name: outcome["logs"][name] for name in names}
     return {"weights": outcome["weights"], "logs": logs}
 
 

@@ -11,20 +11,28 @@ ops = keras.ops
 
 
 class OwnStep(keras.Model):
-    """A model whose `train_step` computes `loss_of(predicted, labels)` and logs it in three ways."""
+    """A model whose `train_step` computes `loss_of(predicted, labels)` and logs it in five ways."""
 
     def __init__(self, loss_of: Any, network: Any = classifier) -> None:
         super().__init__()
         self.network, self.loss_of = network(), loss_of
         self.tracker = keras.metrics.Mean(name="tracked")
         self.total = keras.metrics.Sum(name="total")
+        self.by_samples, self.twice = keras.metrics.Mean(name="by_samples"), keras.metrics.Sum(name="twice")
 
     def call(self, inputs: Any) -> Any:
         return self.network(inputs)
 
     @property
     def metrics(self) -> list[Any]:
-        return [self.tracker, self.total]
+        return [self.tracker, self.total, self.by_samples, self.twice]
+
+    def _update_metrics(self, loss: Any, inputs: Any) -> dict[str, Any]:
+        self.tracker.update_state(loss)
+        self.total.update_state(loss)
+        self.by_samples.update_state(loss, sample_weight=tf.shape(inputs)[0])
+        self.twice.update_state(loss, sample_weight=2.0)
+        return {"loss": loss, **{metric.name: metric.result() for metric in self.metrics}}
 
     def train_step(self, data: Any) -> Any:
         inputs, labels = data
@@ -33,15 +41,10 @@ class OwnStep(keras.Model):
             loss = self.loss_of(self, predicted, labels)
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        loss = tf.reduce_sum(loss)
-        self.tracker.update_state(loss)
-        self.total.update_state(loss)
-        return {"loss": loss, "tracked": self.tracker.result(), "total": self.total.result()}
+        return self._update_metrics(tf.reduce_sum(loss), inputs)
 
     def test_step(self, data: Any) -> Any:
-        loss = self.loss_of(self, self(data[0]), data[1])
-        self.tracker.update_state(loss)
-        return {"loss": loss, "tracked": self.tracker.result()}
+        return self._update_metrics(self.loss_of(self, self(data[0]), data[1]), data[0])
 
 
 def _of_samples(labels: Any, predicted: Any) -> Any:
@@ -102,6 +105,18 @@ def own_losses_of_static_batches(strategy: tf.distribute.Strategy) -> Outcome:
     data = tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(32, drop_remainder=True)
     losses = (own_mean, sum_by_count, sum_of_samples, vector_of_samples)
     return {loss.__name__: _fitted(strategy, loss, data) for loss in losses}
+
+
+class OtherNames(OwnStep):
+    """Logs the results of its metrics under other names than theirs."""
+
+    def _update_metrics(self, loss: Any, inputs: Any) -> dict[str, Any]:
+        return {f"its_{name}": value for name, value in super()._update_metrics(loss, inputs).items()}
+
+
+@case()
+def logs_under_other_names(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: Adam(0.01), model=lambda: OtherNames(own_mean), data=dataset(21))
 
 
 class GuideStep(keras.Model):

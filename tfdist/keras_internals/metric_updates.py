@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_step import LossStep, times
+from tfdist.keras_internals.loss_step import LossStep, is_scalar, times
 
 
 def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
@@ -22,9 +22,9 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
     """
     update_mean, update_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
 
-    def counts_once(values: Any, sample_weight: Any) -> LossStep | None:
+    def counts_once(values: Any) -> LossStep | None:
         step = current_step()
-        if step is None or sample_weight is not None or values is step.unweighted:
+        if step is None or values is step.unweighted:
             return None
         if not (isinstance(values, float) or tf.as_dtype(getattr(values, "dtype", tf.int32)).is_floating):
             return None
@@ -34,18 +34,28 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
 
     @functools.wraps(update_mean)
     def update_mean_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        step = counts_once(values, sample_weight)
+        step = counts_once(values)
         if step is None:
             return update_mean(self, values, sample_weight)
-        return update_mean(self, step.mean_of(values), step.weight)
+        return update_mean(self, step.mean_of(values), _part_of_weight(step, sample_weight))
 
     @functools.wraps(update_sum)
     def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        step = counts_once(values, sample_weight)
+        step = counts_once(values)
         mean = None if step is None else step.mean_if_known(values)
         if step is None or mean is None:
             return update_sum(self, values, sample_weight)
-        return update_sum(self, times(mean, step.weight), sample_weight)
+        return update_sum(self, times(mean, _part_of_weight(step, sample_weight)))
 
     keras.metrics.Mean.update_state = update_mean_by_share
     keras.metrics.Sum.update_state = update_sum_by_share
+
+
+def _part_of_weight(step: LossStep, sample_weight: Any) -> Any:
+    """Returns the weight of a scalar as a part: the parts add up to the weight that one process gives the scalar."""
+    if sample_weight is None:
+        return step.weight
+    is_count = isinstance(sample_weight, int) and sample_weight == step.number_of_samples
+    if is_count or not is_scalar(sample_weight) or step.degree(sample_weight) != 0:
+        return sample_weight
+    return times(tf.cast(sample_weight, tf.float32), step.weight)

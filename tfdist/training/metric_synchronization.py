@@ -59,17 +59,16 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
         metrics = []
     leaves = tf.nest.flatten(logs)
     averaged = [position for position, leaf in enumerate(leaves) if _is_floating(leaf)]
-    local_results = model.get_metrics_result() if metrics and isinstance(logs, dict) else {}
+    own_results = _metric_results(model) if metrics and isinstance(logs, dict) else []
+    pairs = _possible_results(logs, own_results)
     # A replica without samples computed its logs from zeros: they do not count.
     weight = tf.cast(step.contributes, tf.float32)
-    differs = {name: differing * weight for name, differing in _differences(logs, local_results).items()}
-    names = list(differs)
 
     shared = _sum_all(
         [tf.convert_to_tensor(variable.value) for variable in metrics]
         + [_shares([part.statistics[index] for part in parts], parts) for index in range(len(statistics))]
         + [_share_of_log([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
-        + [differs[name] for name in names]
+        + [_differs(leaves[position], own_results[index][1]) * weight for position, index in pairs]
     )
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
     for variable, value in zip(statistics, shared, strict=False):
@@ -77,33 +76,48 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
     shared = shared[len(statistics) :]
     for position, value in zip(averaged, shared, strict=False):
         leaves[position] = value
-    results = tf.nest.pack_sequence_as(logs, leaves)
-    if names:
+    if pairs:
         with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
-            over_all_replicas = model.get_metrics_result()
-        for name, differing in zip(names, shared[len(averaged) :], strict=True):
-            group = _group_with(name, results)
-            group[name] = tf.where(tf.equal(differing, 0), over_all_replicas[name], group[name])
+            results = _metric_results(model)
+        # The first metric of which a log is the result on all replicas counts, so it is assigned last.
+        for (position, index), differing in reversed([*zip(pairs, shared[len(averaged) :], strict=True)]):
+            leaves[position] = tf.where(tf.equal(differing, 0), results[index][1], leaves[position])
+    return tf.nest.pack_sequence_as(logs, leaves)
+
+
+def _metric_results(model: Any) -> list[tuple[str, Any]]:
+    """Returns the names and results of all metrics of a model; names may occur several times."""
+    results: list[tuple[str, Any]] = []
+    for metric in model.metrics:
+        result = metric.result()
+        results += result.items() if isinstance(result, dict) else [(metric.name, result)]
     return results
 
 
-def _differences(logs: Any, local_results: dict[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns 0.0 for each log that equals the metric's result on this replica, else 1.0; skips logs that cannot."""
-    differs = {}
-    for name, result in local_results.items():
-        log: Any = _group_with(name, logs).get(name)
-        if not (_is_floating(log) and _is_floating(result)):
-            continue
-        if log.shape == result.shape and log.dtype == result.dtype:
-            same = tf.equal(log, result) | (tf.math.is_nan(log) & tf.math.is_nan(result))
-            differs[name] = tf.cast(tf.reduce_any(~same), tf.float32)
-    return differs
+def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:
+    """Returns the positions of logs and of results that may be equal: by name, otherwise any of the same kind.
+
+    Steps often return the result of a metric under another name than the metric's.
+    """
+    paths = [path for path, _ in keras.tree.flatten_with_path(logs)] if results else []
+    leaves = tf.nest.flatten(logs)
+    names = [str(path[-1]) for path in paths]
+    pairs = []
+    for position, name in enumerate(names):
+        same_name = [index for index, (of, _) in enumerate(results) if of == name]
+        others = [index for index, (of, _) in enumerate(results) if of not in names]
+        pairs += [(position, index) for index in same_name or others if _are_alike(leaves[position], results[index][1])]
+    return pairs
 
 
-def _group_with(name: str, logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the dictionary that has the log `name`: `logs`, or the results of the compiled metrics in it."""
-    groups = (group for group in logs.values() if isinstance(group, dict))
-    return logs if name in logs else next((group for group in groups if name in group), logs)
+def _are_alike(log: Any, result: Any) -> bool:
+    return _is_floating(log) and _is_floating(result) and log.shape == result.shape and log.dtype == result.dtype
+
+
+def _differs(log: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
+    """Returns 0.0 if a log equals the metric's result on this replica, else 1.0."""
+    same = tf.equal(log, result) | (tf.math.is_nan(log) & tf.math.is_nan(result))
+    return tf.cast(tf.reduce_any(~same), tf.float32)
 
 
 def _is_floating(value: Any) -> bool:

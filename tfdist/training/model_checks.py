@@ -32,7 +32,8 @@ def check_model(model: Any, strategy: Any, devices: Sequence[str], *, training: 
             "A variable was created outside the strategy's scope, so it is not on all replicas. "
             f"Received: {stray.path!r}, created outside {type(strategy).__name__}.scope(). Expected: the model, its "
             "metrics (also the ones given to `compile`), the optimizer and `model.compile` within one "
-            "`with strategy.scope():` block. Move them there."
+            "`with strategy.scope():` block. Move them there. What builds layers later, as `adapt` of a layer or a "
+            "`fit` of the model's own, belongs there too."
         )
     optimizer = model.optimizer if training else None
     if optimizer is not None and not is_made_under(optimizer, strategy):
