@@ -33,8 +33,6 @@ class ReplicaStep(LossStep):
     its `fraction` of the samples. With equal parts that is Keras' `1 / N`. Each micro-batch has a separate step.
     """
 
-    sum_scale = 1  # The sum over the replicas is already the sum over the global batch.
-
     def __init__(
         self,
         samples: int | tf.Tensor,
@@ -65,6 +63,11 @@ class ReplicaStep(LossStep):
     def mean_scale(self) -> Any:
         """The replica's fraction of the samples."""
         return self._fraction_of_samples
+
+    @property
+    def sum_scale(self) -> Any:
+        """1, because the replicas' sums add up to that of the global batch; 0 for a replica without samples."""
+        return 1 if self.contributes is True else tf.cast(self.contributes, tf.float32)
 
     @property
     def number_of_samples(self) -> Any:
@@ -107,7 +110,7 @@ class ReplicaStep(LossStep):
         A replica without samples computes on a sample of another one, and has no share.
         """
         before = self.fraction
-        divisor = times(tf.stop_gradient(divisor), self._contribution)
+        divisor = times(tf.stop_gradient(divisor), self.sum_scale)
         self.fraction = tf.math.divide_no_nan(divisor, self.total_of(divisor))
         try:
             yield
@@ -116,12 +119,8 @@ class ReplicaStep(LossStep):
 
     def total_of(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum of all replicas' `value`, a float32 scalar; a replica without samples adds nothing."""
-        (total,) = sum_over_replicas([times(tf.cast(tf.stop_gradient(value), tf.float32), self._contribution)])
+        (total,) = sum_over_replicas([times(tf.cast(tf.stop_gradient(value), tf.float32), self.sum_scale)])
         return total
-
-    @property
-    def _contribution(self) -> Any:
-        return 1 if self.contributes is True else tf.cast(self.contributes, tf.float32)
 
 
 def static_samples(value: Any) -> int | None:
