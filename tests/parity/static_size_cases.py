@@ -1,5 +1,6 @@
 """Cases about batches of a static size, which some layers need: each replica's batches keep theirs on any cluster."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -41,7 +42,7 @@ def _paired(strategy: tf.distribute.Strategy, micro_batches: int = 1, **argument
     return model
 
 
-def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: tf.data.Dataset) -> Outcome:
+def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: Callable[[], tf.data.Dataset]) -> Outcome:
     model = _paired(strategy)
     history = model.fit(_batches(), epochs=2, validation_data=_batches(), verbose=0)
     several = _paired(strategy, steps_per_execution=2)
@@ -52,7 +53,7 @@ def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: tf.data.Dataset
             several.fit(_of_unknown_number(), epochs=2, verbose=0).history,
             arrays.fit(INPUTS, LABELS, batch_size=16, shuffle=False, verbose=0).history,
         ],
-        "evaluations": [model.evaluate(data, verbose=0) for data in (_batches(), evaluated)],
+        "evaluations": [model.evaluate(data, verbose=0) for data in (_batches(), evaluated())],
         "prediction": model.predict(
             tf.data.Dataset.from_tensor_slices(INPUTS).batch(16, drop_remainder=True), verbose=0
         ),
@@ -60,14 +61,14 @@ def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: tf.data.Dataset
     }
 
 
-@case(lambda strategy: _in_all_methods(strategy, _batches()))
+@case(lambda strategy: _in_all_methods(strategy, _batches))
 def static_sizes(strategy: tf.distribute.Strategy) -> Outcome:
     """A model with a `batch_shape` in all methods, several steps an execution, unknown numbers of batches, and arrays.
 
     One process evaluates a known number of batches: otherwise Keras counts the samples of a batch of a static size once
     more when it finds no further batch.
     """
-    return _in_all_methods(strategy, _of_unknown_number())
+    return _in_all_methods(strategy, _of_unknown_number)
 
 
 @case()
