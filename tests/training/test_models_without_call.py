@@ -1,4 +1,4 @@
-"""Models with a `train_step` and no `call`, as keras.io's diffusion models and masked autoencoders are."""
+"""Models with a `train_step` and no `call`, as keras.io's diffusion models are, or one that takes other inputs."""
 
 import keras
 import numpy as np
@@ -39,6 +39,32 @@ class Autoencoder(keras.Model):
         return {"tracked": self.tracker.result(), **self.compute_metrics(images, images, outputs)}
 
 
+class Translator(Autoencoder):
+    """A model whose `train_step` takes a dictionary, and whose `call` takes a list, as that of a transformer does."""
+
+    def call(self, inputs):
+        source, target = inputs[0], inputs[1]
+        return self.decoder(self.encoder(source)) + target
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            outputs = self([batch["source"], batch["target"]])
+            loss = self.compute_loss(y=batch["target"], y_pred=outputs)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
+
+
+def translated(strategy, *callbacks, is_built=True, epochs=2):
+    with strategy.scope():
+        model = Translator(is_built)
+        model.compile(keras.optimizers.Adam(0.01), loss="mse")
+    data = tf.data.Dataset.from_tensor_slices({"source": INPUTS, "target": INPUTS[::-1]}).batch(5)
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    return history.history, model.get_weights()
+
+
 def trained(strategy, *callbacks, is_built=True, loss=keras.losses.mean_squared_error, epochs=2, **arguments):
     with strategy.scope():
         model = Autoencoder(is_built)
@@ -71,5 +97,19 @@ def test_it_is_recovered(cpus, tmp_path):
     whole = trained(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "whole"), epochs=2)
     trained(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"), epochs=1)
     resumed = trained(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"), epochs=2)
+    for ours, theirs in zip(resumed[1], whole[1], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_step_may_call_the_model_on_other_inputs_than_those_of_fit(cpus, is_built):
+    ours = translated(MirroredStrategy(cpus[:2]), is_built=is_built)
+    assert_equal(ours, translated(tf.distribute.get_strategy(), is_built=is_built))
+
+
+def test_a_model_that_its_step_calls_on_other_inputs_is_recovered(cpus, tmp_path):
+    whole = translated(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "whole"))
+    translated(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"), epochs=1)
+    resumed = translated(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"))
     for ours, theirs in zip(resumed[1], whole[1], strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -13,6 +13,8 @@ from tfdist.tensorflow_internals.static_batches import batch_spec
 
 private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
 
+_BUILD_ERRORS = (ValueError, TypeError, RuntimeError)
+
 
 def declared_batch(element_spec: Any) -> Any:
     """Returns a replica's batch as symbolic tensors.
@@ -68,8 +70,13 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
                 f"of {element_spec}. Expected: tensors of known rank. Build the model by calling it on a batch, and "
                 "train from data with known shapes (`tf.ensure_shape` in a `map`)."
             ) from error
-    with model.distribute_strategy.scope():
-        model._symbolic_build(data_batch=batch)
+    try:
+        with model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=batch)
+    except _BUILD_ERRORS:
+        if not _has_own_step(model):
+            raise
+        _build_without_call(model)
 
 
 def add_early_check(check: Callable[[Any], None]) -> None:
@@ -114,15 +121,23 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
             _check_has_end(iterator)
         if is_ours(strategy) and _lacks_call(self):
             return _build_without_call(self)
+        steps_by_itself = is_ours(strategy) and _has_own_step(self)
         declared = _declared_batch_of(iterator) if iterator is not None and is_ours(strategy) else None
         if declared is not None:
             try:
                 with strategy.scope():
                     return self._symbolic_build(data_batch=declared)
-            except (ValueError, TypeError, RuntimeError):
-                pass  # given a batch, Keras either builds or raises the error that the user should see
-        with local_values(strategy):
-            return build(self, iterator=iterator, data_batch=data_batch)
+            except _BUILD_ERRORS:
+                if steps_by_itself:
+                    return _build_without_call(self)
+                # Given a batch, Keras either builds or raises the error that the user should see.
+        try:
+            with local_values(strategy):
+                return build(self, iterator=iterator, data_batch=data_batch)
+        except _BUILD_ERRORS:
+            if not steps_by_itself:
+                raise
+            return _build_without_call(self)
 
     TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
 
@@ -132,8 +147,14 @@ def _lacks_call(model: Any) -> bool:
     return type(model).call is keras.Model.call
 
 
+def _has_own_step(model: Any) -> bool:
+    """Whether a model has its own `train_step` or `test_step`, which may call it on other inputs than `fit` has."""
+    own, stock = type(model), TensorFlowTrainer
+    return own.train_step is not stock.train_step or own.test_step is not stock.test_step
+
+
 def _build_without_call(model: Any) -> None:
-    """Builds the optimizer of a model that cannot be called, if its weights exist. The first step builds the rest."""
+    """Builds the optimizer of a model that a batch cannot build, if its weights exist. A step builds the rest."""
     optimizer = model.optimizer
     layers = model._flatten_layers(include_self=False)
     if optimizer is not None and not optimizer.built and all(layer.built for layer in layers):
