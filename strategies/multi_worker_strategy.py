@@ -168,6 +168,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
         A worker at the end of its data computes empty batches, whose weight is 0, until all workers are at the end.
         """
+        own_batches = super()._max_batches(own_batches)
         if self.num_workers == 1:
             return own_batches
         batches = self._of_workers(_UNKNOWN if own_batches is None else own_batches)

@@ -1,6 +1,7 @@
 """The base of the mirrored strategies: replicas with copies of the variables, which reduce their gradients."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
-from tfdist.keras_internals.epoch_iterator import patch_number_of_batches
+from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
@@ -27,6 +28,8 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.strategies.checked_strategy import CheckedStrategy
+from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.static_batches import (
@@ -35,6 +38,7 @@ from tfdist.tensorflow_internals.static_batches import (
     without_filled_rows,
 )
 from tfdist.training.empty_batches import predict_on_replicas
+from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
@@ -55,7 +59,7 @@ _strategies_created = itertools.count()
 _keras_is_patched = False
 
 
-class ReplicatedStrategy(TrainingStrategy, _Strategy):
+class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     """Mixin for a subclass of `tf.distribute.Strategy`: correct Keras steps and reductions, counted bytes.
 
     Put it before TensorFlow's class in the list of bases.
@@ -84,12 +88,14 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
         _check_nccl_has_gpu(options)
+        check_collectives()
         _patch_keras_once()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
         self._reduction_context = ReductionContext()
         self._compression_state = CompressionState()
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         context, state = self._reduction_context, self._compression_state
 
         def reduction(
@@ -148,12 +154,16 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         Raises:
             ValueError: The model's step cannot run under this strategy. The message gives the reason and the remedy.
         """
+        check_collectives()
+        if not tf.executing_eagerly():
+            self.extended.replica_operations.equalize_keys()
         model, name = bound_step(fn)
         if model is None and is_predict_step(fn):
             return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
             args, kwargs = without_filled_rows((args, kwargs))
             return super().run(fn, args, kwargs, options)
+        self._models.add(model)
         check_model(model, self, self.extended.worker_devices, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._wrap_results(super().run(replica_step, args, kwargs, options))
@@ -165,6 +175,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """
         if self._builds_locally:
             return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
+        self.check_workers()
         reduce_leaf = super().reduce
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
 
@@ -180,6 +191,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number."""
+        check_collectives()
         return own_batches
 
     def _keep_static_sizes(self, dataset: Any) -> Any:
@@ -262,6 +274,11 @@ def _agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
     return strategy._max_batches(own_batches) if isinstance(strategy, ReplicatedStrategy) else own_batches
 
 
+def _after_error(strategy: Any, error: BaseException) -> None:
+    if isinstance(strategy, ReplicatedStrategy):
+        recover_from(error, strategy._models, strategy)
+
+
 def _keep_static_sizes(strategy: Any, dataset: Any) -> Any:
     return strategy._keep_static_sizes(dataset) if isinstance(strategy, ReplicatedStrategy) else dataset
 
@@ -276,6 +293,7 @@ def _patch_keras_once() -> None:
         patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)
         patch_concatenation(_has_unequal_workers)
         patch_number_of_batches(_agree_on_batches, _keep_static_sizes)
+        patch_errors_of_steps(_after_error)
         patch_distributed_iterators()
         patch_symbolic_build(_is_replicated, _build_locally)
         patch_progress_bar(_is_replicated, _sent_bytes)

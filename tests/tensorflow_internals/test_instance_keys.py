@@ -110,3 +110,29 @@ def ancestors(op):
                 found[earlier.name] = earlier
                 stack.append(earlier)
     return list(found.values())
+
+
+def equalized(replicas):
+    tf.function(lambda: InstanceKeys.equalize(replicas), autograph=False)()
+
+
+def test_equalized_replicas_draw_equal_keys_after_one_has_executed_less(replica, token):
+    others = [InstanceKeys("CPU:0", [token]) for _ in range(2)]
+    replicas = [replica, *others]
+    steps = [sites(each, A, None) for each in replicas]
+    branches = [sites(each, B, A, A) for each in replicas]
+    for executed in (steps, steps[:1], branches[:2], steps[1:2], branches, steps[:2]):
+        for execute in executed:
+            execute()
+        equalized(replicas)
+        drawn = [[execute() for execute in kind] for kind in (steps, branches, steps)]
+        assert all(keys == kind[0] for kind in drawn for keys in kind)
+
+
+def test_equalizing_equal_replicas_changes_no_key(replica, token):
+    replicas = [replica, InstanceKeys("CPU:0", [token])]
+    steps = [sites(each, A, B) for each in replicas]
+    before = [execute() for execute in steps]
+    equalized(replicas)
+    [execute() for execute in steps]
+    assert [execute() for execute in steps] == before

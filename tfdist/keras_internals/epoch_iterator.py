@@ -1,6 +1,7 @@
 """Keras' epoch iterator: how it is extended, equal numbers of steps on all workers, and the data that it draws from."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tfdist.keras_internals.keras_symbols import trainer
@@ -10,6 +11,7 @@ _EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 for _method, _why in {
     "_enumerate_iterator": "numbers the steps of an epoch from 0",
     "_get_iterator": "creates the iterators",
+    "catch_stop_iteration": "surrounds the loop over an epoch",
     "reset": "discards the iterator with which the model was built",
 }.items():
     private(f"{_EPOCH_ITERATOR}.{_method}", _why)
@@ -173,6 +175,26 @@ def patch_number_of_batches(
 
     AgreedEpochIterator.__name__ = stock.__name__
     trainer.TFEpochIterator = AgreedEpochIterator
+
+
+def patch_errors_of_steps(on_error: Callable[[Any, BaseException], None]) -> None:
+    """Calls `on_error(strategy, error)` before an exception ends a `fit`, `evaluate` or `predict` within an epoch."""
+    stock = trainer.TFEpochIterator
+
+    class ReportingEpochIterator(stock):  # type: ignore[misc, valid-type]
+        """Keras' epoch iterator, which reports the exceptions of the loop over an epoch."""
+
+        @contextmanager
+        def catch_stop_iteration(self) -> Iterator[None]:
+            try:
+                with super().catch_stop_iteration():
+                    yield
+            except BaseException as error:
+                on_error(self._distribute_strategy, error)
+                raise
+
+    ReportingEpochIterator.__name__ = stock.__name__
+    trainer.TFEpochIterator = ReportingEpochIterator
 
 
 def data_kind(adapter: Any) -> str:

@@ -1,5 +1,6 @@
 """Launches collectives on a replica: several at once, with instance keys that the graph draws."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,13 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveReplicaLauncher,
     Mirrored,
     ResourceVariable,
+    all_reduce,
     all_to_all,
     regroup,
 )
 
 _AT_ONCE_ON_CPU = 16
+_KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 
 
@@ -78,6 +81,27 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
                 ordering_token=self._get_ordering_token(),
             )
 
+    def join(self) -> None:
+        """Joins the group, while a function is traced in which the process's other replicas join it, too.
+
+        Otherwise the first collective would do so. If another replica failed before it, TensorFlow would cancel the
+        group permanently, and abort all collectives of the process when it is used again.
+        """
+        with tf.device(self._device):
+            all_reduce(
+                tf.zeros([]),
+                self._group_size,
+                self._group_key,
+                _KEY_OF_JOINING,
+                communication_hint=self._options.implementation.value,
+                ordering_token=self._tokens[0].handle,
+            )
+
+    @property
+    def instance_keys(self) -> InstanceKeys:
+        """The keys of this replica's collectives."""
+        return self._instance_keys
+
     def _next_instance_key(self) -> Any:
         signature, self._launching = self._launching, None
         if tf.executing_eagerly():
@@ -123,6 +147,7 @@ class AllReduce(CollectiveAllReduce):
         self._group_size = sum(counts)  # TensorFlow's is a multiple of this worker's number of devices
         group_key = self._collective_keys.get_group_key(self._devices)
         self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
+        self._groups = [self._launchers]
         if max(counts) == 1 or len(counts) == 1:
             self._reductions = [
                 reduction(launcher, launcher, None, rank + index) for index, launcher in enumerate(self._launchers)
@@ -132,15 +157,29 @@ class AllReduce(CollectiveAllReduce):
         between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
         local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
         own = counts[rank]
+        local = [self._launcher(local_key, own, device) for device in self._devices] if own > 1 else []
+        self._groups += [[between], local]
         self._reductions = [
-            reduction(
-                launcher,
-                None if index else between,
-                self._launcher(local_key, own, device) if own > 1 else None,
-                rank,
-            )
-            for index, (launcher, device) in enumerate(zip(self._launchers, self._devices, strict=True))
+            reduction(launcher, None if index else between, local[index] if local else None, rank)
+            for index, launcher in enumerate(self._launchers)
         ]
+
+    def join_groups(self) -> None:
+        """Joins all groups of this process's replicas; see `ReplicaLauncher.join`."""
+        launchers = [launcher for launcher in itertools.chain(*self._groups) if launcher.size > 1]
+
+        @tf.function(autograph=False)
+        def join() -> None:
+            for launcher in launchers:
+                launcher.join()
+
+        if launchers:
+            join()
+
+    def equalize_keys(self) -> None:
+        """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
+        for group in self._groups:
+            InstanceKeys.equalize([launcher.instance_keys for launcher in group])
 
     def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
         return ReplicaLauncher(group_key, size, self._collective_keys, device, self._options)

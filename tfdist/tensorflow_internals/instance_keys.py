@@ -68,6 +68,33 @@ class InstanceKeys:
         with tf.device(self._host):
             return graph.get_tensor_by_name(sites.keys)[position]
 
+    @classmethod
+    def equalize(cls, replicas: "Sequence[InstanceKeys]") -> None:
+        """Makes the replicas of one process draw equal keys again. Call this while a function of them is traced.
+
+        A step that fails on one replica ends the others' between two graphs, such as the branches of conditions: the
+        replicas have then executed different numbers of them.
+        """
+        if len(replicas) < 2:
+            return
+        with tf.device(replicas[0]._host):
+            counts = tf.stack([replica._counts() for replica in replicas])
+            most = tf.reduce_max(counts, axis=0)
+            tf.cond(tf.reduce_all(counts == most), lambda: None, lambda: cls._repair(replicas, most))
+
+    def _counts(self) -> tf.Tensor:
+        sites = tf.cast(self._numbers.size(), tf.int32)
+        return tf.stack([self._graphs_executed.read_value(), self._used_once.read_value(), sites])
+
+    @staticmethod
+    def _repair(replicas: "Sequence[InstanceKeys]", counts: tf.Tensor) -> None:
+        for replica in replicas:
+            replica._graphs_executed.assign(counts[0])
+            replica._used_once.assign(counts[1])
+            for other in replicas:  # the shorter table is the beginning of the longer one
+                if other is not replica:
+                    replica._numbers.insert(*other._numbers.export())
+
     def _new_graph(self) -> "_GraphSites":
         with tf.init_scope(), tf.device(self._host):
             hashes = ResourceVariable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="collective_sites")

@@ -50,6 +50,7 @@ class ReplicaMirroredExtended(MirroredExtended):
         self._reduction = reduction
         self._requested_options = options
         super().__init__(strategy, devices=devices, cross_device_ops=cross_device_ops)
+        self.replica_operations.join_groups()
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed(self)
@@ -87,6 +88,8 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             self._renumber_groups()
         hosts = (1,) * self.num_workers
         self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank, hosts)
+        for operations in (self._cross_device_ops, self._host_cross_device_ops):
+            operations.join_groups()
 
     def _renumber_groups(self) -> None:
         """Gives new keys to the groups of the workers' hosts and of their first devices (broadcasts).

@@ -32,6 +32,9 @@ context = private("tensorflow.python.eager.context:context", "the process-wide e
 all_to_all = private(
     "tensorflow.python.ops.collective_ops:all_to_all_v2", "the collective that TensorFlow's strategies do not expose"
 )
+all_reduce = private(
+    "tensorflow.python.ops.collective_ops:all_reduce_v2", "joins a group, and shows whether collectives are aborted"
+)
 get_default_graph = private("tensorflow.python.framework.ops:get_default_graph", "whether a function is being traced")
 
 ParameterServerExtended = private(

@@ -69,9 +69,54 @@ def test_signals_from_outside_are_no_lack_of_progress(number):
     assert decisions[6].text == "no restart: all restarts are used (--max-restarts 6)"
 
 
+def lost_host(attempt, **more):
+    """An attempt that failed because a host was lost."""
+    return Outcome(attempt, 3, (), lost="host b was lost", heartbeat_ranks=frozenset({0}), **more)
+
+
+def killed(attempt, number=signal.SIGKILL, **more):
+    """An attempt in which something outside has killed a worker."""
+    return failed(attempt, code=-number, heartbeat_ranks=[0], **more)
+
+
+DELAYS = {
+    "killed before the first step": (1.0, [killed] * 8, [{}] * 8, [1, 2, 4, 8, 16, 30, 30, 30]),
+    "killed at the same step": (1.0, [killed] * 8, [{"step": 7}] * 8, [0, 1, 2, 4, 8, 16, 30, 30]),
+    "killed after progress": (1.0, [killed] * 4, [{"step": step} for step in range(4)], [0, 0, 0, 0]),
+    "progress starts the delay over": (
+        1.0,
+        [killed] * 6,
+        [{"step": step} for step in (7, 7, 6, 8, 8, 8)],
+        [0, 1, 2, 0, 1, 2],
+    ),
+    "so does a checkpoint": (1.0, [killed] * 4, [{"step": 7, "saved": n} for n in (0, 0, 1, 1)], [0, 1, 0, 1]),
+    "lost hosts": (0.5, [lost_host] * 8, [{"step": 7}] * 8, [0, 0.5, 1, 2, 4, 8, 16, 30]),
+    "signals, hosts and errors share the delay": (
+        1.0,
+        [killed, lost_host, failed, killed, lost_host],
+        [{"step": 7}] * 5,
+        [0, 1, 2, 4, 8],
+    ),
+    "no delay is never one": (0.0, [killed] * 4, [{}] * 4, [0, 0, 0, 0]),
+    "a first delay above the limit": (40.0, [killed] * 3, [{}] * 3, [40, 40, 40]),
+}
+
+
+@pytest.mark.parametrize(("delay", "kinds", "details", "expected"), DELAYS.values(), ids=DELAYS)
+def test_delays_after_failures(delay, kinds, details, expected):
+    policy = restarts(delay=delay)
+    outcomes = [kind(attempt, **more) for attempt, (kind, more) in enumerate(zip(kinds, details, strict=True))]
+    decisions = [policy.decide(outcome) for outcome in outcomes]
+    assert [decision.delay_seconds for decision in decisions] == expected
+    assert all(decision.workers == 3 for decision in decisions)
+    announced = [f"in {seconds:g} s" if seconds else "at once" for seconds in expected]
+    texts = [f"restart {n} of 10 {when} with 3 workers" for n, when in enumerate(announced, start=1)]
+    assert [decision.text for decision in decisions] == texts
+
+
 def test_lost_hosts_are_no_lack_of_progress():
     policy = restarts(max_restarts=6)
-    lost = [Outcome(n, 3, (), lost="host b was lost", heartbeat_ranks=frozenset({0}), step=7) for n in range(7)]
+    lost = [lost_host(n, step=7) for n in range(7)]
     assert [policy.decide(outcome).workers for outcome in lost] == [3, 3, 3, 3, 3, 3, 0]
 
 

@@ -1,0 +1,72 @@
+"""Whether collectives still run in this process: after one has failed, TensorFlow rejects all others."""
+
+import re
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.tensorflow_symbols import all_reduce, context
+
+# Below the group keys of tfdist's strategies, above those of TensorFlow's. Keys are unique in the cluster.
+_FIRST_GROUP_KEY = 1 << 15
+_INSTANCE_KEY = 1
+_ABORTED = re.compile(r"(Collective ops is aborted by: )+")
+_PEER = re.compile(r"from remote target (\S+)")
+
+_failed_step: str | None = None  # the error of a step on this worker
+
+
+def record_failed_step(error: tf.errors.OpError) -> None:
+    """Makes later calls of `check_collectives` raise an error: the other workers are in that step, or in another."""
+    global _failed_step
+    _failed_step = _failed_step or _first_line(error)
+
+
+def check_collectives() -> None:
+    """Raises an error if the collectives of this process cannot be used any more.
+
+    TensorFlow aborts them for the life of the process when one fails: when a peer is lost, a timeout passes, or
+    replicas disagree about a shape. An error of another operation only cancels the collectives of its step; with
+    several workers the others still wait in them.
+
+    Raises:
+        RuntimeError: A collective has failed, or a step of this worker. The message has the first cause.
+    """
+    if not context()._initialized:
+        return
+    cause = _cause_of_abort()
+    if cause is None and context()._collective_ops_server_def is not None:
+        cause = _failed_step
+    if cause is not None:
+        raise RuntimeError(
+            "A collective, or a step on this worker, has failed earlier in this process, and no strategy can reduce in "
+            f"it any more. Received: {cause!r}. Expected: a process in which none has failed. Start a new one: restart "
+            "the notebook's kernel, or let the script end with this error under `tfdist run --max-restarts`; with the "
+            "callback FailureRecovery the training resumes."
+        )
+
+
+def _cause_of_abort() -> str | None:
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            all_reduce(tf.zeros([]), 1, _group_key_of_process(), _INSTANCE_KEY, communication_hint="ring")
+    except tf.errors.OpError as error:
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: tf.errors.OpError) -> str:
+    """Returns TensorFlow's first cause, without the places where it was noticed."""
+    parts = _ABORTED.split(error.message, maxsplit=1)
+    if len(parts) == 3:
+        peer = _PEER.search(parts[2])
+        return f"{parts[1]}{parts[2].strip().splitlines()[0]}" + (f" ({peer[1]})" if peer else "")
+    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "[[{{" not in line and "[Op:" not in line), type(error).__name__)
+
+
+def _group_key_of_process() -> int:
+    server = context()._collective_ops_server_def
+    if server is None:
+        return _FIRST_GROUP_KEY
+    before = sum(len(job.tasks) for job in server.cluster.job if job.name < server.job_name)
+    return _FIRST_GROUP_KEY + before + int(server.task_index)
