@@ -11,7 +11,7 @@ from tfdist.training import failed_steps
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
-def raise_missing_file(*_):
+def raise_missing_file(*_, **__):
     raise tf.errors.NotFoundError(None, None, "no such file")
 
 

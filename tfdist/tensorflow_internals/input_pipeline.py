@@ -117,7 +117,7 @@ def skip_steps(dataset: Any, steps: int) -> Any | None:
     """Returns a dataset without the batches of the first `steps` steps, which are read but not moved to the devices.
 
     It shares the random state of `dataset`. A distributed one skips the worker's own batches, after sharding and
-    rebatching, so it is correct permanentlyy sharding policy.
+    rebatching, so it is correct for every sharding policy.
 
     Returns:
         The dataset; `None` for an unknown kind of dataset.
