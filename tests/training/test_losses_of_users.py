@@ -51,6 +51,14 @@ def of_halves(p, y):
     return tf.reduce_mean(tf.square(real - generated)) + 0.1 * tf.reduce_mean(again)
 
 
+def adversarial(p, y):
+    """As in Keras' example of DCGAN, without its noise."""
+    both, ones = tf.concat([p, y], axis=0), tf.ones((tf.shape(p)[0], 1))
+    labels = tf.concat([ones, tf.zeros((tf.shape(y)[0], 1))], axis=0)
+    labels += 0.0 * tf.random.uniform(tf.shape(labels))
+    return keras.losses.BinaryCrossentropy()(labels, tf.nn.sigmoid(tf.reduce_sum(both, axis=1, keepdims=True)))
+
+
 def recurrent(p, y):
     steps = tf.scan(lambda state, _: 0.5 * state, tf.range(3), initializer=p)
     return tf.reduce_mean(tf.reduce_sum(tf.transpose(steps, [1, 0, 2]) ** 2, axis=1) * y)
@@ -113,6 +121,7 @@ EXACT = {
     "in another dtype": lambda e, x, y, w, p: tf.cast(SQUARED_ERROR(y, p) + tf.reduce_mean(p**2), tf.float64),
     "in a function": lambda e, x, y, w, p: in_a_function(p, y),
     "of halves of a batch": lambda e, x, y, w, p: of_halves(p, y),
+    "adversarial": lambda e, x, y, w, p: adversarial(p, y),
     "recurrent": lambda e, x, y, w, p: recurrent(p, y),
     "attention": lambda e, x, y, w, p: attention(p, y),
     "time first": lambda e, x, y, w, p: tf.reduce_mean(
@@ -147,6 +156,9 @@ WARNED = {
     "product with Keras": lambda e, x, y, w, p: SQUARED_ERROR(y, p) * tf.reduce_mean(p**2),
     "contrastive": lambda e, x, y, w, p: tf.reduce_mean(
         tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(p)[0]), tf.matmul(p, y, transpose_b=True))
+    ),
+    "contrastive by Keras": lambda e, x, y, w, p: keras.losses.CategoricalCrossentropy(from_logits=True)(
+        tf.eye(tf.shape(p)[0]), tf.matmul(p, y, transpose_b=True)
     ),
     "pairs": lambda e, x, y, w, p: tf.reduce_mean(tf.reduce_sum((p[:, None] - p[None]) ** 2, -1)),
     "sum of pairs": lambda e, x, y, w, p: 0.01 * tf.reduce_sum((p[:, None] - p[None]) ** 2),
@@ -259,3 +271,18 @@ def test_literals_that_may_be_numbers_of_samples_are_warned_of(cpus):
     assert all("divided by a number that equals" in text for text in said)
     found = differences(weights, reference)
     assert found["number of samples"] <= 1e-5 and found["inverse number of samples"] <= 1e-5
+
+
+def test_what_is_warned_of_counts_as_a_mean(cpus, monkeypatch):
+    """If both replicas have the same samples, a function of their mean is that of one process."""
+    losses = {
+        "root": WARNED["root of a mean"],
+        "root and a loss of Keras": lambda e, x, y, w, p: SQUARED_ERROR(y, p) + tf.sqrt(tf.reduce_mean((p - y) ** 2)),
+    }
+    for name in ("INPUTS", "TARGETS", "MASK"):
+        monkeypatch.setitem(globals(), name, np.tile(globals()[name][:4], [6] + [1] * (globals()[name].ndim - 1)))
+    arguments = {"batch_size": 8, "is_static": True}
+    weights, _, said = trained(MirroredStrategy(cpus[:2]), losses, **arguments)
+    assert len(said) == len(losses)
+    found = differences(weights, trained(tf.distribute.get_strategy(), losses, **arguments)[0])
+    assert max(found.values()) <= 1e-5

@@ -23,6 +23,7 @@ class LossStep:
         has_scaled: Whether a loss was scaled since this was set to False.
         parts_of_replica: The number of micro-batches of the replica.
         unweighted: A value that a metric must count as Keras does.
+        has_own_loss: Whether the model computes its loss itself.
         has_read_number: Whether the user's code has read the number of replicas in this step.
         has_read_number_before: Whether it has in any step, or outside of one.
     """
@@ -30,6 +31,7 @@ class LossStep:
     scaled_degree = 1
     has_scaled = False
     parts_of_replica = 1
+    has_own_loss = False
     has_read_number = False
     has_read_number_before = False
     unweighted: Any = None
@@ -127,6 +129,17 @@ class LossStep:
             return scale
         return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
 
+    def _scale_or_guess(self, term: Term) -> Any:
+        """The factor of a term. An unknown one is warned of; it counts as a mean unless it contains a scaled loss."""
+        scale = self.scale_of(term)
+        if scale is not None:
+            return scale
+        assert self._degrees is not None
+        is_part = self._degrees.contains_scaled(term.tensor)
+        if not self._is_alone:
+            self._warnings.of_unknown_loss(term.tensor, is_part=is_part)
+        return 1 if is_part else self.mean_scale
+
     def _scale_of_quotient(self, term: Term) -> Any:
         """The factor of a dividend: its own one, divided by the divisor of all samples."""
         own = self.mean_scale if term.degree == 0 else self.sum_scale
@@ -144,24 +157,18 @@ class LossStep:
         """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
         if not is_symbolic(value) or self._degrees is None:
             degree = self.degree(value)
-            return (
-                value
-                if degree == 0
-                else divided(times(value, self.sum_scale), self.mean_scale)
-                if degree == 1
-                else None
-            )
+            part = times(value, self.sum_scale) if degree == 1 else None
+            return value if degree == 0 else None if part is None else divided(part, self.mean_scale)
         terms = loss_terms(value, self._degrees)
         if all(term.is_mean for term in terms):
             return value
-        part = self._part_of(value, terms)
-        return None if part is None else divided(part, self.mean_scale)
-
-    def _part_of(self, loss: Any, terms: list[Term]) -> Any:
-        """Returns a loss with the given terms as a part, or `None` if the degree of a term is unknown."""
         scales = [self.scale_of(term) for term in terms]
         if any(scale is None for scale in scales):
             return None
+        return divided(self._part_of(value, terms, scales), self.mean_scale)
+
+    def _part_of(self, loss: Any, terms: list[Term], scales: list[Any]) -> Any:
+        """Returns a loss with the given terms as a part."""
         if not terms:
             return loss
         if len(terms) == 1 and terms[0].divisor is None:
@@ -197,17 +204,19 @@ class LossStep:
             ]
             products = (self._degrees.product(*pair) for pair in zip(targets, givens, strict=True))
             terms = [Term(target, 1.0, *found) for target, found in zip(targets, products, strict=True)]
-        scales = [self.scale_of(term) for term in terms]
-        for term, scale in zip(terms, scales, strict=True):
-            if scale is None:
-                self._warnings.of_unknown_loss(term.tensor)
-        scales = [1 if scale is None else scale for scale in scales]
+        scales = [self._scale_or_guess(term) for term in terms]
         if all(_is_one(scale) for scale in scales):
             return None
         return [
             (term.tensor, _gradient(term, scale, given))
             for term, scale, given in zip(terms, scales, givens, strict=True)
         ]
+
+    def check_samples(self, values: Any) -> None:
+        """Warns if the values that a loss of Keras adds up are not each of one sample, as contrastive ones are not."""
+        if self.has_own_loss and not self._is_alone and self._degrees is not None and is_symbolic(values):
+            if self._degrees.kind(values).degree is None:
+                self._warnings.of_unknown_loss(values, is_part=False)
 
     @property
     def _is_alone(self) -> bool:
@@ -220,12 +229,9 @@ class LossStep:
         while self._degrees.ambiguous:
             self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
         replicas = int(tf.distribute.get_strategy().num_replicas_in_sync)
+        anywhere = self.has_read_number_before
         for index, term in enumerate(terms):
-            if (
-                replicas > 1
-                and term.is_mean
-                and divides_by(term.tensor, replicas, anywhere=self.has_read_number_before)
-            ):
+            if replicas > 1 and term.is_mean and divides_by(term.tensor, replicas, anywhere=anywhere):
                 self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
                 terms[index] = dataclasses.replace(term, replicas=-1 if self.has_read_number else 0)
         return terms
@@ -241,23 +247,15 @@ class LossStep:
         if self._degrees is None or not is_symbolic(loss):
             if self.degree(loss) == self.scaled_degree and is_scalar(loss):
                 return self.mark_scaled(loss)
-            if (
-                not (is_certain or self._is_alone)
-                and self._degrees is not None
-                and is_scalar(loss)
-                and tf.is_tensor(loss)
-            ):
+            is_doubtful = self._degrees is not None and is_scalar(loss) and tf.is_tensor(loss)
+            if is_doubtful and not (is_certain or self._is_alone):
                 self._warnings.of_eager_loss()
             scale = self.mean_scale if is_mean else 1
             if not is_scalar(loss):
                 scale = self.sum_scale if self.holds_samples(loss) else self.mean_scale
             return self.mark_scaled(times(loss, scale))
         terms = self._terms(loss)
-        part = self._part_of(loss, terms)
-        if part is None:
-            if not self._is_alone:
-                self._warnings.of_unknown_loss(next(term.tensor for term in terms if self.scale_of(term) is None))
-            part = times(loss, self.mean_scale if is_mean else 1)
+        part = self._part_of(loss, terms, [self._scale_or_guess(term) for term in terms])
         return self.mark_scaled(part)
 
 

@@ -12,12 +12,14 @@ _warned: set[str] = set()
 class LossWarnings:
     """Each warning is given once in a process."""
 
-    def of_unknown_loss(self, tensor: tf.Tensor) -> None:
+    def of_unknown_loss(self, tensor: tf.Tensor, *, is_part: bool) -> None:
         """A loss is not linear in the samples, or is not followed."""
+        meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
         self._warn(
             "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
-            f"losses may not add up to that of one process. Received: {describe(tensor)}. Expected: means "
-            "(`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the replica's samples to "
+            f"losses may not add up to that of one process. It counts as {meant}. Received: {describe(tensor)}. "
+            "Expected: means (`tf.reduce_mean`), sums, losses of Keras, and sums of these. Pass the mean over the "
+            "replica's samples to "
             "`tfdist.training.scale_loss_for_distribution` in that line, and combine the result by sums and constant "
             "factors only."
         )

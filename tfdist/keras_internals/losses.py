@@ -73,6 +73,8 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         dtype: Any = None,
     ) -> Any:
         step = current_step()
+        if step is not None:
+            step.check_samples(values)
         divisor = None if step is None else _own_divisor(sample_weight, mask, reduction)
         if step is None or divisor is None:
             return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)

@@ -19,6 +19,17 @@ def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
     return None, None
 
 
+def has_own_step(model: Any) -> bool:
+    """Whether a model has its own `train_step` or `test_step`, which may call it on other inputs than `fit` has."""
+    own, stock = type(model), TensorFlowTrainer
+    return own.train_step is not stock.train_step or own.test_step is not stock.test_step
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether a model computes its loss itself, so that it may give losses of Keras anything."""
+    return has_own_step(model) or type(model).compute_loss is not keras.Model.compute_loss
+
+
 def is_predict_step(function: Any) -> bool:
     """Whether `function` is the one that Keras runs on the replicas to predict a batch."""
     return "make_predict_function.<locals>.one_step_on_data" in getattr(function, "__qualname__", "")

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
+from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.static_batches import batch_spec
 
@@ -74,7 +75,7 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
         with model.distribute_strategy.scope():
             model._symbolic_build(data_batch=batch)
     except _BUILD_ERRORS:
-        if not _has_own_step(model):
+        if not has_own_step(model):
             raise
         _build_without_call(model)
 
@@ -121,7 +122,7 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
             _check_has_end(iterator)
         if is_ours(strategy) and _lacks_call(self):
             return _build_without_call(self)
-        steps_by_itself = is_ours(strategy) and _has_own_step(self)
+        steps_by_itself = is_ours(strategy) and has_own_step(self)
         declared = _declared_batch_of(iterator) if iterator is not None and is_ours(strategy) else None
         if declared is not None:
             try:
@@ -145,12 +146,6 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
 def _lacks_call(model: Any) -> bool:
     """Whether a model cannot be called, because its `train_step` calls its parts."""
     return type(model).call is keras.Model.call
-
-
-def _has_own_step(model: Any) -> bool:
-    """Whether a model has its own `train_step` or `test_step`, which may call it on other inputs than `fit` has."""
-    own, stock = type(model), TensorFlowTrainer
-    return own.train_step is not stock.train_step or own.test_step is not stock.test_step
 
 
 def _build_without_call(model: Any) -> None:

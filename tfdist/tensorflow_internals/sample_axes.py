@@ -127,7 +127,7 @@ def _concat(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     if any(kind.axes != axes for kind in pieces):
         return unknown(pieces, axes)
     joined = sum_of([dataclasses.replace(kind, blocks=1) for kind in pieces], axes)
-    return dataclasses.replace(joined, blocks=sum(kind.blocks for kind in pieces))
+    return dataclasses.replace(joined, blocks=sum(kind.blocks or 1 for kind in pieces))
 
 
 def _split(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -161,7 +161,7 @@ def _tile(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     if len(growing | kind.axes) > 1 or growing & kind.axes:
         return unknown(kinds, growing | kind.axes)
     if not kind.axes:
-        return kind.at(growing)
+        return kind.at(growing, 0)
     factor = None if times is None else times[next(iter(kind.axes))]
     return unknown(kinds, kind.axes) if factor is None else kind.at(kind.axes, kind.blocks * int(factor))
 
@@ -172,7 +172,7 @@ def _broadcast(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axes = {axis + shift for axis in kind.axes} | {axis for axis, size in enumerate(sizes or ()) if grows(size)}
     if len(axes) > 1 or rank is None or (kind.axes and sizes is None and not tensor.shape.is_fully_defined()):
         return unknown(kinds, axes or kind.axes)
-    return kind.at(axes)
+    return kind.at(axes, None if kind.axes else 0)
 
 
 def _reverse(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

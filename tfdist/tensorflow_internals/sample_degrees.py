@@ -51,6 +51,7 @@ class SampleDegrees:
         self.static_samples = samples if isinstance(samples, int) else None
         self.ambiguous: list[tf.Tensor] = []
         self._kinds: dict[Any, Kind] = {}
+        self._scaled: set[Any] = set()
         self._leaves: list[tf.Tensor] = []
         self._graphs: set[Any] = set()
         for leaf in tf.nest.flatten(data, expand_composites=True):
@@ -71,6 +72,8 @@ class SampleDegrees:
         """
         if not is_symbolic(tensor):
             return
+        if is_loss and degree == 1:
+            self._scaled.add(tensor.ref())
         if tensor.shape.rank == 0:
             self._kinds[tensor.ref()] = Kind(degree=degree, is_reduced=is_loss, is_trained=is_loss)
             return
@@ -83,6 +86,18 @@ class SampleDegrees:
             kind = self.kind(like)
             is_known = kind.axes and kind.degree in (0, ZERO) and not kind.is_reduced
             self._kinds[tensor.ref()] = Kind(kind.axes, is_trained=True) if is_known else unknown([kind], kind.axes)
+
+    def contains_scaled(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor was computed from a loss that was marked as a part of the loss of all replicas."""
+        waiting, seen = [tensor], {tensor.ref()}
+        while waiting:
+            top = waiting.pop()
+            if top.ref() in self._scaled:
+                return True
+            inputs = [given for given in self._inputs(top) if given.ref() not in seen]
+            seen.update(given.ref() for given in inputs)
+            waiting += inputs
+        return False
 
     def degree(self, tensor: Any) -> float | None:
         """Returns the degree of the sum of a tensor's elements over the samples; `None` if unknown.
@@ -109,7 +124,7 @@ class SampleDegrees:
             if missing:
                 waiting += missing
                 continue
-            self._kinds[top.ref()] = self._of(top)
+            self._kinds[top.ref()] = self._followed(top)
             waiting.pop()
         return self._kinds[tensor.ref()]
 
@@ -127,6 +142,15 @@ class SampleDegrees:
         return [
             outer for outer, inner in getattr(tensor.graph, "captures", ()) if inner is tensor and is_symbolic(outer)
         ]
+
+    def _followed(self, tensor: tf.Tensor) -> Kind:
+        try:
+            return self._of(tensor)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            # An operation of another version of TensorFlow, or in an unusual form: a training must not end for that.
+            return unknown(
+                [self._kinds[given.ref()] for given in self._inputs(tensor)], [0] if tensor.shape.rank else []
+            )
 
     def _of(self, tensor: tf.Tensor) -> Kind:
         operation = tensor.op

@@ -20,7 +20,7 @@ class Kind:
             and means. No other function of such a tensor adds up over replicas.
         replicas: The power of the number of replicas by which the user's code has multiplied it.
         is_trained: Whether it depends on variables.
-        blocks: How many batches follow one another along the axis of the samples.
+        blocks: How many batches follow one another along the axis of the samples; 0 for any number, as in noise.
         sizes: Of a vector of whole numbers, such as a shape: the degrees of its elements.
         divisor: Of a quotient of two sums or means over the samples, the second one, a scalar without variables.
     """
@@ -61,7 +61,7 @@ def sum_of(kinds: Sequence[Kind], axes: Iterable[int] = ()) -> Kind:
     axes = frozenset(axes)
     live = [kind for kind in kinds if kind.degree != ZERO]
     if not live:
-        return Kind(axes, ZERO, blocks=_blocks(kinds) or 1)
+        return Kind(axes, ZERO, blocks=0 if axes else 1)
     first = live[0]
     is_one_kind = all(
         (kind.degree, kind.replicas) == (first.degree, first.replicas) and kind.divisor is first.divisor
@@ -85,7 +85,7 @@ def product_of(kinds: Sequence[Kind], axes: Iterable[int] = (), *, is_sum: bool 
     """The kind of a product; with `is_sum`, of its sum over the samples."""
     axes = frozenset(axes)
     if any(kind.degree == ZERO for kind in kinds):
-        return Kind(axes, ZERO)
+        return Kind(axes, ZERO, blocks=0 if axes else 1)
     reduced = [kind for kind in kinds if kind.is_reduced]
     others = [kind for kind in kinds if not kind.is_reduced]
     mixes = len(reduced) > 1 or (reduced and not all(kind.is_fixed for kind in others))
@@ -156,4 +156,5 @@ def mean_over_samples(kind: Kind, axes: Iterable[int] = (), *, is_sum: bool = Fa
 def _blocks(kinds: Sequence[Kind]) -> int | None:
     """The number of blocks of all kinds with samples; `None` if they differ."""
     numbers = {kind.blocks for kind in kinds if kind.axes}
-    return None if len(numbers) > 1 else numbers.pop() if numbers else 1
+    known = numbers - {0}
+    return None if len(known) > 1 else known.pop() if known else 0 if numbers else 1

@@ -66,7 +66,7 @@ def _fill(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axes = [axis for axis, size in enumerate(kinds[0].sizes or ()) if grows(size)]
     if len(axes) > 1 or (kinds[0].sizes is None and kinds[0].degree is None):
         return unknown(kinds, axes)
-    return kinds[1].at(axes)
+    return kinds[1].at(axes, 0)
 
 
 def _range(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -87,11 +87,9 @@ def random(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axes = [axis for axis, size in enumerate(sizes or ()) if grows(size)]
     if not axes and sizes is not None and shape is not None and len(shape) and degrees.static_samples:
         axes = [0] if shape[0] is not None and is_whole(int(shape[0]), degrees.static_samples) else []
-    return (
-        unknown(kinds, axes)
-        if len(axes) > 1 or sizes is None
-        else function_of([Kind(), *kinds[1:]] if not axes else [Kind()], axes)
-    )
+    if len(axes) > 1 or sizes is None:
+        return unknown(kinds, axes)
+    return Kind(frozenset(axes), blocks=0) if axes else function_of([Kind(), *kinds[1:]])
 
 
 RANDOM = frozenset(_RANDOM)

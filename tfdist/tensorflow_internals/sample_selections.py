@@ -82,7 +82,9 @@ def _strided_slice(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     if len(kind.axes) > 1:
         return unknown(kinds, kind.axes)
     place = next(iter(kind.axes))
-    return kind.at([moved[place]], 1 if kind.blocks > 1 and not _is_everything(place, operation, mask) else kind.blocks)
+    return kind.at(
+        [moved[place]], 1 if kind.blocks != 1 and not _is_everything(place, operation, mask) else kind.blocks
+    )
 
 
 def _takes_blocks(place: int, bounds: Sequence[Any], mask: dict[str, int], kinds: Sequence[Kind]) -> bool:
@@ -94,7 +96,7 @@ def _takes_blocks(place: int, bounds: Sequence[Any], mask: dict[str, int], kinds
     if starts and ends:
         return True
     counts = [kind.sizes is not None and grows(kind.sizes[place]) for kind in kinds[1:3]]
-    return kinds[0].blocks > 1 and (starts or counts[0]) and (ends or counts[1])
+    return kinds[0].blocks != 1 and (starts or counts[0]) and (ends or counts[1])
 
 
 def _is_everything(axis: int, operation: Any, mask: dict[str, int]) -> bool:

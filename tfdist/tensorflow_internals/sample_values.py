@@ -71,7 +71,8 @@ def product(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         if kind.is_constant or kind.replicas
     ]
     ratio = next((factor for factor in factors if factor), None)
-    if not sums or found.degree != 1 or ratio in (None, degrees.replicas):  # or the number of the global batch
+    is_global = ratio == degrees.replicas > 1  # the number of samples of the global batch
+    if not sums or found.degree != 1 or ratio is None or is_global:
         return found
     if not any(other is tensor for other in degrees.ambiguous):
         degrees.ambiguous.append(tensor)
