@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.loss_arithmetic import divided, is_one, is_scalar, times
 from tfdist.keras_internals.loss_warnings import LossWarnings
 from tfdist.tensorflow_internals.loss_terms import Term, divides_by, loss_terms
 from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, is_symbolic
@@ -130,15 +131,18 @@ class LossStep:
         return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
 
     def _scale_or_guess(self, term: Term) -> Any:
-        """The factor of a term. An unknown one is warned of; it counts as a mean unless it contains a scaled loss."""
+        """The factor of a term. An unknown one is warned of."""
         scale = self.scale_of(term)
         if scale is not None:
             return scale
-        assert self._degrees is not None
-        is_part = self._degrees.contains_scaled(term.tensor)
+        guess = self._guess(term)
         if not self._is_alone:
-            self._warnings.of_unknown_loss(term.tensor, is_part=is_part)
-        return 1 if is_part else self.mean_scale
+            self._warnings.of_unknown_loss(term.tensor, is_part=is_one(guess))
+        return guess
+
+    def _guess(self, term: Term) -> Any:
+        """The factor of an unknown term, which counts as a mean unless it contains a scaled loss."""
+        return 1 if self._degrees is not None and self._degrees.contains_scaled(term.tensor) else self.mean_scale
 
     def _scale_of_quotient(self, term: Term) -> Any:
         """The factor of a dividend: its own one, divided by the divisor of all samples."""
@@ -149,9 +153,16 @@ class LossStep:
         return tf.math.divide_no_nan(tf.cast(own, total.dtype), total if term.guard is None else term.guard(total))
 
     def mean_of(self, value: Any) -> Any:
-        """Returns a scalar as a mean over the samples of this part. What cannot be followed counts as a mean."""
+        """Returns a scalar as a mean over the samples of this part, as far as it can be followed."""
         mean = self.mean_if_known(value)
-        return value if mean is None else mean
+        if mean is not None:
+            return mean
+        if not is_symbolic(value) or self._degrees is None:
+            return value
+        terms = loss_terms(value, self._degrees)
+        scales = [self.scale_of(term) for term in terms]
+        scales = [self._guess(term) if scale is None else scale for term, scale in zip(terms, scales, strict=True)]
+        return divided(self._part_of(value, terms, scales), self.mean_scale)
 
     def mean_if_known(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part; `None` if it cannot be followed."""
@@ -205,7 +216,7 @@ class LossStep:
             products = (self._degrees.product(*pair) for pair in zip(targets, givens, strict=True))
             terms = [Term(target, 1.0, *found) for target, found in zip(targets, products, strict=True)]
         scales = [self._scale_or_guess(term) for term in terms]
-        if all(_is_one(scale) for scale in scales):
+        if all(is_one(scale) for scale in scales):
             return None
         return [
             (term.tensor, _gradient(term, scale, given))
@@ -220,7 +231,7 @@ class LossStep:
 
     @property
     def _is_alone(self) -> bool:
-        return _is_one(self.mean_scale) and _is_one(self.sum_scale)
+        return is_one(self.mean_scale) and is_one(self.sum_scale)
 
     def _terms(self, loss: Any) -> list[Term]:
         """The terms of a symbolic loss; warns of literals that may be numbers of samples."""
@@ -259,33 +270,7 @@ class LossStep:
         return self.mark_scaled(part)
 
 
-def is_scalar(value: Any) -> bool:
-    """Whether a tensor or number has the rank 0, or a rank that is not known."""
-    shape = getattr(value, "shape", ())
-    return shape.rank in (0, None) if isinstance(shape, tf.TensorShape) else not len(shape)
-
-
-def times(value: Any, fraction: Any) -> Any:
-    """Returns `value * fraction`; 0 where `fraction` is 0, whatever `value` is.
-
-    A replica without samples has the fraction 0; its loss, which may be NaN (a mean over nothing), counts as 0.
-    """
-    if _is_one(fraction):
-        return value
-    value = tf.convert_to_tensor(value)
-    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
-
-
-def divided(value: Any, fraction: Any) -> Any:
-    """Returns `value / fraction`; 0 where `fraction` is 0."""
-    return value if _is_one(fraction) else tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype))
-
-
 def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:
     """The gradient of the loss with respect to a term's tensor; `given` is that of the user's code."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
     return tf.broadcast_to(scale, tf.shape(term.tensor)) if given is None else times(given, scale)
-
-
-def _is_one(fraction: Any) -> bool:
-    return not tf.is_tensor(fraction) and fraction == 1
