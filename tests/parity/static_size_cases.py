@@ -61,11 +61,12 @@ def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: Callable[[], tf
     }
 
 
-@case(lambda strategy: _in_all_methods(strategy, _batches))
+@case(lambda strategy: _in_all_methods(strategy, _batches), workers_only=True)
 def static_sizes(strategy: tf.distribute.Strategy) -> Outcome:
     """A model with a `batch_shape` in all methods, several steps an execution, unknown numbers of batches, and arrays.
 
-    One process evaluates a known number of batches: otherwise Keras counts the samples of a batch of a static size once
+    TensorFlow keeps the sizes within one process, unless the number of batches is unknown. One process evaluates a known
+    number of batches here: otherwise Keras counts the samples of a batch of a static size once
     more when it finds no further batch.
     """
     return _in_all_methods(strategy, _of_unknown_number)

@@ -116,7 +116,8 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     @functools.wraps(model_loss)
     def model_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, loss = current_step(), model_loss(self, *args, **kwargs)
-        return loss if step is None or loss is None else step.mark_scaled(loss)
+        # With `reduction="none"` it has a value for each sample, which Keras does not scale.
+        return loss if step is None or loss is None or not is_scalar(loss) else step.mark_scaled(loss)
 
     aggregate = TensorFlowTrainer._aggregate_additional_loss
 
