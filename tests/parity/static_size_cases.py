@@ -65,9 +65,9 @@ def _in_all_methods(strategy: tf.distribute.Strategy, evaluated: Callable[[], tf
 def static_sizes(strategy: tf.distribute.Strategy) -> Outcome:
     """A model with a `batch_shape` in all methods, several steps an execution, unknown numbers of batches, and arrays.
 
-    TensorFlow keeps the sizes within one process, unless the number of batches is unknown. One process evaluates a known
-    number of batches here: otherwise Keras counts the samples of a batch of a static size once
-    more when it finds no further batch.
+    TensorFlow keeps the sizes within one process, unless the number of batches is unknown. One process evaluates a
+    known number of batches here: otherwise Keras counts the samples of a batch of a static size once more when it finds
+    no further batch.
     """
     return _in_all_methods(strategy, _of_unknown_number)
 
