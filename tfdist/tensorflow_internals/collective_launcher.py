@@ -174,7 +174,7 @@ class AllReduce(CollectiveAllReduce):
                 launcher.join()
 
         if launchers:
-            join()
+            join.get_concrete_function()()  # a call of `join` counts as retracing, of which TensorFlow warns
 
     def equalize_keys(self) -> None:
         """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
