@@ -20,11 +20,11 @@ from tfdist.keras_internals.variable_creation import keras_creates_variable, pat
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.server_process import serve, wait_for_servers
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
-from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions

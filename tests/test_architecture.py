@@ -347,7 +347,11 @@ BREAKS = [
     ("tfdist/versions.py", "import keras", "framework: versions uses keras"),
     ("tfdist/compression/cast.py", "from tfdist.collectives import group", "arrow: compression -> collectives"),
     ("tfdist/compression/cast.py", "from tfdist import keras_internals", "arrow: compression -> internals"),
-    ("tfdist/collectives/collective_group.py", "from tfdist.training import step", "arrow: collectives -> training"),
+    (
+        "tfdist/collectives/all_reduce_algorithms.py",
+        "from tfdist.training import step",
+        "arrow: collectives -> training",
+    ),
     ("tfdist/training/sample_shares.py", "from tfdist.callbacks import x", "arrow: training -> callbacks"),
     ("tfdist/checkpoint/shard.py", "from tfdist.strategies import x", "arrow: checkpoint -> strategies"),
     ("tfdist/checkpoint/shard.py", "from tfdist.recovery import x", "arrow: checkpoint -> recovery"),
@@ -368,8 +372,8 @@ BREAKS = [
         "arrow: launch/restart -> launch/rendezvous",
     ),
     ("tfdist/launch/restart/error_file.py", "from tfdist import launch", "arrow: launch/restart -> launch"),
-    ("tfdist/launch/processes/attempt.py", "from tfdist.launch.rendezvous import x", "processes -> launch/rendezvous"),
-    ("tfdist/launch/processes/attempt.py", "from tfdist.transport import x", "launch/processes -> transport"),
+    ("tfdist/launch/processes/worker_monitor.py", "from tfdist.launch.rendezvous import x", "-> launch/rendezvous"),
+    ("tfdist/launch/processes/worker_monitor.py", "from tfdist.transport import x", "launch/processes -> transport"),
     ("tfdist/launch/rendezvous/membership.py", "from ..cli.node_options import x", "launch/rendezvous -> launch/cli"),
     ("tfdist/launch/rendezvous/membership.py", "def f():\n    import keras", "framework: launch/rendezvous uses keras"),
     (

@@ -22,7 +22,7 @@ from tfdist.callbacks import (
 from tfdist.callbacks.scalar_sources import SaveStalls, StepTimes
 from tfdist.callbacks.training_monitor import RestartCount
 from tfdist.collectives.exchange_timer import ExchangeTimer
-from tfdist.parameter_server.worker_stats import WorkerStats
+from tfdist.parameter_server.push_statistics import WorkerStats
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")

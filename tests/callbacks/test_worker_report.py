@@ -10,9 +10,9 @@ import pytest
 from fake_strategy import FakeStrategy
 
 from tfdist.callbacks import WorkerReport, worker_report
-from tfdist.parameter_server import worker_stats
+from tfdist.parameter_server import push_statistics
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
-from tfdist.parameter_server.worker_stats import StatsCollector, WorkerStats
+from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -31,7 +31,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(worker_report, "time", clock)
-    monkeypatch.setattr(worker_stats, "time", clock)
+    monkeypatch.setattr(push_statistics, "time", clock)
     return clock
 
 

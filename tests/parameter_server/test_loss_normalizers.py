@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.keras_internals import losses as installed
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import parameter_server_strategy as parameter_server
 

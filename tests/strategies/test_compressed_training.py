@@ -8,7 +8,7 @@ import tensorflow as tf
 from exchange_model import SHAPES, STEPS, Exchanges, gradient
 from exchange_references import differences
 
-from tfdist.collectives import collective_group
+from tfdist.collectives import all_reduce_algorithms
 from tfdist.compression import MomentumCorrection, Policy, Quantize, TopK
 from tfdist.strategies import MirroredStrategy
 
@@ -56,8 +56,8 @@ THREE = pytest.mark.long
 @pytest.mark.parametrize(("size", "pieces"), [(2, False), pytest.param(3, False, marks=THREE), (4, True)])
 def test_every_method_equals_numpy_on_real_collectives(cpus, size, pieces, monkeypatch):
     if pieces:
-        monkeypatch.setattr(collective_group, "_PIECE_BYTES", 500)
-        monkeypatch.setattr(collective_group, "_SHORT_BYTES", 0)
+        monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 500)
+        monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
     strategy = MirroredStrategy(cpus[:size], compression=exchange_model.policy())
     exchanges = Exchanges(strategy)
     steps = [exchanges.sums(gradient, step) for step in range(STEPS)]

@@ -9,8 +9,8 @@ from tfdist.doctor.check_context import CheckContext, host_of, port_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
 from tfdist.doctor.library_checks import check_libraries, check_python, compare_versions
+from tfdist.doctor.link_checks import reachability_findings
 from tfdist.doctor.member_task import MemberTask, ReportSummary
-from tfdist.doctor.network_checks import reachability_findings
 from tfdist.doctor.port_checks import free_port, listen, taken_port
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding, Report
 from tfdist.doctor.resource_checks import check_cores, check_memory, check_open_files, check_shared_memory

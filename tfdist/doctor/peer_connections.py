@@ -31,7 +31,7 @@ _HANDSHAKE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
 _MISMATCH_SECONDS = 20.0  # long enough for the other task to see the mismatch as well, and to report it
 
-# Why a peer has not answered. `network_checks` finds the remedy by how a reason begins.
+# Why a peer has not answered. `link_checks` finds the remedy by how a reason begins.
 NOT_TRIED = "no attempt to connect yet"
 RESOLVING = "its name is still being resolved"
 REFUSED = "connection refused: no process listens on that port"

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 
 
 def patch_layer_outputs(current_step: Callable[[], LossStep | None]) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
 from tfdist.keras_internals.loss_arithmetic import divided, is_scalar, times
 from tfdist.keras_internals.loss_marks import patch_layer_outputs
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.metric_updates import patch_metric_updates
 from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.loss_arithmetic import is_scalar, times
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 
 
 def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:

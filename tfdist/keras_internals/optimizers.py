@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 
-_loss_scaler: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_loss_scaler", default=None)
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
 
@@ -32,28 +32,6 @@ def _unique_path(strategy: Any, variable: Any) -> str:
         if paths[path]() is variable:
             return path
     raise AssertionError("unreachable")
-
-
-class LossScale:
-    """The dynamic loss scale of a `keras.optimizers.LossScaleOptimizer`."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def value(self) -> tf.Tensor:
-        """The scale, a float32 scalar."""
-        return tf.convert_to_tensor(self._optimizer.dynamic_scale)
-
-    def update(self, finite: tf.Tensor) -> None:
-        """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
-        optimizer = self._optimizer
-        counter = tf.convert_to_tensor(optimizer.step_counter)
-        grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
-        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
-        restarts = tf.logical_or(grown, tf.logical_not(finite))
-        optimizer.dynamic_scale.assign(self.value * factor)
-        optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
 
 
 class OptimizerUpdate:
@@ -175,7 +153,6 @@ def patch_optimizers(
     """
     apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
     current_learning_rate = TFOptimizer._get_current_learning_rate
-    apply_scaled = LossScaleOptimizer.apply
     reduce_gradients = TFOptimizer._all_reduce_sum_gradients
     overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
 
@@ -197,7 +174,7 @@ def patch_optimizers(
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         if not is_ours(self):
             return apply_gradients(self, grads, trainable_variables)
-        return update(OptimizerUpdate(self, trainable_variables, _loss_scaler.get()), list(grads))
+        return update(OptimizerUpdate(self, trainable_variables, current_loss_scale()), list(grads))
 
     @functools.wraps(current_learning_rate)
     def learning_rate_by_updates(self: Any) -> Any:
@@ -205,20 +182,6 @@ def patch_optimizers(
         if is_ours(self) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             return schedule(self.iterations)
         return current_learning_rate(self)
-
-    @functools.wraps(apply_scaled)
-    def apply_scaled_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        if not is_ours(self):
-            return apply_scaled(self, grads, trainable_variables)
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
-            self.built = True
-        token = _loss_scaler.set(LossScale(self))
-        try:
-            return self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
-        finally:
-            _loss_scaler.reset(token)
 
     @functools.wraps(overwrite)
     def overwrite_with_largest(self: Any, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
@@ -238,7 +201,7 @@ def patch_optimizers(
     TFOptimizer._backend_apply_gradients = update_over_replicas
     TFOptimizer._get_current_learning_rate = learning_rate_by_updates
     TFOptimizer.apply = once_a_step(apply)
-    LossScaleOptimizer.apply = once_a_step(apply_scaled_over_replicas)
+    LossScaleOptimizer.apply = once_a_step(apply_scaled_over_replicas(is_ours))
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:

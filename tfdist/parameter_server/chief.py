@@ -16,13 +16,13 @@ from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.loss_normalizers import LossNormalizers
 from tfdist.parameter_server.metric_sums import MetricSums
 from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
+from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.result_packing import ResultPacking
 from tfdist.parameter_server.scheduler import Scheduler
 from tfdist.parameter_server.server_process import ServerMonitor, explains_lost_servers
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
-from tfdist.parameter_server.worker_stats import StatsCollector
 
 _QUEUED_PER_WORKER = 2
 

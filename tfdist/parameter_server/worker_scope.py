@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
 from tfdist.tensorflow_internals.server_variables import pull_as
 

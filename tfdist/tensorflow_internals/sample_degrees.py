@@ -51,6 +51,8 @@ class SampleDegrees:
         self.static_samples = samples if isinstance(samples, int) else None
         self.ambiguous: list[tf.Tensor] = []
         self._kinds: dict[Any, Kind] = {}
+        self._calls: dict[tf.Operation, Callable[[tf.Tensor], Kind]] = {}
+        self._marks: dict[Any, tuple[list[tf.Tensor] | None, Callable[[Sequence[Kind]], Kind]]] = {}
         self._scaled: set[Any] = set()
         self._leaves: list[tf.Tensor] = []
         self._graphs: set[Any] = set()
@@ -74,18 +76,33 @@ class SampleDegrees:
             return
         if is_loss and degree == 1:
             self._scaled.add(tensor.ref())
-        if tensor.shape.rank == 0:
-            self._kinds[tensor.ref()] = Kind(degree=degree, is_reduced=is_loss, is_trained=is_loss)
-            return
-        axes = self.kind(tensor).axes
-        self._kinds[tensor.ref()] = Kind(axes, degree - bool(axes), is_reduced=not axes, is_trained=True)
+
+        def of_scalar(_: Sequence[Kind]) -> Kind:
+            return Kind(degree=degree, is_reduced=is_loss, is_trained=is_loss)
+
+        def of_values(followed: Sequence[Kind]) -> Kind:
+            axes = followed[0].axes
+            return Kind(axes, degree - bool(axes), is_reduced=not axes, is_trained=True)
+
+        self._mark(tensor, *(([], of_scalar) if tensor.shape.rank == 0 else (None, of_values)))
 
     def mark_samples(self, tensor: Any, like: Any) -> None:
         """Notes that each sample of a tensor is computed from the same sample of another one, `like`."""
-        if is_symbolic(tensor) and is_symbolic(like):
-            kind = self.kind(like)
+
+        def of_samples(kinds: Sequence[Kind]) -> Kind:
+            (kind,) = kinds
             is_known = kind.axes and kind.degree in (0, ZERO) and not kind.is_reduced
-            self._kinds[tensor.ref()] = Kind(kind.axes, is_trained=True) if is_known else unknown([kind], kind.axes)
+            return Kind(kind.axes, is_trained=True) if is_known else unknown([kind], kind.axes)
+
+        if is_symbolic(tensor) and is_symbolic(like):
+            self._mark(tensor, [like], of_samples)
+
+    def _mark(self, tensor: tf.Tensor, sources: list[tf.Tensor] | None, rule: Callable[[Sequence[Kind]], Kind]) -> None:
+        """Makes `rule` find the kind of a tensor, from those of `sources`, or if `None` from the one that is found."""
+        self._marks[tensor.ref()] = (sources, rule)
+        known = self._kinds.pop(tensor.ref(), None)
+        if known is not None and sources is None:
+            self._kinds[tensor.ref()] = rule([known])
 
     def contains_scaled(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor was computed from a loss that was marked as a part of the loss of all replicas."""
@@ -120,11 +137,14 @@ class SampleDegrees:
             if top.ref() in self._kinds:
                 waiting.pop()
                 continue
-            missing = [given for given in self._inputs(top) if given.ref() not in self._kinds]
+            sources, rule = self._marks.get(top.ref(), (None, None))
+            used = self._inputs(top) if sources is None else sources
+            missing = [given for given in used if given.ref() not in self._kinds]
             if missing:
                 waiting += missing
                 continue
-            self._kinds[top.ref()] = self._followed(top)
+            found = [self._followed(top)] if sources is None else [self._kinds[source.ref()] for source in sources]
+            self._kinds[top.ref()] = found[0] if rule is None else rule(found)
             waiting.pop()
         return self._kinds[tensor.ref()]
 
@@ -132,7 +152,7 @@ class SampleDegrees:
         """Returns the same for a function that is called with inputs of these kinds."""
         of_call = SampleDegrees((), 0, self.replicas)
         of_call.static_samples, of_call.ambiguous = self.static_samples, self.ambiguous
-        of_call._leaves = self._leaves
+        of_call._leaves, of_call._marks, of_call._scaled = self._leaves, self._marks, self._scaled
         of_call._kinds = {given.ref(): kind for given, kind in zip(inputs, kinds, strict=True)}
         return of_call
 
@@ -164,7 +184,9 @@ class SampleDegrees:
         if operation.type in sample_values.DIVISIONS or operation.type in sample_values.PRODUCTS:
             return sample_values.product(self, tensor, kinds)
         if operation.type in sample_functions.CALLS:
-            return sample_functions.of_call(self, tensor, kinds)
+            if operation not in self._calls:
+                self._calls[operation] = sample_functions.of_call(self, operation, kinds)
+            return self._calls[operation](tensor)
         if operation.type in sample_reductions.RANDOM:
             return sample_reductions.random(self, tensor, kinds)
         if tensor.dtype == tf.resource:

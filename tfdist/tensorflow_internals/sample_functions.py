@@ -1,7 +1,7 @@
 """Calls, conditions and loops: follows the samples into the functions that they run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,42 +14,50 @@ _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
 _CONDITIONS = frozenset({"If", "StatelessIf"})
-_LOOPS = frozenset({"While", "StatelessWhile"})
-_PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-CALLS = _PLAIN_CALLS | _CONDITIONS | _LOOPS
+LOOPS = frozenset({"While", "StatelessWhile"})
+PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = PLAIN_CALLS | _CONDITIONS | LOOPS
 _MOST_TURNS = 4  # until the kinds of a loop's values do not change any more
 
 
-def of_call(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    """The kind of an output of a call, a condition or a loop. `degrees` is the `SampleDegrees` of its graph."""
-    operation = tensor.op
-    if operation.type in _LOOPS:
-        return _of_loop(degrees, tensor, kinds)
-    if operation.type in _PLAIN_CALLS:
-        return _output(degrees, operation, "f", kinds, tensor.value_index)
+def of_call(degrees: Any, operation: tf.Operation, kinds: Sequence[Kind]) -> Callable[[tf.Tensor], Kind]:
+    """Follows a call, a condition or a loop; returns what returns the kind of an output.
+
+    Args:
+        degrees: The `SampleDegrees` of its graph.
+        operation: An operation of one of the types `CALLS`.
+        kinds: The kinds of its inputs.
+    """
+    if operation.type in LOOPS:
+        return _of_loop(degrees, operation, kinds)
+    if operation.type in PLAIN_CALLS:
+        return _called(degrees, operation, "f", kinds)
     if not kinds[0].is_constant:
-        return unknown(kinds, kinds[0].axes)
-    branches = [
-        _output(degrees, operation, name, kinds[1:], tensor.value_index) for name in ("then_branch", "else_branch")
-    ]
-    if branches[0].axes != branches[1].axes:
-        return unknown(branches, branches[0].axes | branches[1].axes)
-    return sum_of(branches, branches[0].axes)
+        return lambda output: unknown(kinds, kinds[0].axes)
+    branches = [_called(degrees, operation, name, kinds[1:]) for name in ("then_branch", "else_branch")]
+
+    def of_condition(output: tf.Tensor) -> Kind:
+        either, other = (branch(output) for branch in branches)
+        if either.axes != other.axes:
+            return unknown([either, other], either.axes | other.axes)
+        return sum_of([either, other], either.axes)
+
+    return of_condition
 
 
-def _of_loop(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+def _of_loop(degrees: Any, operation: tf.Operation, kinds: Sequence[Kind]) -> Callable[[tf.Tensor], Kind]:
     """A loop's values have the kinds that one more turn does not change."""
-    operation, state = tensor.op, list(kinds)
+    state = list(kinds)
     for _ in range(_MOST_TURNS):
-        condition = _output(degrees, operation, "cond", state, 0)
+        condition = _called(degrees, operation, "cond", state)(None)
         if not (condition.is_fixed or condition.is_constant):
-            return unknown(kinds, tensor.shape.rank and [0] or ())
-        after = [_output(degrees, operation, "body", state, index) for index in range(len(state))]
-        joined = [_joined(before, now) for before, now in zip(state, after, strict=True)]
+            return lambda output: unknown(kinds, output.shape.rank and [0] or ())
+        body = _called(degrees, operation, "body", state)
+        joined = [_joined(before, body(output)) for before, output in zip(state, operation.outputs, strict=True)]
         if joined == state:
-            return state[tensor.value_index]
+            return lambda output: state[output.value_index]
         state = joined
-    return unknown(kinds, [0])
+    return lambda output: unknown(kinds, [0])
 
 
 def _joined(before: Kind, after: Kind) -> Kind:
@@ -62,15 +70,22 @@ def _joined(before: Kind, after: Kind) -> Kind:
     return sum_of([before, after], before.axes)
 
 
-def _output(degrees: Any, operation: Any, name: str, kinds: Sequence[Kind], index: int) -> Kind:
-    graph = _called_graph(operation.graph, operation.get_attr(name).name)
+def _called(degrees: Any, operation: tf.Operation, name: str, kinds: Sequence[Kind]) -> Callable[[Any], Kind]:
+    """Follows the function in the attribute `name`; returns the kind of an output, and for `None` of the first."""
+    graph = called_graph(operation.graph, operation.get_attr(name).name)
     if graph is None or len(graph.inputs) != len(kinds):
-        return unknown(kinds, [0])
-    result = degrees.nested(graph.inputs, kinds).kind(graph.outputs[index])
-    return result if result.divisor is None else unknown(kinds)
+        return lambda output: unknown(kinds, [0])
+    within = degrees.nested(graph.inputs, kinds)
+
+    def of_output(output: tf.Tensor | None) -> Kind:
+        result = within.kind(graph.outputs[0 if output is None else output.value_index])
+        return result if result.divisor is None else unknown(kinds)
+
+    return of_output
 
 
-def _called_graph(graph: Any, name: str) -> Any:
+def called_graph(graph: Any, name: str) -> Any:
+    """Returns the graph of the function `name` that an operation of `graph` calls, or `None`."""
     while graph is not None:
         function = _get_function(graph, name)
         if function is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.loss_arithmetic import times
-from tfdist.keras_internals.loss_step import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)

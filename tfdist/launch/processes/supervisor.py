@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.processes.attempt import Attempt
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
 from tfdist.launch.processes.linux_syscalls import become_subreaper
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
@@ -15,6 +14,7 @@ from tfdist.launch.processes.run_status import RunStatus
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
+from tfdist.launch.processes.worker_monitor import WorkerMonitor
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_config import Timeouts
@@ -53,7 +53,7 @@ class Supervisor:
         self._console, self._logs, self._policy, self._timeouts = console, logs, policy, timeouts
         self._worker_restarts, self._spare_count = worker_restarts, warm_spares
         self._status = RunStatus(workers)
-        self._attempt: Attempt | None = None
+        self._attempt: WorkerMonitor | None = None
 
     def run(self) -> int:
         """Runs the workers until the policy ends the run.
@@ -97,7 +97,7 @@ class Supervisor:
             heartbeat_timeout_seconds=self._timeouts.heartbeat_timeout,
             stall_timeout_seconds=self._timeouts.stall_timeout,
         )
-        self._attempt = Attempt(
+        self._attempt = WorkerMonitor(
             start,
             self._environments(start),
             self._console,

@@ -3,8 +3,8 @@
 import pytest
 
 from tfdist.doctor.chief_task import planned_pairs
+from tfdist.doctor.link_checks import clock_findings, link_findings, reachability_findings
 from tfdist.doctor.link_measurement import LinkMeasurement
-from tfdist.doctor.network_checks import clock_findings, link_findings, reachability_findings
 from tfdist.doctor.peer_connections import OTHER_CLUSTER, OTHER_PROTOCOL, OTHER_TOKEN, REFUSED, RESOLVING
 
 HOSTS = {"worker 0": "a", "worker 1": "a", "worker 2": "b", "worker 3": "c"}

@@ -1,6 +1,6 @@
 """Collects the statistics of workers. Times are in tests/callbacks/test_worker_report.py."""
 
-from tfdist.parameter_server.worker_stats import StatsCollector
+from tfdist.parameter_server.push_statistics import StatsCollector
 
 
 def test_pushes_are_counted_by_worker():

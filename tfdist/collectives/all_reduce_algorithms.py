@@ -1,4 +1,4 @@
-"""Groups of replicas over TensorFlow's collectives. They split long tensors and count what they send."""
+"""Functions of a replica group: how a tensor is summed (at once, in pieces, or gathered and added) and gathered."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One start of all workers: passes their output on, watches them, and ends all of them when one fails."""
+"""Watches the workers of an attempt: passes their output on, and ends all of them when one fails."""
 
 import dataclasses
 import signal
@@ -26,8 +26,8 @@ _HEARTBEAT_POLL_SECONDS = 0.25
 _NO_PIDFD_POLL_SECONDS = 0.01
 
 
-class Attempt:
-    """One start of the workers of this host.
+class WorkerMonitor:
+    """Starts the workers of this host once, which is an attempt, and watches them until all have ended.
 
     Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking
     is safe only without other threads. The kernel queues the exits of the workers in the order in which they happened

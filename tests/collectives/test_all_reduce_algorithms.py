@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 from replica_threads import ThreadGroup, ThreadLauncher, on_replicas, thread_groups
 
-from tfdist.collectives import collective_group
+from tfdist.collectives import all_reduce_algorithms
+from tfdist.collectives.all_reduce_algorithms import CollectiveGroup
 from tfdist.collectives.byte_counters import ByteCounters
-from tfdist.collectives.collective_group import CollectiveGroup
 
 pytestmark = pytest.mark.usefixtures("cpus")
 LABEL = "int8"
@@ -27,8 +27,8 @@ def on_collective_groups(size, function):
 @pytest.fixture(params=["whole", "in pieces"])
 def pieces(request, monkeypatch):
     if request.param == "in pieces":
-        monkeypatch.setattr(collective_group, "_PIECE_BYTES", 100)
-        monkeypatch.setattr(collective_group, "_SHORT_BYTES", 0)
+        monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 100)
+        monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -75,8 +75,8 @@ def test_a_replica_alone_sends_nothing():
 
 
 def test_long_tensors_are_cut_and_the_cuts_sent_one_by_one(monkeypatch):
-    monkeypatch.setattr(collective_group, "_PIECE_BYTES", 4000)
-    monkeypatch.setattr(collective_group, "_SHORT_BYTES", 0)
+    monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
     _, counts, groups = on_collective_groups(2, lambda group, rank: group.sum(tf.ones([100, 45])))
     assert [array.size for array in groups[0].sent] == [900] * 5
     assert counts[0].gradient_collectives == 1, "one for the caller"

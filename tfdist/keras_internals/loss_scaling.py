@@ -1,4 +1,4 @@
-"""The step that runs on a replica, as Keras' losses and metrics and TensorFlow's gradient tapes use it."""
+"""How the losses of a step on a replica are scaled; Keras' losses and metrics and gradient tapes use it."""
 
 import contextlib
 import dataclasses

@@ -1,0 +1,67 @@
+"""The dynamic loss scale of mixed precision: halved after an overflow, doubled after enough finite updates."""
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
+
+_loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
+
+
+def current_loss_scale() -> "LossScale | None":
+    """Returns the loss scale of the update that is running, if its optimizer has one."""
+    return _loss_scale.get()
+
+
+class LossScale:
+    """The dynamic loss scale of a `keras.optimizers.LossScaleOptimizer`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The scale, a float32 scalar."""
+        return tf.convert_to_tensor(self._optimizer.dynamic_scale)
+
+    def update(self, finite: tf.Tensor) -> None:
+        """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
+        optimizer = self._optimizer
+        counter = tf.convert_to_tensor(optimizer.step_counter)
+        grown = tf.equal(counter, optimizer.dynamic_growth_steps - 1)
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        restarts = tf.logical_or(grown, tf.logical_not(finite))
+        optimizer.dynamic_scale.assign(self.value * factor)
+        optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
+
+
+def apply_scaled_over_replicas(is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Returns what replaces `LossScaleOptimizer.apply`.
+
+    The inner optimizer updates with `current_loss_scale()`, because an overflow on one replica is an overflow on all.
+
+    Args:
+        is_ours: Whether tfdist updates an optimizer's variables; others are unchanged.
+    """
+    apply = LossScaleOptimizer.apply
+
+    @functools.wraps(apply)
+    def apply_scaled(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        if not is_ours(self):
+            return apply(self, grads, trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+            self.built = True
+        token = _loss_scale.set(LossScale(self))
+        try:
+            return self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
+        finally:
+            _loss_scale.reset(token)
+
+    return apply_scaled
