@@ -13,6 +13,7 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
+from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import (
@@ -43,7 +44,13 @@ from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
 from tfdist.training.replica_step import local_parts, step_on_replicas
-from tfdist.training.sample_shares import current_step, is_distributed, note_read_number, rows_of_part
+from tfdist.training.sample_shares import (
+    compiles_calls,
+    current_step,
+    is_distributed,
+    note_read_number,
+    rows_of_part,
+)
 from tfdist.training.strategy_protocol import TrainingStrategy
 
 if TYPE_CHECKING:
@@ -164,7 +171,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             args, kwargs = without_filled_rows((args, kwargs))
             return super().run(fn, args, kwargs, options)
         self._models.add(model)
-        check_model(model, self, self.extended.worker_devices, training=name == "train_step")
+        check_model(model, self, training=name == "train_step")
         replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
         return self._wrap_results(super().run(replica_step, args, kwargs, options))
 
@@ -288,6 +295,7 @@ def _patch_keras_once() -> None:
     global _keras_is_patched
     if not _keras_is_patched:
         patch_losses(current_step)
+        patch_compiled_calls(_is_replicated, compiles_calls)
         patch_optimizers_of_strategies(_is_replicated, _update, apply_once_for_micro_batches)
         patch_seed_generators(_is_replicated, _replica_index)
         patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)

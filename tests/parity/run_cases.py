@@ -3,18 +3,21 @@
 Started by the parity tests and by `make parity`, for several workers through `tfdist run`.
 """
 
+import functools
 import json
 import os
 import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import added_loss_cases  # noqa: F401
 import custom_step_cases  # noqa: F401
 import data_cases  # noqa: F401
+import keras
 import loss_cases  # noqa: F401
 import metric_cases  # noqa: F401
 import model_cases  # noqa: F401
@@ -32,6 +35,7 @@ from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 _DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of this worker.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the differences.", required=True)
 _REFERENCES = flags.DEFINE_string("references", None, "Folder of the outcomes of one process, for later runs.")
+_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "Whether XLA compiles the models of the strategy.")
 _CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty.")
 
 
@@ -44,6 +48,8 @@ def main(_: list[str]) -> None:
         MultiWorkerMirroredStrategy() if workers else MirroredStrategy([f"CPU:{i}" for i in range(_DEVICES.value)])
     )
     one_process = tf.distribute.get_strategy()
+    if _JIT_COMPILE.value:
+        _compile_by_xla(type(strategy))
     warnings.simplefilter("ignore")
     results = {}
     for case in CASES.values():
@@ -61,6 +67,19 @@ def main(_: list[str]) -> None:
         print(case.name, results[case.name], flush=True)
         if not workers or strategy.rank == 0:
             Path(_OUTPUT.value).write_text(json.dumps(results, indent=1))
+
+
+def _compile_by_xla(strategy_class: type) -> None:
+    """Compiles all models of a strategy of this class with `jit_compile=True`, the reference without."""
+    compile_model = keras.Model.compile
+
+    @functools.wraps(compile_model)
+    def compile_by_xla(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.distribute_strategy, strategy_class):
+            kwargs["jit_compile"] = True
+        compile_model(self, *args, **kwargs)
+
+    keras.Model.compile = compile_by_xla
 
 
 def _reference(case: Case, one_process: tf.distribute.Strategy, *, keep: bool) -> dict:

@@ -75,12 +75,7 @@ ROWS = (
     Row("loss_that_averages", "a loss function that returns the mean"),
     Row("seeded_shuffle", "`shuffle(seed=...)`"),
     Row("area_under_curve", "`AUC` in the logs of every batch"),
-    Row(
-        "jit_compile",
-        "`jit_compile=True` on CPUs",
-        "Trying to access resource",
-        rejection="model.compile(..., jit_compile=False)",
-    ),
+    Row("jit_compile", "`jit_compile=True` on CPUs", "Trying to access resource"),
 )
 
 

@@ -153,12 +153,6 @@ def test_a_graph_of_tensorflow_1_is_refused(cpus, strategy):
         strategy()
 
 
-def test_jit_compile_on_cpus_is_refused_at_the_first_step(cpus):
-    model = compiled(MirroredStrategy(cpus[:2]), jit_compile=True)
-    with pytest.raises(ValueError, match=r"XLA cannot compile.*Received: jit_compile=True.*jit_compile=False"):
-        fit(model)
-
-
 def test_an_optimizer_made_outside_of_the_scope_is_refused(cpus):
     optimizer = keras.optimizers.SGD()
     model = compiled(MirroredStrategy(cpus[:2]), optimizer)

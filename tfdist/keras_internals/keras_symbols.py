@@ -24,6 +24,11 @@ DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
 tree = private("keras.src:tree", "flattens structures as the trainer does")
+LossFunctionWrapper = private(
+    "keras.src.losses.losses:LossFunctionWrapper", "computes the losses of samples, which XLA may compile"
+)
+get_mask = private("keras.src.backend:get_keras_mask", "a mask leaves a compiled function as a tensor does")
+set_mask = private("keras.src.backend:set_keras_mask", "likewise")
 _global_attribute = private(
     "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"
 )
@@ -63,6 +68,7 @@ for _path, _why in {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
         "sends gradients to the variables' servers without compression"
     ),
+    f"{_TRAINER_CLASS}._make_function": "compiles whole steps, with collectives",
     f"{_TRAINER_CLASS}.make_train_function": "draws batches in the function that trains",
     f"{_TRAINER_CLASS}.make_test_function": "as for training",
     f"{_TRAINER_CLASS}.make_predict_function": "as for training",

@@ -13,6 +13,8 @@ import tensorflow as tf
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
+from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.xla_functions import call_compiled
 
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
@@ -103,6 +105,19 @@ class OptimizerUpdate:
         if self._optimizer.clipvalue:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return list(self._optimizer._clip_gradients(list(gradients)))
+
+    def clip_and_apply(self, gradients: Sequence[Any], *, compiles: bool) -> None:
+        """Clips, and updates the variables; as one computation of XLA if `compiles`, and no gradient is sparse."""
+        if not compiles or self._optimizer.use_ema or not all(map(is_symbolic, gradients)):
+            self.apply(self.clip(gradients))
+            return
+
+        def update(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            self.apply(self.clip(tensors))
+            return []
+
+        if call_compiled(update, gradients) is None:
+            self.apply(self.clip(gradients))
 
     def apply(self, gradients: Sequence[Any]) -> None:
         """Decays the weights, updates the variables and their moving averages."""

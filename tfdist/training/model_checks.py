@@ -1,30 +1,31 @@
 """Checks, before a step is traced, that a model can run on several replicas."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import first_variable_outside, is_made_under
+from tfdist.keras_internals.model_introspection import (
+    computes_over_all_replicas,
+    first_variable_outside,
+    is_made_under,
+)
 
 
-def check_model(model: Any, strategy: Any, devices: Sequence[str], *, training: bool) -> None:
+def check_model(model: Any, strategy: Any, *, training: bool) -> None:
     """Raises an error if a step of `model` cannot run under `strategy`.
 
     Args:
         model: A compiled Keras model.
         strategy: The strategy that runs the step.
-        devices: The devices of the local replicas.
         training: Whether the step is a training step.
 
     Raises:
-        ValueError: The model was compiled with `jit_compile=True` for CPU replicas; or it, its metrics or its optimizer
-            were not created under the strategy's scope.
+        ValueError: The model was compiled with `jit_compile=True` and has a synchronized layer; or it, its metrics or
+            its optimizer were not created under the strategy's scope.
     """
-    if model.jit_compile and strategy.num_replicas_in_sync > 1 and any("CPU" in device for device in devices):
+    if model.jit_compile and computes_over_all_replicas(model):
         raise ValueError(
-            "XLA cannot compile a step with collectives between CPU replicas. "
-            f"Received: jit_compile=True and {strategy.num_replicas_in_sync} replicas, of which here "
-            f"{', '.join(devices)}. Expected: jit_compile=False (or 'auto') on CPUs. "
-            "Compile the model with `model.compile(..., jit_compile=False)`."
+            "XLA cannot compile a layer that exchanges values with the other replicas. Received: jit_compile=True and "
+            "a synchronized BatchNormalization. Expected: BatchNormalization(synchronized=False), or "
+            "`model.compile(..., jit_compile=False)`."
         )
     stray = first_variable_outside(model)
     if stray is not None:

@@ -12,7 +12,7 @@ from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
-from tfdist.training.sample_shares import current_step
+from tfdist.training.sample_shares import compiles_calls, current_step
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
 _updated_by_tfdist: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -166,12 +166,12 @@ def _reduce_and_apply(
     with context.of_gradients(contributes, optimizer.paths):
         summed = sum_over_replicas(gradients)
     if loss_scale is None:
-        optimizer.apply(optimizer.clip(summed))
+        optimizer.clip_and_apply(summed, compiles=compiles_calls())
         return
     finite = all_finite(summed)
     cond_over_replicas(
         finite,
-        lambda: optimizer.apply(optimizer.clip(summed)),
+        lambda: optimizer.clip_and_apply(summed, compiles=compiles_calls()),
         # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
         lambda: optimizer.take_back(micro_steps),
     )

@@ -19,6 +19,12 @@ def current_step() -> "ReplicaStep | None":
     return _current.get()
 
 
+def compiles_calls() -> bool:
+    """Whether this replica runs a Keras step whose calls of layers, losses and updates XLA compiles."""
+    step = _current.get()
+    return step is not None and step.compiles
+
+
 def note_read_number() -> None:
     """Notes that the user's code has read the number of replicas, in the step of this replica if one is running."""
     LossStep.has_read_number_before = True
@@ -32,7 +38,12 @@ class ReplicaStep(LossStep):
 
     The gradient of a global batch is the sum of the replicas' gradients if each replica's mean loss is multiplied by
     its `fraction` of the samples. With equal parts that is Keras' `1 / N`. Each micro-batch has a separate step.
+
+    Attributes:
+        compiles: Whether XLA compiles the calls of layers, losses and updates in the step.
     """
+
+    compiles = False
 
     def __init__(
         self,

@@ -1,0 +1,175 @@
+"""`jit_compile=True`: XLA compiles layers, losses and updates on each replica, and the numbers are those without."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.keras_internals import compiled_calls, optimizers
+from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals.xla_functions import call_compiled, patch_random_numbers
+
+# XLA adds in another order: 20 updates of rate 0.01 change float32 weights below 1 by less than this.
+TOLERANCE = 1e-5
+RANDOM = np.random.default_rng(0)
+ROWS = RANDOM.normal(size=(42, 8)).astype("float32")  # the last batch is smaller, and unequal on two replicas
+TOKENS = RANDOM.integers(0, 20, (42, 5))
+IMAGES = RANDOM.normal(size=(42, 6, 6, 3)).astype("float32")
+LABELS = RANDOM.integers(0, 3, 42)
+
+
+class OwnStep(keras.Model):
+    """Two optimizers, two tapes, a loss of the user, as GANs have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
+        self.tracked = keras.metrics.Mean(name="own")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((None, 4))
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+    def compile(self, optimizer, **arguments):
+        super().compile(optimizer, **arguments)
+        self.other = keras.optimizers.Adam(0.02)
+
+    def train_step(self, data):
+        rows, labels = data
+        labels = tf.cast(labels, "float32")[:, None]
+        for optimizer, part in ((self.optimizer, self.first), (self.other, self.second)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.second(self.first(rows)) - labels) ** 2)
+            variables = part.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.tracked.update_state(loss)
+        return {"own": self.tracked.result()}
+
+
+def dense():
+    middle = [keras.layers.Dropout(0.3, seed=5), keras.layers.BatchNormalization()]
+    return ROWS, [keras.Input((8,)), keras.layers.Dense(16, activation="gelu"), *middle, keras.layers.Dense(3)]
+
+
+def convolutions():
+    first = keras.layers.Conv2D(4, 3, activation="relu", activity_regularizer="l2")  # adds a loss in its call
+    rest = [keras.layers.Flatten(), keras.layers.Dense(3, kernel_regularizer="l2")]
+    return IMAGES, [keras.Input((6, 6, 3)), first, *rest]
+
+
+def masks():
+    embedding = keras.layers.Embedding(20, 8, mask_zero=True)
+    pooling = keras.layers.GlobalAveragePooling1D()
+    return TOKENS, [keras.Input((5,), dtype="int32"), embedding, pooling, keras.layers.Dense(3)]
+
+
+def masked_sequences():
+    return TOKENS, [
+        keras.Input((5,), dtype="int32"),
+        keras.layers.Embedding(20, 8, mask_zero=True),
+        keras.layers.Dense(3),
+    ]
+
+
+def recurrent():
+    return TOKENS, [
+        keras.Input((5,), dtype="int32"),
+        keras.layers.Embedding(20, 8, mask_zero=True),
+        keras.layers.LSTM(6),
+        keras.layers.Dense(3),
+    ]
+
+
+def outcome(strategy, build, *, jit_compile, optimizer=None, **arguments):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.01) if optimizer is None else optimizer()
+        if build is OwnStep:
+            inputs, model, loss = ROWS, OwnStep(), None
+            model.build((None, 8))
+        else:
+            inputs, layers = build()
+            model = keras.Sequential(layers)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        metrics = None if loss is None else ["accuracy"]
+        model.compile(optimizer, loss=loss, metrics=metrics, jit_compile=jit_compile, **arguments)
+    labels = np.repeat(LABELS[:, None], 5, axis=1) if build is masked_sequences else LABELS
+    logs = model.fit(inputs, labels, batch_size=8, epochs=4, shuffle=False, verbose=0).history
+    if loss is not None:
+        logs |= model.evaluate(inputs, labels, batch_size=8, verbose=0, return_dict=True)
+    return model.get_weights(), logs, model.predict(inputs, batch_size=8, verbose=0)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What XLA has compiled: of layers and losses, and of updates."""
+    counts = {"calls": 0, "updates": 0}
+
+    def counted(name):
+        def call(function, tensors):
+            results = call_compiled(function, tensors)
+            counts[name] += results is not None
+            return results
+
+        return call
+
+    monkeypatch.setattr(compiled_calls, "call_compiled", counted("calls"))
+    monkeypatch.setattr(optimizers, "call_compiled", counted("updates"))
+    return counts
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
+
+
+def accumulating():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        (dense, {}),
+        (dense, {"optimizer": scaled, "steps_per_execution": 3}),
+        (dense, {"optimizer": accumulating}),
+        (convolutions, {}),
+        (masks, {"optimizer": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5)}),
+        (masked_sequences, {}),
+        (recurrent, {}),
+        (OwnStep, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or ("-".join(value) or "plain"),
+)
+def test_training_equals_one_without_xla(cpus, compiled, build, arguments):
+    without = outcome(MirroredStrategy(cpus[:2]), build, jit_compile=False, **arguments)
+    assert compiled == {"calls": 0, "updates": 0}
+    by_xla = outcome(MirroredStrategy(cpus[:2]), build, jit_compile=True, **arguments)
+    assert compiled["calls"] >= 4
+    assert compiled["updates"] >= (0 if "optimizer" in arguments or build in (masks, masked_sequences, recurrent) else 2)
+    for found, expected in zip(by_xla, without, strict=True):
+        tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE), found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_uniform_numbers_are_those_without_xla(dtype):
+    """As floats differ in their last bit where XLA multiplies and adds at once, their digits are compared."""
+    patch_random_numbers()
+    seed = tf.constant([5, 7])
+
+    def drop(seed):
+        return tf.nn.experimental.stateless_dropout(tf.ones([3, 77], dtype), 0.4, seed=seed)
+
+    by_xla = tf.function(lambda seed: call_compiled(lambda given: [drop(given)], [seed]), autograph=False)(seed)[0]
+    np.testing.assert_array_equal(by_xla, tf.function(drop)(seed))
+
+
+def test_a_layer_that_needs_other_replicas_is_refused(cpus):
+    with MirroredStrategy(cpus[:2]).scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(synchronized=True)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match=r"synchronized BatchNormalization. Expected: .*jit_compile=False"):
+        model.fit(ROWS, ROWS, verbose=0)
