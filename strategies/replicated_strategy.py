@@ -13,40 +13,27 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
-from tfdist.keras_internals.compiled_calls import patch_compiled_calls
-from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
-from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     bound_step,
     first_input,
     is_predict_step,
-    patch_concatenation,
-    patch_predict_on_batch,
     predicting_model,
 )
-from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
-from tfdist.keras_internals.progress_bar import patch_progress_bar
-from tfdist.keras_internals.seed_generators import patch_seed_generators
-from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.strategies.checked_strategy import CheckedStrategy
+from tfdist.strategies.keras_patches import has_unequal_workers, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.static_batches import (
-    patch_distributed_iterators,
     samples_of_replicas,
     without_filled_rows,
 )
 from tfdist.training.empty_batches import predict_on_replicas
-from tfdist.training.failed_steps import recover_from
-from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.model_checks import check_model
-from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
 from tfdist.training.replica_step import local_parts, step_on_replicas
 from tfdist.training.sample_shares import (
-    compiles_calls,
-    current_step,
     is_distributed,
     note_read_number,
     rows_of_part,
@@ -63,7 +50,6 @@ Compression = Policy | Compressor | str | Mapping[str, Compressor | str | None] 
 _FIRST_GROUP_KEY = 1 << 16
 _GROUP_KEYS_PER_STRATEGY = 1 << 12
 _strategies_created = itertools.count()
-_keras_is_patched = False
 
 
 class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
@@ -96,7 +82,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             )
         _check_nccl_has_gpu(options)
         check_collectives()
-        _patch_keras_once()
+        patch_keras_once(ReplicatedStrategy)
+        exclude_from_autograph()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
@@ -225,7 +212,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
 
         def rows(context: Any) -> Any:
             part = int(context.replica_id_in_sync_group)
-            if not _has_unequal_workers(self):
+            if not has_unequal_workers(self):
                 worker, replica = divmod(part, local)
                 part = replica * workers + worker
             return rows_of_part(inputs, first, part, self.num_replicas_in_sync)
@@ -244,65 +231,3 @@ def _check_nccl_has_gpu(options: Any) -> None:
             "NCCL reduces between GPUs only. Received: implementation=NCCL and no GPU. Expected: a visible GPU, or "
             "`CommunicationImplementation.RING` (or AUTO). Leave `communication_options` out to let tfdist choose."
         )
-
-
-def _is_replicated(strategy: Any) -> bool:
-    return isinstance(strategy, ReplicatedStrategy)
-
-
-def _has_unequal_workers(strategy: Any) -> bool:
-    return isinstance(strategy, ReplicatedStrategy) and len(set(strategy.replicas_of_workers)) > 1
-
-
-def _sent_bytes(strategy: Any) -> int | None:
-    return strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None
-
-
-def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
-    update_over_replicas(optimizer, gradients, optimizer.strategy._reduction_context)
-
-
-@contextmanager
-def _build_locally(strategy: Any) -> Iterator[None]:
-    if isinstance(strategy, ReplicatedStrategy):
-        with strategy._building_locally():
-            yield
-    else:
-        yield
-
-
-def _replica_index() -> Any:
-    """Returns the number of this replica, or of its micro-batch, over all workers."""
-    micro_batch = current_micro_batch()
-    return tf.distribute.get_replica_context().replica_id_in_sync_group if micro_batch is None else micro_batch.part
-
-
-def _agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
-    return strategy._max_batches(own_batches) if isinstance(strategy, ReplicatedStrategy) else own_batches
-
-
-def _after_error(strategy: Any, error: BaseException) -> None:
-    if isinstance(strategy, ReplicatedStrategy):
-        recover_from(error, strategy._models, strategy)
-
-
-def _keep_static_sizes(strategy: Any, dataset: Any) -> Any:
-    return strategy._keep_static_sizes(dataset) if isinstance(strategy, ReplicatedStrategy) else dataset
-
-
-def _patch_keras_once() -> None:
-    """Patches Keras where it has no hook for strategies. Other strategies are not affected."""
-    global _keras_is_patched
-    if not _keras_is_patched:
-        patch_losses(current_step)
-        patch_compiled_calls(_is_replicated, compiles_calls)
-        patch_optimizers_of_strategies(_is_replicated, _update, apply_once_for_micro_batches)
-        patch_seed_generators(_is_replicated, _replica_index)
-        patch_predict_on_batch(_is_replicated, ReplicatedStrategy._shard_rows)
-        patch_concatenation(_has_unequal_workers)
-        patch_number_of_batches(_agree_on_batches, _keep_static_sizes)
-        patch_errors_of_steps(_after_error)
-        patch_distributed_iterators()
-        patch_symbolic_build(_is_replicated, _build_locally)
-        patch_progress_bar(_is_replicated, _sent_bytes)
-        _keras_is_patched = True

@@ -36,10 +36,12 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("layer", "replicas"),
     [
-        ("Bidirectional", 1),
-        ("stacked cells", 2),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("GRU", 1), ("GRU", 2), ("Bidirectional", 2))),
-        pytest.param("stacked cells", 1, marks=pytest.mark.long),
+        ("GRU", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("GRU", 1), ("Bidirectional", 1), ("Bidirectional", 2))
+        ),
+        *(pytest.param("stacked cells", count, marks=pytest.mark.long) for count in (1, 2)),
     ],
 )
 def test_states_of_stateful_layers(tmp_path, layer, replicas):

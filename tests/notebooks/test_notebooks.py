@@ -26,6 +26,8 @@ LAST_LINES = {
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
 }
+# The examples and tests of compression and recovery run what the long ones show.
+QUICK, LONG = ("multi_worker", "quick_start"), ("compression", "recovery")
 
 
 class ThisPython(KernelSpecManager):
@@ -83,11 +85,11 @@ def last_line(notebook: Any, name: str) -> tuple[str, ...]:
 
 
 def test_every_notebook_has_a_last_line() -> None:
-    assert [path.stem for path in paths()] == sorted(LAST_LINES)
+    assert [path.stem for path in paths()] == sorted(LAST_LINES) == sorted([*QUICK, *LONG])
 
 
 @pytest.mark.multi_process
-@pytest.mark.parametrize("name", sorted(LAST_LINES))
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_runs_to_its_last_line_without_leftovers(name: str, run: Any) -> None:
     notebook, left = run(name)
     assert last_line(notebook, name)
@@ -101,6 +103,7 @@ def test_quick_start_uses_the_cpu_and_equals_one_device(run: Any) -> None:
     assert replicas == one > 90 and difference < 1e-4
 
 
+@pytest.mark.long
 def test_compression_plots_all_methods(run: Any) -> None:
     notebook, _ = run("compression")
     assert [output.output_type for output in outputs(notebook, "plot")] == ["display_data"]
@@ -113,6 +116,7 @@ def test_compression_plots_all_methods(run: Any) -> None:
     assert int(divisor) > 15 and float(accuracy) > 90
 
 
+@pytest.mark.long
 def test_recovery_resumes_in_the_middle_of_an_epoch(run: Any) -> None:
     notebook, _ = run("recovery")
     assert "interrupted after step 35" in printed(notebook, "interrupt")

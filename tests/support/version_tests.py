@@ -6,9 +6,9 @@ _ONE_PROCESS = (
     "accumulation_with_clipping_ema_decay_and_schedule custom_train_step everything_on_arrays "
     "loss_scale_overflow_on_one_replica masked_sequences own_losses_and_logs synchronized_batch_normalization"
 ).split()
-_MICRO_BATCHES = "custom_train_step masked_sequences own_losses_and_logs".split()
+_MICRO_BATCHES = "custom_train_step generative_adversarial_networks masked_sequences".split()
 _WORKERS = (
-    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays masked_sequences own_losses_and_logs"
+    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays masked_sequences step_of_the_guide"
 ).split()
 _ON_A_CLUSTER = {
     "test_equal_to_one_process": (

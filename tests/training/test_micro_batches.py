@@ -33,7 +33,7 @@ def in_parts(cpus, count):
 
 # Cases that depend on how a step is computed; tests/parity covers the others.
 _CASES = """
-added_losses endpoint_layers generative_adversarial_networks lookups_without_samples own_losses_and_logs
+added_losses endpoint_layers generative_adversarial_networks lookups_without_samples
 accumulation_with_clipping_ema_decay_and_schedule compute_loss_of_the_users_own convolutions_without_samples
 custom_train_step embedding_with_accumulation float8 loss_scale_overflow_in_an_accumulation many_inputs_and_outputs
 masked_sequences mean_with_sample_weight on_batch_methods run_eagerly_without_samples sum_reduction
@@ -41,8 +41,8 @@ synchronized_batch_normalization two_optimizers_in_a_step
 """.split()
 _LONG = """
 class_weights constraints embedding_with_global_clipnorm last_batch_of_one_sample last_partial_batch
-loss_function_that_averages loss_scale loss_scale_overflow_on_one_replica regularizers run_eagerly sample_weights
-seeded_shuffle_and_cache steps_per_execution texts
+loss_function_that_averages loss_scale loss_scale_overflow_on_one_replica own_losses_and_logs regularizers run_eagerly
+sample_weights seeded_shuffle_and_cache steps_per_execution texts
 """.split()
 
 

@@ -79,7 +79,7 @@ def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], 
 
 
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:
-    """Calls `function` compiled, and returns a list of its result; `None` if it contains a loop.
+    """Calls `function` compiled, and returns a list of its result; `None` if XLA cannot compile it.
 
     Masks, and losses that layers add, leave it as tensors do.
     """

@@ -27,8 +27,8 @@ tree = private("keras.src:tree", "flattens structures as the trainer does")
 LossFunctionWrapper = private(
     "keras.src.losses.losses:LossFunctionWrapper", "computes the losses of samples, which XLA may compile"
 )
-get_mask = private("keras.src.backend:get_keras_mask", "a mask leaves a compiled function as a tensor does")
-set_mask = private("keras.src.backend:set_keras_mask", "likewise")
+get_mask = private("keras.src.backend.common.masking:get_keras_mask", "a mask leaves a compiled function as a tensor does")
+set_mask = private("keras.src.backend.common.masking:set_keras_mask", "likewise")
 _global_attribute = private(
     "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"
 )

@@ -4,7 +4,7 @@ import warnings
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.loss_terms import describe
+from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
 
 _warned: set[str] = set()
 
@@ -35,7 +35,12 @@ class LossWarnings:
         )
 
     def of_ambiguous_constant(self, tensor: tf.Tensor) -> None:
-        """A sum over the samples is divided by a number that may be, or contain, the number of samples."""
+        """A sum over the samples is divided by a number that may be, or contain, the number of samples.
+
+        Keras itself divides by the number of samples, as for `activity_regularizer`.
+        """
+        if is_of_keras(tensor):
+            return
         self._warn(
             "A sum over the samples is divided by a number that equals the number of a replica's samples, or a "
             "multiple of it, so tfdist cannot see whether a mean or a sum is meant: an equal number counts as the "

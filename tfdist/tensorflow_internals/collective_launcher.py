@@ -16,6 +16,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     all_to_all,
     regroup,
 )
+from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 _AT_ONCE_ON_CPU = 16
 _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
@@ -104,6 +105,8 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
 
     def _next_instance_key(self) -> Any:
         signature, self._launching = self._launching, None
+        if is_compiling():
+            raise CannotCompileError
         if tf.executing_eagerly():
             return super()._next_instance_key()
         return self._instance_keys.next(signature)

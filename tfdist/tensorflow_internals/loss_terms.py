@@ -1,9 +1,7 @@
-"""Splits a loss of a traced step into terms, each a mean over the samples or a sum; finds the line that made one."""
+"""Splits a loss of a traced step into terms, each a mean over the samples or a sum."""
 
 import dataclasses
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from tfdist.tensorflow_internals.sample_kinds import ZERO
 from tfdist.tensorflow_internals.sample_values import without_guard
 
 _LINEAR = frozenset("Identity Neg Cast Reshape Squeeze Sum Mean".split())
-_LIBRARIES = ("tensorflow", "keras", "tfdist", "tfdist.strategies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +110,3 @@ def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
         if not anywhere:
             return False
         tensor = operation.inputs[1 if operation.type == "Mul" and values[0] is not None else 0]
-
-
-def user_line(tensor: tf.Tensor) -> str:
-    """Returns the file, line and function of the user's statement that computed a tensor of a graph."""
-    specs = [find_spec(name) for name in _LIBRARIES]
-    folders = tuple(os.path.dirname(os.path.realpath(spec.origin)) + os.sep for spec in specs if spec and spec.origin)
-    for frame in reversed(list(tensor.op.traceback)):
-        path, line, function = tuple(frame)[:3]
-        if not path.startswith("<") and not os.path.realpath(path).startswith(folders):
-            return f"{path}:{line}, in {function}"
-    return f"the operation {tensor.op.name!r}"
-
-
-def describe(value: Any) -> str:
-    """Returns where `value` was computed, as far as that is known."""
-    return user_line(value) if hasattr(value, "op") else repr(value)

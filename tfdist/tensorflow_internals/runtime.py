@@ -1,4 +1,4 @@
-"""TensorFlow's runtime in this process: its server, the cluster's key-value store, global seed and generator."""
+"""TensorFlow's runtime in this process: server, key-value store, global seed and generator, autograph."""
 
 import faulthandler
 import sys
@@ -12,6 +12,20 @@ from tfdist.tensorflow_internals.tensorflow_symbols import context
 _random_ops = private(
     "tensorflow.python.ops:stateful_random_ops", "shows whether a global generator exists without creating one"
 )
+
+_autograph = private(
+    "tensorflow.python.autograph.core:config", "which packages autograph leaves as they are, as TensorFlow and Keras"
+)
+
+
+def exclude_from_autograph() -> None:
+    """Makes autograph call tfdist's functions as they are, as those of TensorFlow and Keras.
+
+    Otherwise it converts all that a `tf.function` of the user calls (`strategy.run` and what that calls), which takes
+    seconds. Functions of the user that tfdist calls are converted as before.
+    """
+    if not any(rule.matches("tfdist") for rule in _autograph.CONVERSION_RULES):
+        _autograph.CONVERSION_RULES = (_autograph.DoNotConvert("tfdist"), *_autograph.CONVERSION_RULES)
 
 
 def cluster_is_running() -> bool:

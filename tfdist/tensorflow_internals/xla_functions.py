@@ -24,6 +24,10 @@ _FLOATS = {
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
 
 
+class CannotCompileError(Exception):
+    """Raised while a function is being traced for XLA, by what XLA cannot compile."""
+
+
 def is_compiling() -> bool:
     """Whether a function is being traced that XLA will compile."""
     return _is_compiling.get()
@@ -39,8 +43,8 @@ def call_compiled(function: Callable[..., Sequence[tf.Tensor]], tensors: Sequenc
         tensors: Its arguments, dense tensors of numbers.
 
     Returns:
-        What `function` returned; `None` if it contains a loop. Then nothing is called: the values of a loop's turns, a
-        list of tensors, cannot leave a computation of XLA.
+        What `function` returned; `None` if nothing was called, because it contains a collective or a loop. The values
+        of a loop's turns, a list of tensors, cannot leave a computation of XLA.
     """
 
     def traced(*arguments: tf.Tensor) -> list[tf.Tensor]:
@@ -52,7 +56,10 @@ def call_compiled(function: Callable[..., Sequence[tf.Tensor]], tensors: Sequenc
 
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     # A call of the function itself would count as retracing, of which TensorFlow warns.
-    concrete = tf.function(traced, jit_compile=True, autograph=False).get_concrete_function(*specs)
+    try:
+        concrete = tf.function(traced, jit_compile=True, autograph=False).get_concrete_function(*specs)
+    except CannotCompileError:
+        return None
     return None if _has_loop(concrete.graph) else list(concrete(*tensors))
 
 
@@ -80,9 +87,7 @@ def patch_random_numbers() -> None:
         return select(seed, "philox" if is_automatic and is_compiling() else alg)
 
     @functools.wraps(draw_uniform)
-    def draw_equal(
-        shape: Any, key: Any, counter: Any, alg: Any, dtype: Any = tf.float32, name: Any = None
-    ) -> Any:
+    def draw_equal(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any = tf.float32, name: Any = None) -> Any:
         layout = _FLOATS.get(tf.as_dtype(dtype))
         if layout is None or not is_compiling():
             return draw_uniform(shape, key=key, counter=counter, alg=alg, dtype=dtype, name=name)

@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import (
-    computes_over_all_replicas,
-    first_variable_outside,
-    is_made_under,
-)
+from tfdist.keras_internals.model_introspection import first_variable_outside, is_made_under
 
 
 def check_model(model: Any, strategy: Any, *, training: bool) -> None:
@@ -18,15 +14,8 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
         training: Whether the step is a training step.
 
     Raises:
-        ValueError: The model was compiled with `jit_compile=True` and has a synchronized layer; or it, its metrics or
-            its optimizer were not created under the strategy's scope.
+        ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """
-    if model.jit_compile and computes_over_all_replicas(model):
-        raise ValueError(
-            "XLA cannot compile a layer that exchanges values with the other replicas. Received: jit_compile=True and "
-            "a synchronized BatchNormalization. Expected: BatchNormalization(synchronized=False), or "
-            "`model.compile(..., jit_compile=False)`."
-        )
     stray = first_variable_outside(model)
     if stray is not None:
         raise ValueError(

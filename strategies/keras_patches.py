@@ -1,0 +1,86 @@
+"""Patches Keras where it has no hook for strategies. Strategies of TensorFlow are not affected."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.compiled_calls import patch_compiled_calls
+from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
+from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.model_introspection import patch_concatenation, patch_predict_on_batch
+from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.progress_bar import patch_progress_bar
+from tfdist.keras_internals.seed_generators import patch_seed_generators
+from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
+from tfdist.training.failed_steps import recover_from
+from tfdist.training.micro_batches import current_micro_batch
+from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
+from tfdist.training.sample_shares import compiles_calls, current_step
+
+_is_patched = False
+
+
+def patch_keras_once(strategy_class: Any) -> None:
+    """Patches Keras for models under strategies of `strategy_class`, the base of the mirrored strategies."""
+    global _is_patched
+    if _is_patched:
+        return
+
+    def is_ours(strategy: Any) -> bool:
+        return isinstance(strategy, strategy_class)
+
+    def is_unequal(strategy: Any) -> bool:
+        return is_ours(strategy) and has_unequal_workers(strategy)
+
+    @contextmanager
+    def build_locally(strategy: Any) -> Iterator[None]:
+        if is_ours(strategy):
+            with strategy._building_locally():
+                yield
+        else:
+            yield
+
+    def agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
+        return strategy._max_batches(own_batches) if is_ours(strategy) else own_batches
+
+    def keep_static_sizes(strategy: Any, dataset: Any) -> Any:
+        return strategy._keep_static_sizes(dataset) if is_ours(strategy) else dataset
+
+    def after_error(strategy: Any, error: BaseException) -> None:
+        if is_ours(strategy):
+            recover_from(error, strategy._models, strategy)
+
+    patch_losses(current_step)
+    patch_compiled_calls(is_ours, compiles_calls)
+    patch_optimizers_of_strategies(is_ours, _update, apply_once_for_micro_batches)
+    patch_seed_generators(is_ours, _replica_index)
+    patch_predict_on_batch(is_ours, strategy_class._shard_rows)
+    patch_concatenation(is_unequal)
+    patch_number_of_batches(agree_on_batches, keep_static_sizes)
+    patch_errors_of_steps(after_error)
+    patch_distributed_iterators()
+    patch_symbolic_build(is_ours, build_locally)
+    patch_progress_bar(is_ours, _sent_bytes)
+    _is_patched = True
+
+
+def has_unequal_workers(strategy: Any) -> bool:
+    """Whether the workers have different numbers of replicas."""
+    return len(set(strategy.replicas_of_workers)) > 1
+
+
+def _sent_bytes(strategy: Any) -> int | None:
+    return strategy.communication.wire_bytes if strategy.num_replicas_in_sync > 1 else None
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    update_over_replicas(optimizer, gradients, optimizer.strategy._reduction_context)
+
+
+def _replica_index() -> Any:
+    """Returns the number of this replica, or of its micro-batch, over all workers."""
+    micro_batch = current_micro_batch()
+    return tf.distribute.get_replica_context().replica_id_in_sync_group if micro_batch is None else micro_batch.part
