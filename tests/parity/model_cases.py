@@ -18,6 +18,13 @@ def steps_per_execution(strategy: tf.distribute.Strategy) -> Outcome:
 
 
 @case()
+def compiled_by_xla(strategy: tf.distribute.Strategy) -> Outcome:
+    """XLA compiles the replicas' parts of a step, and nothing of the reference."""
+    compiles = strategy.num_replicas_in_sync > 1
+    return fitted(strategy, lambda: Adam(0.01), data=dataset(23), jit_compile=compiles)
+
+
+@case()
 def run_eagerly(strategy: tf.distribute.Strategy) -> Outcome:
     optimizer = lambda: keras.optimizers.LossScaleOptimizer(Adam(0.01, global_clipnorm=0.1))  # noqa: E731
     return fitted(strategy, optimizer, data=dataset(23), run_eagerly=True, epochs=1)

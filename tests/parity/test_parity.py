@@ -22,9 +22,10 @@ _LEFT_OUT = set(
     "run_eagerly_without_samples sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
 )
 _ON_WORKERS = set(
-    "accumulation_with_clipping_ema_decay_and_schedule convolutions_without_samples everything_on_arrays "
-    "lookups_without_samples loss_scale_overflow_on_one_replica masked_sequences stateful_layers static_sizes "
-    "step_of_the_guide sum_reduction uneven_workers_of_known_size uneven_workers_of_unknown_size".split()
+    "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "
+    "everything_on_arrays lookups_without_samples loss_scale_overflow_on_one_replica masked_sequences "
+    "stateful_layers static_sizes step_of_the_guide sum_reduction uneven_workers_of_known_size "
+    "uneven_workers_of_unknown_size".split()
 )
 
 _OF_SEVERAL_DEVICES_A_WORKER = set(
