@@ -1,6 +1,5 @@
 """`jit_compile` on several replicas: XLA compiles the calls of layers and the losses of samples within a step."""
 
-import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +11,18 @@ from tfdist.keras_internals.keras_symbols import (
     LossFunctionWrapper,
     TensorFlowTrainer,
     get_mask,
+    in_stateless_scope,
     is_in_layer_call,
     set_mask,
     tree,
 )
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
-from tfdist.tensorflow_internals.xla_functions import call_compiled, is_compiling, patch_random_numbers
-
-_leaves_out: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_does_not_compile", default=False)
+from tfdist.tensorflow_internals.xla_functions import (
+    CannotCompileError,
+    call_compiled,
+    is_compiling,
+    patch_random_numbers,
+)
 
 
 def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], bool]) -> None:
@@ -36,7 +39,7 @@ def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], 
     call_layer, call_loss = keras.Layer.__call__, LossFunctionWrapper.call
 
     def starts_here(args: Any, kwargs: Any) -> bool:
-        if not compiles() or is_compiling() or _leaves_out.get():
+        if not compiles() or is_compiling() or in_stateless_scope():
             return False
         return any(is_symbolic(leaf) for leaf in tree.flatten((args, kwargs)))
 
@@ -53,21 +56,15 @@ def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], 
 
     @functools.wraps(call_layer)
     def call_compiled_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.built or not starts_here(args, kwargs):
+        if not starts_here(args, kwargs) or not self.built:
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
-        if compiled is not None:
-            return compiled[0]
-        # The layers in it may be compiled, except for the cells of a recurrent layer, in its loop.
-        token = _leaves_out.set(isinstance(self, keras.layers.RNN))
-        try:
-            return call_layer(self, *args, **kwargs)
-        finally:
-            _leaves_out.reset(token)
+        return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]  # what is in it may be compiled
 
     @functools.wraps(call_loss)
     def call_compiled_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_in_layer_call() or not starts_here(args, kwargs):
+        is_of_keras = getattr(self.fn, "__module__", "").startswith("keras.")
+        if not is_of_keras or is_in_layer_call() or not starts_here(args, kwargs):
             return call_loss(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_loss, self), args, kwargs)
         return call_loss(self, *args, **kwargs) if compiled is None else compiled[0]
@@ -79,16 +76,15 @@ def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], 
 
 
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:
-    """Calls `function` compiled, and returns a list of its result; `None` if XLA cannot compile it.
+    """Calls `function` compiled, and returns a list of its result, with masks; `None` if XLA does not compile it.
 
-    Masks, and losses that layers add, leave it as tensors do.
+    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss.
     """
-    leaves = tree.flatten((args, kwargs))
-    given = [leaf for leaf in leaves if is_symbolic(leaf)]
+    given = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
     masks = [get_mask(tensor) for tensor in given]
     layers = [] if layer is None else list(layer._flatten_layers())
+    before = [(list(one._losses), set(one._loss_ids)) for one in layers]
     returned: list[Any] = []  # the structure of the outputs, with tensors of the function
-    added: list[list[Any]] = []
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
         for tensor, mask in zip(tensors, masks, strict=True):
@@ -99,11 +95,21 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
             lambda leaf: next(remaining) if is_symbolic(leaf) else leaf, (args, kwargs)
         )
         returned[:] = [function(*inner_args, **inner_kwargs)]
-        added[:] = [list(one._losses) for one in layers]
+        if any(one._losses for one in layers) or not all(map(_can_leave, tree.flatten(returned))):
+            raise CannotCompileError
         results = _tensors(returned)
-        return [*results, *_masks(results), *_tensors(added)]
+        return [*results, *_masks(results)]
 
-    called = call_compiled(traced, given)
+    handles = [] if layer is None else [variable.value.handle for variable in layer.trainable_variables]
+    called = None
+    try:
+        called = call_compiled(traced, given, handles)
+    finally:
+        if called is None:
+            for one, (losses, ids) in zip(layers, before, strict=True):
+                one._losses[:] = losses
+                one._loss_ids.clear()
+                one._loss_ids.update(ids)
     if called is None:
         return None
     results = iter(called)
@@ -112,10 +118,15 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     for output, mask in zip(outputs, map(get_mask, inner), strict=True):
         if mask is not None:
             set_mask(output, next(results))
-    for one, losses in zip(layers, added, strict=True):
-        one._losses[:] = [next(results) if tf.is_tensor(loss) else loss for loss in losses]
     remaining = iter(outputs)
     return list(tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
+
+
+def _can_leave(output: Any) -> bool:
+    """Whether a part of a layer's result can leave a compiled function: a constant, a dense tensor but no scalar."""
+    if isinstance(output, tf.Tensor):
+        return output.shape.rank != 0
+    return output is None or isinstance(output, bool | int | float | str)
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:

@@ -27,7 +27,12 @@ tree = private("keras.src:tree", "flattens structures as the trainer does")
 LossFunctionWrapper = private(
     "keras.src.losses.losses:LossFunctionWrapper", "computes the losses of samples, which XLA may compile"
 )
-get_mask = private("keras.src.backend.common.masking:get_keras_mask", "a mask leaves a compiled function as a tensor does")
+get_mask = private(
+    "keras.src.backend.common.masking:get_keras_mask", "a mask leaves a compiled function as a tensor does"
+)
+in_stateless_scope = private(
+    "keras.src.backend.common.stateless_scope:in_stateless_scope", "whether updates of variables are collected"
+)
 set_mask = private("keras.src.backend.common.masking:set_keras_mask", "likewise")
 _global_attribute = private(
     "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"

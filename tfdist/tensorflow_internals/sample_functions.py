@@ -13,10 +13,10 @@ from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, sum_of, unknown
 _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
-_CONDITIONS = frozenset({"If", "StatelessIf"})
+CONDITIONS = frozenset({"If", "StatelessIf"})
 LOOPS = frozenset({"While", "StatelessWhile"})
 PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-CALLS = PLAIN_CALLS | _CONDITIONS | LOOPS
+CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
 _MOST_TURNS = 4  # until the kinds of a loop's values do not change any more
 
 

@@ -8,13 +8,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.sample_functions import LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.sample_functions import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
 _random = private(
     "tensorflow.python.ops:random_ops_util",
     "selects the algorithm of random numbers by an operation for which XLA has no kernel on CPUs",
 )
 _operations = private("tensorflow.python.ops:gen_stateless_random_ops_v2", "makes floats of other bits than XLA does")
+_pack_tangents = private("tensorflow.python.eager.forwardprop_util:pack_tangents", "whether an accumulator is active")
+_VECTORIZED = "loop_body"  # the name scope of what `tf.vectorized_map` maps
+_LEFT_OUT = LOOPS | CONDITIONS | frozenset({"Case", "StatelessCase", "Where", "Unique", "UniqueV2", "DynamicPartition"})
+_DIFFERENTIABLE = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.resource})
 # The bits of the mantissa, those of 1, and an integer type of the same size.
 _FLOATS = {
     tf.float32: (0x7FFFFF, 0x3F800000, tf.uint32),
@@ -33,19 +37,29 @@ def is_compiling() -> bool:
     return _is_compiling.get()
 
 
-def call_compiled(function: Callable[..., Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor] | None:
+def call_compiled(
+    function: Callable[..., Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor] = ()
+) -> list[tf.Tensor] | None:
     """Calls `function(*tensors)` in a graph as one computation of XLA, on the device of this replica.
 
-    Gradient tapes differentiate it, by a second computation, to which the first one passes what it needs.
+    Gradient tapes differentiate it, by a second computation, to which the first one passes what it needs. XLA cannot
+    pass on the values of a loop's turns, or of a branch, and compiles tensors of other sizes again.
 
     Args:
         function: Returns a list of tensors. It may read variables of this replica and assign them.
         tensors: Its arguments, dense tensors of numbers.
+        handles: Those of the variables that it reads, as far as they are known.
 
     Returns:
-        What `function` returned; `None` if nothing was called, because it contains a collective or a loop. The values
-        of a loop's turns, a list of tensors, cannot leave a computation of XLA.
+        What `function` returned; `None` if nothing was called, because
+
+        - `function` raises `CannotCompileError`: it contains a collective;
+        - it contains a loop, a condition, or an operation whose result's size depends on values;
+        - its outputs depend on different inputs or variables: those of an unused output would get zeros as gradients;
+        - a forward accumulator or `tf.vectorized_map` is active: a tape could not differentiate what these make of it.
     """
+    if _pack_tangents([*tensors, *handles]).indices or _VECTORIZED in tf.get_current_name_scope().split("/"):
+        return None
 
     def traced(*arguments: tf.Tensor) -> list[tf.Tensor]:
         token = _is_compiling.set(True)
@@ -55,36 +69,55 @@ def call_compiled(function: Callable[..., Sequence[tf.Tensor]], tensors: Sequenc
             _is_compiling.reset(token)
 
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    # A call of the function itself would count as retracing, of which TensorFlow warns.
     try:
+        # A call of the function itself would count as retracing, of which TensorFlow warns.
         concrete = tf.function(traced, jit_compile=True, autograph=False).get_concrete_function(*specs)
     except CannotCompileError:
         return None
-    return None if _has_loop(concrete.graph) else list(concrete(*tensors))
+    graph = concrete.graph
+    outputs = [output for output in graph.outputs if output.dtype.is_floating or output.dtype.is_complex]
+    differ = len({_sources(output) for output in outputs}) > 1
+    return None if differ or _contains(graph, _LEFT_OUT) else list(concrete(*tensors))
 
 
-def _has_loop(graph: Any) -> bool:
+def _contains(graph: Any, types: frozenset[str]) -> bool:
     for operation in graph.get_operations():
-        if operation.type in LOOPS:
+        if operation.type in types:
             return True
         called = called_graph(graph, operation.get_attr("f").name) if operation.type in PLAIN_CALLS else None
-        if called is not None and _has_loop(called):
+        if called is not None and _contains(called, types):
             return True
     return False
+
+
+def _sources(output: tf.Tensor) -> frozenset[str]:
+    """The names of the inputs of a function's graph, among them variables, of which an output depends."""
+    waiting, seen, found = [output.op], {output.op}, set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.type == "Placeholder" and operation.outputs[0].dtype in _DIFFERENTIABLE:
+            found.add(operation.name)
+        for given in operation.inputs:
+            if given.op not in seen:
+                seen.add(given.op)
+                waiting.append(given.op)
+    return frozenset(found)
 
 
 def patch_random_numbers() -> None:
     """Makes functions that XLA will compile draw the numbers that TensorFlow draws on CPUs and GPUs without XLA.
 
     TensorFlow selects Philox there, XLA another algorithm. And XLA makes floats of other bits of the same integers:
-    those of uniform numbers (dropout) are made here, so that they are the same. Normal numbers differ.
+    those of uniform numbers (dropout) are made here, so that they are the same. Normal and float64 numbers differ.
     """
     select, draw_uniform = _random.get_key_counter_alg, _operations.stateless_random_uniform_v2
 
     @functools.wraps(select)
     def select_philox(seed: Any, alg: Any) -> Any:
+        if not is_compiling() or tf.is_tensor(alg):
+            return select(seed, alg)
         is_automatic = alg is None or _random.convert_alg_to_int(alg) == tf.random.Algorithm.AUTO_SELECT.value
-        return select(seed, "philox" if is_automatic and is_compiling() else alg)
+        return select(seed, "philox" if is_automatic else alg)
 
     @functools.wraps(draw_uniform)
     def draw_equal(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any = tf.float32, name: Any = None) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import divided
+from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -186,6 +187,8 @@ class _Thread:
 
     def pause(self, point: _SyncPoint) -> Any:
         """Lets the other thread run, and returns its answer. The body calls this."""
+        if is_compiling():
+            raise CannotCompileError
         if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
             raise RuntimeError(
                 "A step that is computed in micro-batches reduces or updates inside a condition, a loop or a nested "

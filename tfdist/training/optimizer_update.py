@@ -1,5 +1,6 @@
 """One optimizer update over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,8 +65,9 @@ def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], c
         context: Marks the reduction as one of gradients.
     """
     steps = optimizer.accumulation_steps
+    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles_calls())
     if steps == 1:
-        _reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
+        reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
         return
     accumulators = optimizer.accumulators
     contributes = _contributes()
@@ -74,7 +76,7 @@ def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], c
         total = [_added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
         if contributes is not None:
             total = tf.cond(contributes, lambda: total, lambda: [tf.convert_to_tensor(v) for v in accumulators])
-        _reduce_and_apply(optimizer, total, context, contributes=None, micro_steps=steps)
+        reduce_and_apply(optimizer, total, context, contributes=None, micro_steps=steps)
         _reset(optimizer)
 
     def accumulate() -> None:
@@ -146,6 +148,7 @@ def _reduce_and_apply(
     *,
     contributes: tf.Tensor | None,
     micro_steps: int,
+    compiles: bool = False,
 ) -> None:
     """Sums `gradients`, the sums of `micro_steps` micro-steps, over the replicas and updates the variables."""
     if contributes is not None and tf.executing_eagerly():
@@ -166,12 +169,12 @@ def _reduce_and_apply(
     with context.of_gradients(contributes, optimizer.paths):
         summed = sum_over_replicas(gradients)
     if loss_scale is None:
-        optimizer.clip_and_apply(summed, compiles=compiles_calls())
+        optimizer.clip_and_apply(summed, compiles=compiles)
         return
     finite = all_finite(summed)
     cond_over_replicas(
         finite,
-        lambda: optimizer.clip_and_apply(summed, compiles=compiles_calls()),
+        lambda: optimizer.clip_and_apply(summed, compiles=compiles),
         # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
         lambda: optimizer.take_back(micro_steps),
     )

@@ -61,7 +61,9 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         with tf.control_dependencies(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
-            step.has_own_loss, step.compiles = has_own_loss(model), model.jit_compile and not tf.executing_eagerly()
+            step.has_own_loss = has_own_loss(model)
+            if model.jit_compile and not tf.executing_eagerly():
+                step.graph = tf.compat.v1.get_default_graph()
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
                     results = _run_micro_batches(model, step_function, replica_data, step, strategy, parts)
@@ -101,7 +103,7 @@ def _run_micro_batches(
     parts = [rows_of_part(data, value, part, count) for part in range(count)]
     steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
     for part in steps:
-        part.has_own_loss, part.compiles = step.has_own_loss, step.compiles
+        part.has_own_loss, part.graph = step.has_own_loss, step.graph
     fills = not computes_over_all_replicas(model)
     is_full = not fills or not any(part.may_lack_rows for part in steps)
     fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))

@@ -20,9 +20,9 @@ def current_step() -> "ReplicaStep | None":
 
 
 def compiles_calls() -> bool:
-    """Whether this replica runs a Keras step whose calls of layers, losses and updates XLA compiles."""
+    """Whether XLA compiles the calls of layers, losses and updates here: in a step, not in a loop or branch of it."""
     step = _current.get()
-    return step is not None and step.compiles
+    return step is not None and step.graph is tf.compat.v1.get_default_graph()
 
 
 def note_read_number() -> None:
@@ -40,10 +40,10 @@ class ReplicaStep(LossStep):
     its `fraction` of the samples. With equal parts that is Keras' `1 / N`. Each micro-batch has a separate step.
 
     Attributes:
-        compiles: Whether XLA compiles the calls of layers, losses and updates in the step.
+        graph: The graph of the step if XLA compiles the calls of layers, losses and updates in it, else `None`.
     """
 
-    compiles = False
+    graph: Any = None
 
     def __init__(
         self,
