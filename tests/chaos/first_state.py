@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from tfdist.recovery.training_variables import TrainingVariables
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 
 
 class FirstState(keras.callbacks.Callback):
@@ -17,5 +17,5 @@ class FirstState(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if not self._is_written:
-            np.savez(self._path, **TrainingVariables(self.model).per_replica())
+            np.savez(self._path, **VariableSnapshots(self.model).per_replica())
             self._is_written = True

@@ -8,7 +8,7 @@ from tfdist.doctor import chief_task as chief
 from tfdist.doctor import member_task as member
 from tfdist.doctor.member_task import ReportSummary
 from tfdist.doctor.report import Finding
-from tfdist.transport.channel import Channel
+from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 LIMIT_SECONDS = 30
@@ -57,14 +57,14 @@ def test_a_peer_that_leaves_in_the_middle(tasks, found, monkeypatch):
 
 def test_large_transfers_that_do_not_pass(tasks, found, monkeypatch):
     """As with an MTU that is smaller on the path than at its ends: small messages pass, large ones do not."""
-    monkeypatch.setattr(Channel, "send_bytes", _never)
+    monkeypatch.setattr(BlockingConnection, "send_bytes", _never)
     report = tasks().start("worker 0").start("worker 1").results()["worker 0"]
     [link] = found(report, "links")
     assert link.level == "error" and "worker 0 and worker 1 could not be measured: it does not read" in link.found
     assert "MTU" in link.remedy
 
 
-def _never(channel, count, timeout_seconds):
+def _never(connection, count, timeout_seconds):
     raise ConnectionClosedError("it does not read what it is sent")
 
 

@@ -13,7 +13,7 @@ from tfdist.doctor.member_task import MemberTask
 from tfdist.doctor.peer_connections import TaskInfo, doctor_credentials
 from tfdist.doctor.report import Finding
 from tfdist.transport.authenticated_messages import FrameBuffer, encode_frame
-from tfdist.transport.channel import Channel
+from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Hello
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, TransportError
 
@@ -35,12 +35,12 @@ class Worker:
         connection.sendall(data)
         return connection
 
-    def dial(self, task) -> Channel:
+    def dial(self, task) -> BlockingConnection:
         """Connects as a task of the cluster."""
-        channel = Channel.connect(self.stranger(), self.credentials, timeout_seconds=LIMIT_SECONDS)
-        self._stack.callback(channel.close)
-        TaskInfo(task, "here", {}).exchange(channel, LIMIT_SECONDS)
-        return channel
+        connection = BlockingConnection.connect(self.stranger(), self.credentials, timeout_seconds=LIMIT_SECONDS)
+        self._stack.callback(connection.close)
+        TaskInfo(task, "here", {}).exchange(connection, LIMIT_SECONDS)
+        return connection
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def worker(tasks):
         yield Worker(tasks(), stack)
 
 
-def ask(channel, **request):
-    return channel.request(timeout_seconds=LIMIT_SECONDS, **request)
+def ask(connection, **request):
+    return connection.request(timeout_seconds=LIMIT_SECONDS, **request)
 
 
 def read_all(connection) -> bytes:
@@ -137,10 +137,10 @@ def test_only_the_chief_may_use_the_handlers(worker):
 def test_transfers_have_a_limit(worker):
     for what in ("send", "receive"):
         for count in (-1, 0, 2**28 + 1, "5", None, 1.5):
-            channel = worker.dial("worker 0")
-            channel.send({"do": what, "bytes": count})
+            connection = worker.dial("worker 0")
+            connection.send({"do": what, "bytes": count})
             with pytest.raises(ConnectionClosedError, match="closed the connection|broke"):
-                channel.receive(5)
+                connection.receive(5)
 
 
 def test_markers_are_names_of_markers(worker):

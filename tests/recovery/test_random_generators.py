@@ -14,7 +14,7 @@ from tfdist.recovery.random_generators import (
     python_and_numpy_state,
     restore_python_and_numpy,
 )
-from tfdist.recovery.training_variables import TrainingVariables
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.tensorflow_internals.runtime import global_generator
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -68,7 +68,7 @@ def model():
 
 
 def transferred(old, new):
-    old, new = TrainingVariables(old), TrainingVariables(new)
+    old, new = VariableSnapshots(old), VariableSnapshots(new)
     for variables in (old, new):
         variables.build((tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])))
     return old.per_replica(), old.description(), new

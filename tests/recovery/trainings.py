@@ -23,7 +23,7 @@ from tfdist.recovery.random_generators import (
     python_and_numpy_state,
     restore_python_and_numpy,
 )
-from tfdist.recovery.training_variables import TrainingVariables
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 HALF, END = 5, 8
@@ -127,7 +127,7 @@ State = dict[str, Any]
 
 
 def saved(model: keras.Model) -> State:
-    variables = TrainingVariables(model)
+    variables = VariableSnapshots(model)
     return {
         "shared": variables.shared(),
         "per_replica": variables.per_replica(),
@@ -137,7 +137,7 @@ def saved(model: keras.Model) -> State:
 
 
 def restore(model: keras.Model, state: State) -> None:
-    variables = TrainingVariables(model)
+    variables = VariableSnapshots(model)
     variables.build(SPEC)
     variables.check(state["shared"], state["per_replica"], state["description"])
     check_python_and_numpy(state["generators"])

@@ -13,9 +13,9 @@ import pytest
 
 from tfdist.transport import listener as listeners
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
-from tfdist.transport.connection import Connection, dial
 from tfdist.transport.handshake import ClientHandshake, Credentials, Hello
 from tfdist.transport.listener import Listener
+from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import TokenRejectedError
 
 OURS = Credentials("tfdist test", 1, "0123456789abcdef", same_version=True)
@@ -30,8 +30,8 @@ class Server:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.said: list[str] = []
-        self.accepted: list[Connection] = []
-        self.opened: list[socket.socket | Connection] = []
+        self.accepted: list[NonblockingConnection] = []
+        self.opened: list[socket.socket | NonblockingConnection] = []
         self.listener = Listener(self.socket, OURS, self.said.append)
         self.now = 0.0
 
@@ -64,7 +64,7 @@ class Server:
         thread.start()
         self.until(lambda: not thread.is_alive())
         thread.join()
-        self.opened += [joined for joined in result if isinstance(joined, Connection)]
+        self.opened += [joined for joined in result if isinstance(joined, NonblockingConnection)]
         return result[0]
 
     def stranger(self, data=b"") -> socket.socket:
@@ -117,7 +117,7 @@ def test_wrong_token(server):
     assert isinstance(server.dial(OTHER_TOKEN), TokenRejectedError)
     assert server.said == ["refused a connection from 127.0.0.1: wrong token"]
     assert not server.accepted
-    assert isinstance(server.dial(), Connection), "the right token is accepted afterwards"
+    assert isinstance(server.dial(), NonblockingConnection), "the right token is accepted afterwards"
     server.dial(OTHER_TOKEN)
     assert len(server.said) == 1, "said once"
 
@@ -169,7 +169,7 @@ def test_malformed_messages_are_refused(server, data, reason):
     server.answer(server.stranger(data))
     assert len(server.said) == 1 and reason in server.said[0]
     assert not server.accepted
-    assert isinstance(server.dial(), Connection)
+    assert isinstance(server.dial(), NonblockingConnection)
 
 
 def test_data_behind_the_proof_is_refused(server):
@@ -223,7 +223,7 @@ def test_many_strangers_leave_room_for_others(server):
         server.accept()
     assert server.pending == listeners.MAX_PENDING_PER_ADDRESS
     server.now = listeners.HANDSHAKE_SECONDS
-    assert isinstance(server.dial(), Connection)
+    assert isinstance(server.dial(), NonblockingConnection)
 
 
 def test_limit_for_all_addresses(server, monkeypatch):

@@ -75,10 +75,10 @@ class ChiefTask:
 
     def _ask(self, peer: Peer, **request: object) -> dict[str, object] | None:
         """Asks a peer; counts it as lost and returns None if it does not answer."""
-        if peer.channel is None:
+        if peer.connection is None:
             return None
         try:
-            return peer.channel.request(timeout_seconds=_ANSWER_SECONDS, **request)
+            return peer.connection.request(timeout_seconds=_ANSWER_SECONDS, **request)
         except ConnectionClosedError as error:
             self._lost[peer.task] = printable(error)
             return None
@@ -139,11 +139,11 @@ class ChiefTask:
     def _measure(self, first: str, second: str, *, with_bandwidth: bool) -> LinkMeasurement:
         if first == self._member.task:
             return self._member.measure(second, with_bandwidth=with_bandwidth)
-        channel = self._member.peers.all[first].channel
-        if channel is None:
+        connection = self._member.peers.all[first].connection
+        if connection is None:
             raise ConnectionClosedError(f"{first} has not answered")
         request = {"do": "measure", "peer": second, "bandwidth": with_bandwidth}
-        link = LinkMeasurement.from_json(channel.request(timeout_seconds=_MEASURE_SECONDS, **request))
+        link = LinkMeasurement.from_json(connection.request(timeout_seconds=_MEASURE_SECONDS, **request))
         if (link.first, link.second) != (first, second):
             raise ValueError("measurement of another connection")
         return link

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.doctor.peer_server import MAX_TRANSFER_BYTES, TRANSFER_SECONDS
-from tfdist.transport.channel import Channel
+from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 _ECHOES = 50
@@ -64,14 +64,14 @@ class LinkMeasurement:
 
 
 def measure(
-    first: str, second: str, channel: Channel, clock: Callable[[], float], *, with_bandwidth: bool
+    first: str, second: str, connection: BlockingConnection, clock: Callable[[], float], *, with_bandwidth: bool
 ) -> LinkMeasurement:
     """Measures the connection to a peer.
 
     Args:
         first: This task.
         second: The peer.
-        channel: The connection to the peer's server.
+        connection: The connection to the peer's server.
         clock: Returns the time of this machine, in seconds since 1970.
         with_bandwidth: Whether to measure the bandwidth, which takes about a second and most of the bandwidth.
 
@@ -83,13 +83,13 @@ def measure(
     end = time.monotonic() + _ECHO_SECONDS
     while len(trips) < _ECHOES and (time.monotonic() < end or not trips):
         clock_before, before = clock(), time.monotonic()
-        answer = channel.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
+        answer = connection.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
         trips.append(time.monotonic() - before)
         if trips[-1] < shortest:
             # As in NTP: the other clock was read in the middle of the trip, with an error of at most half of it.
             shortest, offset = trips[-1], _number(answer, "clock") - (clock_before + trips[-1] / 2)
-    forward = _bandwidth(lambda count: _send(channel, count)) if with_bandwidth else None
-    back = _bandwidth(lambda count: _receive(channel, count)) if with_bandwidth else None
+    forward = _bandwidth(lambda count: _send(connection, count)) if with_bandwidth else None
+    back = _bandwidth(lambda count: _receive(connection, count)) if with_bandwidth else None
     return LinkMeasurement(first, second, statistics.median(trips), offset, shortest / 2, forward, back)
 
 
@@ -106,15 +106,15 @@ def _bandwidth(transfer: Callable[[int], float]) -> float:
         count = min(int(count * growth), MAX_TRANSFER_BYTES)
 
 
-def _send(channel: Channel, count: int) -> float:
-    channel.send({"do": "receive", "bytes": count})
-    channel.send_bytes(count, TRANSFER_SECONDS)
-    return _number(channel.receive(TRANSFER_SECONDS), "bytes_per_second")
+def _send(connection: BlockingConnection, count: int) -> float:
+    connection.send({"do": "receive", "bytes": count})
+    connection.send_bytes(count, TRANSFER_SECONDS)
+    return _number(connection.receive(TRANSFER_SECONDS), "bytes_per_second")
 
 
-def _receive(channel: Channel, count: int) -> float:
-    channel.send({"do": "send", "bytes": count})
-    return channel.receive_bytes(count, TRANSFER_SECONDS)
+def _receive(connection: BlockingConnection, count: int) -> float:
+    connection.send({"do": "send", "bytes": count})
+    return connection.receive_bytes(count, TRANSFER_SECONDS)
 
 
 def _number(answer: dict[str, Any], name: str) -> float:

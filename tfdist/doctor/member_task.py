@@ -101,8 +101,8 @@ class MemberTask:
         """Whether the chief will not ask this task any more: it left, or neither has reached the other."""
         if self._server is None or self.chief_left:
             return True
-        channel = self.peers.all[self.chief].channel
-        return self.chief not in self.callers if channel is None else not channel.is_open
+        connection = self.peers.all[self.chief].connection
+        return self.chief not in self.callers if connection is None else not connection.is_open
 
     def close(self) -> None:
         """Closes all connections and frees the port."""
@@ -117,9 +117,9 @@ class MemberTask:
             ConnectionClosedError: If that task has not answered, or is gone.
         """
         peer = self.peers.all.get(task)
-        if peer is None or peer.channel is None:
+        if peer is None or peer.connection is None:
             raise ConnectionClosedError(f"{task} has not answered {self.task}")
-        return measure(self.task, task, peer.channel, self.clock, with_bandwidth=with_bandwidth)
+        return measure(self.task, task, peer.connection, self.clock, with_bandwidth=with_bandwidth)
 
     def _state(self, request: dict[str, Any]) -> dict[str, Any]:
         del request

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tfdist.cluster import ClusterSpec
 from tfdist.doctor.check_context import host_of, port_of
-from tfdist.transport.channel import Channel, close_socket
+from tfdist.transport.blocking_connection import BlockingConnection, close_socket
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import (
     ClusterMismatchError,
@@ -71,14 +71,14 @@ class TaskInfo:
         shown = {printable(name)[:40]: printable(version)[:40] for name, version in versions.items()}
         return cls(printable(task)[:40], printable(message.get("host", ""))[:255], shown)
 
-    def exchange(self, channel: Channel, timeout_seconds: float) -> "TaskInfo":
+    def exchange(self, connection: BlockingConnection, timeout_seconds: float) -> "TaskInfo":
         """Sends this description and returns that of the other side.
 
         Raises:
             TransportError: If the other side does not answer, or the answer is malformed.
         """
-        channel.send(dataclasses.asdict(self), timeout_seconds)
-        return self.from_json(channel.receive(timeout_seconds))
+        connection.send(dataclasses.asdict(self), timeout_seconds)
+        return self.from_json(connection.receive(timeout_seconds))
 
 
 def doctor_credentials(cluster: ClusterSpec, token: str = "") -> Credentials:
@@ -103,14 +103,14 @@ class Peer:
     Args:
         task: Its name, for example `"worker 1"`.
         address: Its `"host:port"`.
-        channel: The connection to it, once it has answered.
+        connection: The connection to it, once it has answered.
         info: What it says about itself, once it has answered.
         reason: Why the last attempt to connect failed.
     """
 
     task: str
     address: str
-    channel: Channel | None = None
+    connection: BlockingConnection | None = None
     info: TaskInfo | None = None
     reason: str = NOT_TRIED
 
@@ -161,19 +161,19 @@ class PeerConnections:
     @property
     def missing(self) -> dict[str, str]:
         """The tasks that have not answered, with the reasons."""
-        return {task: peer.reason for task, peer in self.all.items() if peer.channel is None}
+        return {task: peer.reason for task, peer in self.all.items() if peer.connection is None}
 
     @property
     def answered(self) -> dict[str, Peer]:
         """The tasks that have answered."""
-        return {task: peer for task, peer in self.all.items() if peer.channel is not None}
+        return {task: peer for task, peer in self.all.items() if peer.connection is not None}
 
     def close(self) -> None:
         """Stops dialing and closes all connections."""
         self._is_last_try.set()
         for peer in self.all.values():
-            if peer.channel is not None:
-                peer.channel.close()
+            if peer.connection is not None:
+                peer.connection.close()
 
     def _dial(self, peer: Peer, end: float) -> None:
         began = time.monotonic()
@@ -192,7 +192,7 @@ class PeerConnections:
         peer.reason = RESOLVING if peer.reason == NOT_TRIED else peer.reason
         host = host_of(peer.address)
         try:
-            connection = socket.create_connection((host, port_of(peer.address)), timeout=_CONNECT_SECONDS)
+            opened = socket.create_connection((host, port_of(peer.address)), timeout=_CONNECT_SECONDS)
         except ConnectionRefusedError:
             return REFUSED
         except TimeoutError:
@@ -202,15 +202,15 @@ class PeerConnections:
         except (OSError, UnicodeError) as error:
             return str(getattr(error, "strerror", None) or error)
         try:
-            channel = Channel.connect(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            info = self._info.exchange(channel, _HANDSHAKE_SECONDS)
+            connection = BlockingConnection.connect(opened, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            info = self._info.exchange(connection, _HANDSHAKE_SECONDS)
         except TransportError as error:
-            close_socket(connection)
+            close_socket(opened)
             return _reason_of(error)
         if info.task != peer.task:
-            channel.close()
+            connection.close()
             return f"{info.task} answers there instead: an address or an index is wrong"
-        peer.info, peer.channel = info, channel
+        peer.info, peer.connection = info, connection
         return ""
 
 

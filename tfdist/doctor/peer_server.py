@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist.cluster.wait_for_peers import reset_on_close
 from tfdist.doctor.peer_connections import TaskInfo
-from tfdist.transport.channel import Channel, close_socket
+from tfdist.transport.blocking_connection import BlockingConnection, close_socket
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.transport_errors import ConnectionClosedError, TransportError
 
@@ -73,8 +73,8 @@ class PeerServer:
         self._server.close()
         with self._lock:
             threads = dict(self._threads)
-        for connection in threads:
-            close_socket(connection)
+        for accepted in threads:
+            close_socket(accepted)
         end = time.monotonic() + _JOIN_SECONDS
         for thread in threads.values():
             thread.join(max(0.0, end - time.monotonic()))
@@ -82,55 +82,55 @@ class PeerServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._server.accept()
+                accepted, _ = self._server.accept()
             except OSError:
                 return  # closed
             with self._lock:
                 is_full = len(self._threads) >= self._max_connections
             if is_full:
-                connection.close()
+                accepted.close()
                 continue
             try:
-                reset_on_close(connection)  # the port is needed by the training that follows
+                reset_on_close(accepted)  # the port is needed by the training that follows
             except OSError:  # gone already
-                connection.close()
+                accepted.close()
                 continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="tfdist doctor peer", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(accepted,), name="tfdist doctor peer", daemon=True)
             with self._lock:
-                self._threads[connection] = thread
+                self._threads[accepted] = thread
                 thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, accepted: socket.socket) -> None:
         peer = None
         try:
-            channel = Channel.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            peer = self._info.exchange(channel, _HANDSHAKE_SECONDS)
+            connection = BlockingConnection.accept(accepted, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            peer = self._info.exchange(connection, _HANDSHAKE_SECONDS)
             with self._lock:
                 self.callers.add(peer.task)
                 self._chief_connections += peer.task == self._chief
             while True:
-                self._answer(channel, peer, channel.receive(_IDLE_SECONDS))
+                self._answer(connection, peer, connection.receive(_IDLE_SECONDS))
         except TransportError:
             pass  # it left, or is a stranger
         finally:
-            close_socket(connection)
+            close_socket(accepted)
             with self._lock:
-                self._threads.pop(connection, None)
+                self._threads.pop(accepted, None)
                 self._chief_connections -= peer is not None and peer.task == self._chief
 
-    def _answer(self, channel: Channel, peer: TaskInfo, request: dict[str, Any]) -> None:
+    def _answer(self, connection: BlockingConnection, peer: TaskInfo, request: dict[str, Any]) -> None:
         what = str(request.get("do"))
         if what == "echo":
-            channel.send({"clock": self._clock()})
+            connection.send({"clock": self._clock()})
         elif what in ("send", "receive"):
             count = request.get("bytes")
             if not isinstance(count, int) or not 0 < count <= MAX_TRANSFER_BYTES:
                 raise ConnectionClosedError("invalid size of a transfer")
             if what == "send":
-                channel.send_bytes(count, TRANSFER_SECONDS)
+                connection.send_bytes(count, TRANSFER_SECONDS)
             else:
-                channel.send({"bytes_per_second": channel.receive_bytes(count, TRANSFER_SECONDS)})
+                connection.send({"bytes_per_second": connection.receive_bytes(count, TRANSFER_SECONDS)})
         elif what in self._handlers and peer.task == self._chief:
-            channel.send(self._handlers[what](request))
+            connection.send(self._handlers[what](request))
         else:
-            channel.send({"error": f"{peer.task} may not ask for this: {what[:40]}"})
+            connection.send({"error": f"{peer.task} may not ask for this: {what[:40]}"})

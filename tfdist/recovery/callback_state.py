@@ -143,7 +143,7 @@ def restore_callbacks(
 ) -> None:
     """Restores the states. Call this after `on_train_begin` of the callbacks, where most of them reset their state.
 
-    The metrics of the model must be built (`TrainingVariables.build`).
+    The metrics of the model must be built (`VariableSnapshots.build`).
 
     Args:
         callbacks: The callbacks of `fit`, including History.

@@ -33,7 +33,7 @@ def merge_ranks(values_of_ranks: Sequence[Mapping[str, np.ndarray]]) -> dict[str
     """Merges the per-replica values of all ranks of a checkpoint, to restore them on another number of ranks.
 
     Args:
-        values_of_ranks: What `TrainingVariables.per_replica` returned on every rank, in the order of ranks.
+        values_of_ranks: What `VariableSnapshots.per_replica` returned on every rank, in the order of ranks.
 
     Raises:
         ValueError: If two ranks saved the same replica.

@@ -22,7 +22,7 @@ from tfdist.recovery.random_generators import (
     restore_python_and_numpy,
 )
 from tfdist.recovery.resharding import merge_ranks
-from tfdist.recovery.training_variables import TrainingVariables
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TrainingState:
         Args:
             model: A compiled model.
             callbacks: The callbacks of `fit` without FailureRecovery.
-            element_spec: The spec of the batches, see `TrainingVariables.build`.
+            element_spec: The spec of the batches, see `VariableSnapshots.build`.
 
         Raises:
             ValueError: If a callback would restore the training, too.
@@ -97,7 +97,7 @@ class TrainingState:
         self._model, self._callbacks = model, callbacks
         self._num_replicas = int(model.distribute_strategy.num_replicas_in_sync)
         self._copies = HostCopies()
-        self._variables = TrainingVariables(model, self._copies)
+        self._variables = VariableSnapshots(model, self._copies)
         self._variables.build(element_spec)
 
     def wait_for_steps(self) -> None:

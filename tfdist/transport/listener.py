@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, encode_frame
-from tfdist.transport.channel import set_tcp_options
-from tfdist.transport.connection import Connection, plain_address
+from tfdist.transport.blocking_connection import set_tcp_options
 from tfdist.transport.handshake import Credentials, ServerHandshake
+from tfdist.transport.nonblocking_connection import NonblockingConnection, plain_address
 from tfdist.transport.transport_errors import FrameError, HandshakeError, TransportError
 
 HANDSHAKE_SECONDS = 10.0
@@ -38,7 +38,7 @@ class Listener:
         """The descriptors to poll for input."""
         return [self._server.fileno(), *self._pending]
 
-    def accept(self, *, now: float) -> list[Connection]:
+    def accept(self, *, now: float) -> list[NonblockingConnection]:
         """Accepts, advances handshakes, drops late ones, and returns the connections that have proved the token.
 
         Args:
@@ -107,7 +107,7 @@ class _PendingConnection:
         self._handshake = handshake
         self._buffer = FrameBuffer(max_bytes=MAX_HANDSHAKE_BYTES)
 
-    def advance(self) -> Connection | None:
+    def advance(self) -> NonblockingConnection | None:
         """Reads what has arrived; returns the connection once it has proved the token.
 
         Raises:
@@ -129,7 +129,7 @@ class _PendingConnection:
             if self._handshake.keys is not None:
                 if self._buffer.take():  # the client must wait for the answer
                     raise FrameError("unexpected data behind the handshake")
-                return Connection(self.socket, self._handshake.keys)
+                return NonblockingConnection(self.socket, self._handshake.keys)
         if not data:
             raise HandshakeError("it closed the connection before it proved the token")
         return None

@@ -8,16 +8,16 @@ from tfdist.launch.processes.run_policy import RunEnd
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.transport.connection import Connection
 from tfdist.transport.handshake import SessionKeys
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 
 
 @pytest.fixture
 def ends():
     """A client that has joined, and the coordinator's connection."""
     near, far = socket.socketpair()
-    connection = Connection(near, SessionKeys(b"client", b"server"))
-    coordinator = Connection(far, SessionKeys(b"server", b"client"))
+    connection = NonblockingConnection(near, SessionKeys(b"client", b"server"))
+    coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
     client = NodeClient(connection, "127.0.0.1", say=lambda *lines: None, error_file=ErrorFile(None, None))
     coordinator.send({"type": "joined", "run": "f00d", "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0})
     client.join({})

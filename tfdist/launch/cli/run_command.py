@@ -12,11 +12,11 @@ from tfdist import cluster
 from tfdist.launch.cli.node_options import read_node_options
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
 from tfdist.launch.process_roles import Role, describe_jobs, parameter_server_roles, worker_roles
+from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
-from tfdist.launch.processes.supervisor import Supervisor
 from tfdist.launch.processes.terminal_lines import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.join_run import join_run
@@ -81,7 +81,7 @@ def execute(options: argparse.Namespace) -> int:
                 config = _run_config(options, node, run_id, start_timeout, timeouts)
                 joined = join_run(node, config, console, workers=options.workers, error_file=error_file)
                 policy = until_the_end.enter_context(joined)
-            return Supervisor(
+            return AttemptLoop(
                 command,
                 WorkerEnvironments(
                     os.environ, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker

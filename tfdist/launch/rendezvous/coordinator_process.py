@@ -16,9 +16,9 @@ from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
 from tfdist.launch.rendezvous.membership import Node, is_loopback
 from tfdist.launch.run_config import RunConfig
-from tfdist.transport.connection import Connection
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
 
@@ -109,8 +109,8 @@ def _serve(server: socket.socket, token: str, config: RunConfig, console: Consol
     )
     clock = ActiveClock(now=time.monotonic())
     coordinator = Coordinator(config, now=0.0)
-    joining: dict[Connection, float] = {}  # connections that have not asked to join, with their deadlines
-    nodes: dict[Connection, Node] = {}
+    joining: dict[NonblockingConnection, float] = {}  # connections that have not asked to join, with their deadlines
+    nodes: dict[NonblockingConnection, Node] = {}
     farewell_at: float | None = None
     while farewell_at is None or (nodes and clock.advance(time.monotonic()) < farewell_at):
         _poll(listener, [*joining, *nodes])
@@ -134,7 +134,7 @@ def _serve(server: socket.socket, token: str, config: RunConfig, console: Consol
     listener.close()
 
 
-def _poll(listener: Listener, connections: list[Connection]) -> None:
+def _poll(listener: Listener, connections: list[NonblockingConnection]) -> None:
     poll = select.poll()
     for descriptor in listener.descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -143,7 +143,7 @@ def _poll(listener: Listener, connections: list[Connection]) -> None:
     poll.poll(_POLL_SECONDS * 1000)
 
 
-def _exchange(coordinator: Coordinator, connection: Connection, node: Node, now: float) -> None:
+def _exchange(coordinator: Coordinator, connection: NonblockingConnection, node: Node, now: float) -> None:
     try:
         connection.flush()
         for message in connection.receive():
@@ -156,7 +156,7 @@ def _exchange(coordinator: Coordinator, connection: Connection, node: Node, now:
         connection.close()
 
 
-def _join(coordinator: Coordinator, connection: Connection, now: float) -> Node | bool | None:
+def _join(coordinator: Coordinator, connection: NonblockingConnection, now: float) -> Node | bool | None:
     """Returns the node that has joined over a connection; None: no request yet; False: it was rejected or is gone."""
     try:
         for message in connection.receive():

@@ -9,7 +9,7 @@ from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, ren
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.run_config import NodeOptions, RunConfig
-from tfdist.transport.connection import Connection, dial
+from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import (
     ConnectionClosedError,
     InvalidProofError,
@@ -69,7 +69,7 @@ def join_run(
 
 def connect_to_coordinator(
     host: str, port: int, token: str, *, timeout_seconds: float, say: Callable[[str], None]
-) -> Connection:
+) -> NonblockingConnection:
     """Connects to the coordinator, which may not be up yet.
 
     Args:

@@ -15,7 +15,7 @@ from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, 
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.transport.connection import Connection
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
 
@@ -36,7 +36,7 @@ class NodeClient(RunPolicy):
     """
 
     def __init__(
-        self, connection: Connection, address: str | None, *, say: Callable[..., None], error_file: ErrorFile
+        self, connection: NonblockingConnection, address: str | None, *, say: Callable[..., None], error_file: ErrorFile
     ) -> None:
         self._connection, self._say, self._error_file = connection, say, error_file
         self.address = address or connection.local_address

@@ -17,7 +17,6 @@ from tfdist.recovery.compatibility import (
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.named_variables import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
 from tfdist.recovery.random_generators import create_generators
 from tfdist.recovery.resharding import (
     AccumulationProgress,
@@ -26,13 +25,14 @@ from tfdist.recovery.resharding import (
     replica_name,
     reshard,
 )
+from tfdist.recovery.variable_names import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
 from tfdist.training.strategy_protocol import training_strategy
 
 Json = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
 
-class TrainingVariables:
+class VariableSnapshots:
     """The variables of the training of one model, under names that the same program finds again in a new process.
 
     A name is the position of a variable: `weights/3.Dense/0` is the first weight of layer 3, a Dense layer, where the
@@ -46,11 +46,11 @@ class TrainingVariables:
     Arrays never share memory with a variable.
 
     >>> import keras
-    >>> from tfdist.recovery.training_variables import TrainingVariables
+    >>> from tfdist.recovery.variable_snapshots import VariableSnapshots
     >>> def training(name):
     ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name=name)])
     ...     model.compile("sgd", loss="mse")
-    ...     variables = TrainingVariables(model)
+    ...     variables = VariableSnapshots(model)
     ...     variables.build((tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])))
     ...     return model, variables
     >>> import tensorflow as tf

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, MAX_MESSAGE_BYTES, encode_frame
-from tfdist.transport.channel import Channel
+from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials, Hello, SessionKeys
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, TokenRejectedError
 
@@ -18,12 +18,15 @@ LIMIT_SECONDS = 10
 
 @pytest.fixture
 def pair():
-    """Two connected channels and the socket of the first."""
+    """The two ends of a connection, and the socket of the first."""
     ours, theirs = socket.socketpair()
-    channels = Channel(ours, SessionKeys(b"client", b"server")), Channel(theirs, SessionKeys(b"server", b"client"))
-    yield *channels, ours
-    for channel in channels:
-        channel.close()
+    connections = (
+        BlockingConnection(ours, SessionKeys(b"client", b"server")),
+        BlockingConnection(theirs, SessionKeys(b"server", b"client")),
+    )
+    yield *connections, ours
+    for connection in connections:
+        connection.close()
 
 
 @pytest.mark.parametrize("token", ["0123456789abcdef", "another token...."])
@@ -34,34 +37,36 @@ def test_handshake(token):
     def accept():
         credentials = Credentials("tfdist test", 1, "0123456789abcdef")
         with contextlib.suppress(TokenRejectedError):
-            result.append(Channel.accept(far, credentials, timeout_seconds=LIMIT_SECONDS))
+            result.append(BlockingConnection.accept(far, credentials, timeout_seconds=LIMIT_SECONDS))
 
     thread = threading.Thread(target=accept)
     thread.start()
     expected = contextlib.nullcontext() if token.startswith("0") else pytest.raises(TokenRejectedError)
     with expected:
-        channel = Channel.connect(near, Credentials("tfdist test", 1, token), timeout_seconds=LIMIT_SECONDS)
+        connection = BlockingConnection.connect(
+            near, Credentials("tfdist test", 1, token), timeout_seconds=LIMIT_SECONDS
+        )
     thread.join()
     for server in result:
-        channel.send({"number": 1})
+        connection.send({"number": 1})
         assert server.receive(LIMIT_SECONDS) == {"number": 1}
-        channel.close(), server.close()
+        connection.close(), server.close()
     assert len(result) == token.startswith("0") and near.fileno() == far.fileno() == -1
 
 
 def test_handshake_has_a_deadline():
     near, far = socket.socketpair()
     with far, pytest.raises(ConnectionClosedError, match="no answer in time"):
-        Channel.connect(near, Credentials("tfdist test", 1, "0123456789abcdef"), timeout_seconds=0.05)
+        BlockingConnection.connect(near, Credentials("tfdist test", 1, "0123456789abcdef"), timeout_seconds=0.05)
     assert near.fileno() == -1
 
 
-@pytest.mark.parametrize("open_channel", [Channel.connect, Channel.accept])
-def test_handshake_limits_what_it_reads(open_channel):
+@pytest.mark.parametrize("open_connection", [BlockingConnection.connect, BlockingConnection.accept])
+def test_handshake_limits_what_it_reads(open_connection):
     near, far = socket.socketpair()
     far.sendall(struct.pack("!I", MAX_HANDSHAKE_BYTES + 1))
     with far, pytest.raises(FrameError, match="a message of 1025 bytes exceeds the limit of 1024"):
-        open_channel(near, Credentials("tfdist test", 1, "0123456789abcdef"), timeout_seconds=LIMIT_SECONDS)
+        open_connection(near, Credentials("tfdist test", 1, "0123456789abcdef"), timeout_seconds=LIMIT_SECONDS)
     assert near.fileno() == -1
 
 
@@ -79,7 +84,7 @@ def test_server_that_refuses_before_the_proof_arrives():
     thread = threading.Thread(target=refuse)
     thread.start()
     with far, pytest.raises(TokenRejectedError):
-        Channel.connect(near, credentials, timeout_seconds=LIMIT_SECONDS)
+        BlockingConnection.connect(near, credentials, timeout_seconds=LIMIT_SECONDS)
     thread.join()
 
 

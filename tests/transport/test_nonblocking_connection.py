@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tfdist.transport.authenticated_messages import MAX_MESSAGE_BYTES, FrameBuffer, encode_frame
-from tfdist.transport.connection import Connection
 from tfdist.transport.handshake import SessionKeys
+from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError
 
 LIMIT_SECONDS = 20
@@ -20,7 +20,7 @@ NOT_AUTHENTIC = "the message is not authentic"
 def pair():
     """A client's connection and the server's."""
     near, far = socket.socketpair()
-    connections = Connection(near, CLIENT), Connection(far, SERVER)
+    connections = NonblockingConnection(near, CLIENT), NonblockingConnection(far, SERVER)
     yield connections
     for connection in connections:
         connection.close()
@@ -93,7 +93,7 @@ class Wire:
     def __init__(self) -> None:
         near, self._client_end = socket.socketpair()
         self._server_end, far = socket.socketpair()
-        self.client, self.server = Connection(near, CLIENT), Connection(far, SERVER)
+        self.client, self.server = NonblockingConnection(near, CLIENT), NonblockingConnection(far, SERVER)
         self.ends = (self.client, self.server, self._client_end, self._server_end)
 
     def sent(self, message):
@@ -138,7 +138,7 @@ def test_manipulated_messages_are_detected(wire, attack):
     else:
         near, end = socket.socketpair()
         with near, end:
-            Connection(near, SessionKeys(b"another client", b"server")).send({"number": 1})
+            NonblockingConnection(near, SessionKeys(b"another client", b"server")).send({"number": 1})
             wire.deliver(end.recv(65_536))
     assert closing(wire.server) == NOT_AUTHENTIC
 

@@ -26,7 +26,7 @@ _HEARTBEAT_POLL_SECONDS = 0.25
 _NO_PIDFD_POLL_SECONDS = 0.01
 
 
-class WorkerMonitor:
+class WorkerSupervisor:
     """Starts the workers of this host once, which is an attempt, and watches them until all have ended.
 
     Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking

@@ -13,7 +13,7 @@ from trainings import END, HALF, SPEC, compiled, made, restore, saved, shift_nam
 
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.recovery.resharding import group_by_variable
-from tfdist.recovery.training_variables import TrainingVariables
+from tfdist.recovery.variable_snapshots import VariableSnapshots
 
 pytestmark = pytest.mark.usefixtures("cpus")
 # Under TensorFlow's per_replica strategy Keras cannot accumulate on two replicas.
@@ -77,7 +77,7 @@ def test_accumulation_that_a_callback_began_resumes(policy):
     steps(model, HALF, END)
     expected = saved(model)
     other = compiled(keras.optimizers.Adam(0.01), policy=policy)
-    TrainingVariables(other).build(SPEC)
+    VariableSnapshots(other).build(SPEC)
     Accumulation(other).change(half["description"]["accumulation_steps"])
     restore(other, half)
     steps(other, HALF, END)
@@ -103,7 +103,7 @@ def test_the_cases_save_what_they_are_for():
 
 def test_variables_are_where_they_belong():
     model = made("unusual", "none")
-    TrainingVariables(model).build(SPEC)
+    VariableSnapshots(model).build(SPEC)
     state = saved(model)
     frozen = next(name for name, path in state["description"]["paths"].items() if path.endswith("frozen/kernel"))
     assert frozen.startswith("weights/") and frozen in state["shared"]
@@ -114,7 +114,7 @@ def test_variables_are_where_they_belong():
 def test_a_snapshot_is_a_copy_that_stays():
     model = made("accumulation", "tfdist")
     steps(model, 0, HALF)
-    variables = TrainingVariables(model)
+    variables = VariableSnapshots(model)
     shared, per_replica = variables.shared(), variables.per_replica()
     before = {name: value.tobytes() for name, value in {**shared, **per_replica}.items()}
     # TensorFlow would not overwrite memory that a view of it still holds; it would have to copy it in the next step.

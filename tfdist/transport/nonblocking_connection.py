@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist.transport.authenticated_messages import MAX_MESSAGE_BYTES, MessageCodec
-from tfdist.transport.channel import client_handshake, set_tcp_options
+from tfdist.transport.blocking_connection import client_handshake, set_tcp_options
 from tfdist.transport.handshake import Credentials, SessionKeys
 from tfdist.transport.transport_errors import (
     ConnectionClosedError,
@@ -24,7 +24,7 @@ _QUIET_SECONDS = 2.0  # before the user is shown why it takes long
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 
 
-class Connection:
+class NonblockingConnection:
     """Sends and receives JSON objects after a handshake; see `MessageCodec`.
 
     Args:
@@ -119,7 +119,7 @@ class Connection:
 
 def dial(
     host: str, port: int, credentials: Credentials, *, timeout_seconds: float, on_wait: Callable[[str], None]
-) -> Connection:
+) -> NonblockingConnection:
     """Connects to a server and runs the handshake, again and again until one try succeeds or the time is over.
 
     Args:
@@ -152,12 +152,12 @@ def dial(
         time.sleep(min(_PAUSE_SECONDS, end - now))
 
 
-def _connect(host: str, port: int, credentials: Credentials, *, deadline: float) -> Connection:
+def _connect(host: str, port: int, credentials: Credentials, *, deadline: float) -> NonblockingConnection:
     connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1))
     try:
         set_tcp_options(connection)
         keys, received = client_handshake(connection, credentials, deadline)
-        return Connection(connection, keys, received)
+        return NonblockingConnection(connection, keys, received)
     except BaseException:
         connection.close()
         raise

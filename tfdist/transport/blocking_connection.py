@@ -5,7 +5,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, MessageCodec, encode_frame
 from tfdist.transport.handshake import ClientHandshake, Credentials, ServerHandshake, SessionKeys
@@ -15,7 +15,7 @@ _CHUNK_BYTES = 2**18
 BlockingHandshake = Callable[[socket.socket, Credentials, float], tuple[SessionKeys, bytes]]
 
 
-class Channel:
+class BlockingConnection:
     """Sends and receives JSON objects after a handshake, for one thread at a time.
 
     Args:
@@ -24,8 +24,8 @@ class Channel:
         received: Bytes that arrived behind the handshake.
 
     >>> ends = socket.socketpair()
-    >>> ours = Channel(ends[0], SessionKeys(b"client", b"server"))
-    >>> theirs = Channel(ends[1], SessionKeys(b"server", b"client"))
+    >>> ours = BlockingConnection(ends[0], SessionKeys(b"client", b"server"))
+    >>> theirs = BlockingConnection(ends[1], SessionKeys(b"server", b"client"))
     >>> ours.send({"do": "echo"})
     >>> theirs.receive(timeout_seconds=1)
     {'do': 'echo'}
@@ -38,7 +38,7 @@ class Channel:
         self._codec = MessageCodec(send_key=keys.send_key, receive_key=keys.receive_key, received=received)
 
     @classmethod
-    def connect(cls, connection: socket.socket, credentials: Credentials, *, timeout_seconds: float) -> "Channel":
+    def connect(cls, connection: socket.socket, credentials: Credentials, *, timeout_seconds: float) -> Self:
         """Runs the client's side of the handshake; closes the connection if the handshake fails.
 
         Raises:
@@ -47,14 +47,14 @@ class Channel:
         return cls._open(client_handshake, connection, credentials, timeout_seconds)
 
     @classmethod
-    def accept(cls, connection: socket.socket, credentials: Credentials, *, timeout_seconds: float) -> "Channel":
+    def accept(cls, connection: socket.socket, credentials: Credentials, *, timeout_seconds: float) -> Self:
         """Runs the server's side of the handshake; see `connect`."""
         return cls._open(server_handshake, connection, credentials, timeout_seconds)
 
     @classmethod
     def _open(
         cls, handshake: BlockingHandshake, connection: socket.socket, credentials: Credentials, timeout_seconds: float
-    ) -> "Channel":
+    ) -> Self:
         try:
             set_tcp_options(connection)
             with _as_closed():

@@ -14,13 +14,13 @@ from tfdist.launch.processes.run_status import RunStatus
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.warm_spares import WarmSpares
 from tfdist.launch.processes.worker_group import WorkerGroup
-from tfdist.launch.processes.worker_monitor import WorkerMonitor
+from tfdist.launch.processes.worker_supervisor import WorkerSupervisor
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_config import Timeouts
 
 
-class Supervisor:
+class AttemptLoop:
     """Runs attempts in one thread, the main thread.
 
     Args:
@@ -53,7 +53,7 @@ class Supervisor:
         self._console, self._logs, self._policy, self._timeouts = console, logs, policy, timeouts
         self._worker_restarts, self._spare_count = worker_restarts, warm_spares
         self._status = RunStatus(workers)
-        self._attempt: WorkerMonitor | None = None
+        self._attempt: WorkerSupervisor | None = None
 
     def run(self) -> int:
         """Runs the workers until the policy ends the run.
@@ -97,7 +97,7 @@ class Supervisor:
             heartbeat_timeout_seconds=self._timeouts.heartbeat_timeout,
             stall_timeout_seconds=self._timeouts.stall_timeout,
         )
-        self._attempt = WorkerMonitor(
+        self._attempt = WorkerSupervisor(
             start,
             self._environments(start),
             self._console,
