@@ -1,8 +1,7 @@
 """ParameterServerStrategy: workers compute, parameter servers hold the variables."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,22 +9,14 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
-from tfdist.keras_internals.embeddings import patch_embedding_layers
-from tfdist.keras_internals.losses import patch_losses
-from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
-from tfdist.keras_internals.progress_bar import patch_progress_bar
-from tfdist.keras_internals.scheduled_training import build_outside_trace, patch_optimizer_update_step, patch_trainer
-from tfdist.keras_internals.symbolic_build import patch_symbolic_build
-from tfdist.keras_internals.variable_creation import keras_creates_variable, patch_variable_creation
-from tfdist.parameter_server.chief import ChiefTraining
-from tfdist.parameter_server.embedding_lookup import look_up, num_parts
+from tfdist.keras_internals.variable_creation import keras_creates_variable
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.server_process import serve, wait_for_servers
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
-from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
+from tfdist.strategies.parameter_server_patches import patch_keras_once
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.cluster_coordinator import (
@@ -37,8 +28,6 @@ from tfdist.tensorflow_internals.cluster_coordinator import (
 from tfdist.tensorflow_internals.server_variables import balance_by_bytes
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
-
-_installed = False
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStrategy):
@@ -121,7 +110,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.variable_partitioner = variable_partitioner
         self.coordinator = Coordinator(self)
         self._stats = StatsCollector(self._num_workers)
-        _install_once()
+        patch_keras_once(ParameterServerStrategy)
         check_installed_versions(is_chief=True)
 
     @property
@@ -253,47 +242,3 @@ def _checked(
 
 def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, ParameterServerStrategy)
-
-
-def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
-    scope = WorkerScope.current()
-    if scope is None:  # a custom training loop, which schedules its functions itself
-        optimizer.apply(optimizer.clip(gradients))
-    else:
-        scope.push(optimizer, gradients)
-
-
-def _build(optimizer: Any, variables: list[Any]) -> None:
-    if WorkerScope.current() is not None:
-        build_outside_trace(optimizer, variables)
-
-
-def _look_up(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
-    return look_up(parts, ids) if _is_ours(tf.distribute.get_strategy()) else None
-
-
-def _num_parts(shape: tuple[int, int]) -> int:
-    strategy = tf.distribute.get_strategy()
-    return num_parts(strategy.variable_partitioner, shape) if _is_ours(strategy) else 1
-
-
-def _chief_training(model: Any) -> ChiefTraining:
-    return ChiefTraining(model, model.distribute_strategy._stats)
-
-
-def _pushed_bytes(strategy: Any) -> int:
-    return sum(stats.bytes_pushed for stats in strategy.worker_stats)
-
-
-def _install_once() -> None:
-    global _installed
-    if not _installed:
-        patch_optimizers_of_strategies(_is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
-        patch_losses(current_loss_step)
-        patch_optimizer_update_step()
-        patch_trainer(_is_ours, _chief_training)
-        patch_variable_creation()
-        patch_embedding_layers(_look_up, _num_parts)
-        patch_progress_bar(_is_ours, _pushed_bytes)
-        patch_symbolic_build(_is_ours, lambda _: contextlib.nullcontext())
-        _installed = True

@@ -21,7 +21,7 @@ from tfdist.keras_internals.model_introspection import (
     predicting_model,
 )
 from tfdist.strategies.checked_strategy import CheckedStrategy
-from tfdist.strategies.keras_patches import has_unequal_workers, patch_keras_once
+from tfdist.strategies.replicated_patches import has_unequal_workers, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count

@@ -35,9 +35,9 @@ OWN = (
     "own_loss_of_rounds sources table_in_two_parts tables_in_a_layer_without_build"
 ).split()
 OTHERS = (
-    "callbacks data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness constraints_and_overflow "
-    "error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes methods_train transferred_bytes "
-    "placement rows_of_a_table saved tutorial partitioned_variables"
+    "callbacks compiled_by_xla data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness "
+    "constraints_and_overflow error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes "
+    "methods_train transferred_bytes placement rows_of_a_table saved tutorial partitioned_variables"
 ).split()
 
 SAMPLES, FEATURES = 203, 6

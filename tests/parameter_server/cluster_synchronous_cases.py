@@ -27,6 +27,7 @@ from cluster_cases import (
 )
 from comparison import largest_difference
 
+from tfdist.keras_internals import compiled_calls
 from tfdist.strategies import ParameterServerStrategy, Synchronous
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -101,6 +102,37 @@ compared(
     lambda strategy: model_cases._normalized(strategy, keras.layers.BatchNormalization),
     _of_two_parts,
 )
+
+
+def _with_layers_of_all_kinds() -> keras.Model:
+    """Rows of servers, statistics that a step changes, seeds of dropout, masks."""
+    keras.utils.set_random_seed(1)
+    tokens = keras.Input((5,), dtype="int32")
+    rows = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 8, mask_zero=True)(tokens))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(8, "gelu")(rows))
+    inner = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.3, seed=5), keras.layers.Dense(3)])
+    return keras.Model(tokens, inner(hidden))
+
+
+@case
+def compiled_by_xla(_: Path) -> Outcome:
+    """With XLA and without, under servers both."""
+    calls, call_compiled = [], compiled_calls.call_compiled
+    tokens, outcomes = (np.abs(INPUTS[:80, :5]) * 9).astype("int32") % 20, []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(call_compiled(*arguments))
+        return calls[-1]
+
+    compiled_calls.call_compiled = counted
+    try:
+        for jit_compile in (True, False):
+            model = compiled(synchronous(), lambda: Adam(0.01), _with_layers_of_all_kinds, jit_compile=jit_compile)
+            history = model.fit(tokens, LABELS[:80], batch_size=20, epochs=2, shuffle=False, verbose=0)
+            outcomes.append({"weights": model.get_weights(), "logs": history.history})
+    finally:
+        compiled_calls.call_compiled = call_compiled
+    return {"difference": largest_difference(*outcomes), "calls": sum(call is not None for call in calls)}
 
 
 def _custom_step(strategy: Any) -> Outcome:

@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfdist.keras_internals import losses as installed
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
-from tfdist.strategies import parameter_server_strategy as parameter_server
+from tfdist.strategies import ParameterServerStrategy
+from tfdist.strategies.parameter_server_patches import patch_keras_once
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -27,7 +28,7 @@ class OneProcess:
 
 @pytest.fixture
 def model():
-    parameter_server._install_once()
+    patch_keras_once(ParameterServerStrategy)
     tokens = keras.Input((3,), dtype="int32")
     hidden = keras.layers.LSTM(4, return_sequences=True)(keras.layers.Embedding(9, 4, mask_zero=True)(tokens))
     # This mask is computed from a layer's outputs; a sequence that is masked at all steps has no valid entry.

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.usefixtures("cpus")
 REJECTED = [
     ({"optimizer": None}, "The model has no optimizer.", "Give one to `compile`"),
     ({"run_eagerly": True}, "Workers run functions only. Received: run_eagerly=True.", "without a strategy"),
-    ({"jit_compile": True}, "Received: jit_compile=True.", "tf.function(jit_compile=True)"),
     ({"optimizer": "accumulating"}, "gradient_accumulation_steps", "Pass `gradient_accumulation_steps` to"),
     ({"optimizer": "wrapped"}, "gradient_accumulation_steps", "Pass `gradient_accumulation_steps` to"),
 ]

@@ -30,6 +30,7 @@ class Case:
     reference: Callable[[tf.distribute.Strategy], Outcome]
     workers_only: bool = False
     reference_is_shared: bool = True
+    reference_is_traced: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -40,6 +41,7 @@ def case(
     *,
     workers_only: bool = False,
     reference_is_shared: bool = True,
+    reference_is_traced: bool = False,
 ) -> Callable[[Callable[[tf.distribute.Strategy], Outcome]], Callable[[tf.distribute.Strategy], Outcome]]:
     """Registers a program as a case under its function's name.
 
@@ -47,10 +49,12 @@ def case(
       reference: the program that one process runs; the case's own by default.
       workers_only: whether the case is about workers.
       reference_is_shared: whether one outcome of the reference serves all shapes of a cluster.
+      reference_is_traced: whether the reference must run in graphs: it takes longer than eagerly.
     """
 
     def register(run: Callable[[tf.distribute.Strategy], Outcome]) -> Callable[[tf.distribute.Strategy], Outcome]:
-        CASES[run.__name__] = Case(run.__name__, run, reference or run, workers_only, reference_is_shared)
+        kinds = (workers_only, reference_is_shared, reference_is_traced)
+        CASES[run.__name__] = Case(run.__name__, run, reference or run, *kinds)
         return run
 
     return register

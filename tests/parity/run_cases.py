@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -55,6 +56,7 @@ def main(_: list[str]) -> None:
     for case in CASES.values():
         if (_CASES.value and case.name not in _CASES.value) or (case.workers_only and not workers):
             continue
+        began = time.process_time()
         try:
             outcome = case.run(strategy)
             difference = largest_difference(outcome, _reference(case, one_process, keep=not workers))
@@ -64,7 +66,7 @@ def main(_: list[str]) -> None:
             if workers:
                 raise
             results[case.name] = {"error": traceback.format_exc()}
-        print(case.name, results[case.name], flush=True)
+        print(case.name, results[case.name], f"{time.process_time() - began:.1f} s of the processor", flush=True)
         if not workers or strategy.rank == 0:
             Path(_OUTPUT.value).write_text(json.dumps(results, indent=1))
 
@@ -83,11 +85,15 @@ def _compile_by_xla(strategy_class: type) -> None:
 
 
 def _reference(case: Case, one_process: tf.distribute.Strategy, *, keep: bool) -> dict:
-    """The outcome in one process, of this run or of an earlier one."""
+    """The outcome in one process, of this run or of an earlier one. Few steps take less time than their tracing."""
     kept = Path(_REFERENCES.value, f"{case.name}.json") if _REFERENCES.value and case.reference_is_shared else None
     if kept is not None and kept.exists():
         return json.loads(kept.read_text())
-    outcome = case.reference(one_process)
+    tf.config.run_functions_eagerly(not case.reference_is_traced)
+    try:
+        outcome = case.reference(one_process)
+    finally:
+        tf.config.run_functions_eagerly(False)
     if kept is not None and keep:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(plain(outcome)))

@@ -1,11 +1,14 @@
 """`jit_compile=True`: XLA compiles layers, losses and updates on each replica, and the numbers are those without."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist.keras_internals import compiled_calls, optimizers
+from tfdist.keras_internals.auto_jit_compile import jit_compiles
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals.xla_functions import call_compiled, patch_random_numbers
 
@@ -218,6 +221,35 @@ def condition():
     return keras.Sequential([keras.Input((8,)), Condition()]), {"loss": "mse"}
 
 
+class Keeping(keras.layers.Layer):
+    """Keeps a tensor of its call for a loss, as attention layers keep their scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        self.kept = {"scores": self.dense(inputs)}
+        return self.kept["scores"] * 1.0
+
+
+def tensor_in_an_attribute():
+    layer = Keeping()
+
+    def loss(targets, outputs):
+        return keras.ops.square(targets - layer.kept["scores"])
+
+    return keras.Sequential([keras.Input((8,)), layer]), {"loss": loss}
+
+
+def normal_random_numbers():
+    layers = [keras.layers.GaussianNoise(0.3, seed=1), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((8,)), *layers]), {"loss": "mse"}
+
+
 class StepOf(keras.Model):
     """A `train_step` with a loss of the user, `loss_of(dense, rows, targets)`."""
 
@@ -271,6 +303,8 @@ def stateless():
     [
         unused_head,
         recurrent_layer_that_adds_a_loss,
+        tensor_in_an_attribute,
+        normal_random_numbers,
         pytest.param(loss_of_two_kinds, marks=pytest.mark.long),
         pytest.param(condition, marks=pytest.mark.long),
         pytest.param(vectorized, marks=pytest.mark.long),
@@ -293,3 +327,47 @@ def test_what_xla_would_change_is_left_out(cpus, program):
         weights.append(model.get_weights())
     for found, expected in zip(*weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def attention(width=4, heads=1, *others):
+    tokens = keras.Input((5, width))
+    attended = keras.layers.MultiHeadAttention(heads, width // heads)(tokens, tokens)
+    for layer in others:
+        attended = layer(attended)
+    return keras.Model(tokens, keras.layers.Dense(3)(attended))
+
+
+LARGE = 512  # 4 matrices: 1.05 million parameters
+DECISIONS = {
+    "large attention": (lambda: attention(LARGE, 8), "auto", True),
+    "small attention": (attention, "auto", False),
+    "attention and convolutions": (lambda: attention(LARGE, 8, keras.layers.Conv1D(8, 1)), "auto", False),
+    "large matrices": (lambda: keras.Sequential([keras.Input((1100,)), keras.layers.Dense(1000)]), "auto", False),
+    "forbidden": (lambda: attention(LARGE, 8), False, False),
+    "demanded": (attention, True, True),
+}
+
+
+@pytest.mark.parametrize(("build", "jit_compile", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_auto_compiles_where_it_was_measured_to_pay(cpus, build, jit_compile, expected):
+    with MirroredStrategy(cpus[:2]).scope():
+        model = build()
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+    assert jit_compiles(model) is expected
+    assert bool(model.jit_compile) is (jit_compile is True)  # what Keras compiles
+    assert json.loads(json.dumps(model.get_compile_config()))["jit_compile"] in (jit_compile, 0)
+
+
+def test_auto_of_other_strategies_is_that_of_keras(cpus):
+    MirroredStrategy(cpus[:2])  # patches Keras
+    model = attention()
+    model.compile("sgd", "mse")
+    assert model.jit_compile is False and not jit_compiles(model)
+
+
+def test_auto_trains_a_large_model_with_attention_by_xla(cpus, compiled):
+    with MirroredStrategy(cpus[:2]).scope():
+        model = attention(LARGE, 8)
+        model.compile("sgd", "mse")
+    model.fit(np.zeros((4, 5, LARGE), "float32"), np.zeros((4, 5, 3), "float32"), batch_size=4, verbose=0)
+    assert compiled["calls"] >= 4 and compiled["updates"] == 2

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 _ONE_PROCESS = (
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla custom_train_step everything_on_arrays "
-    "loss_scale_overflow_on_one_replica masked_sequences own_losses_and_logs synchronized_batch_normalization"
+    "compute_loss_that_adds_a_mean logs_under_other_names loss_scale_overflow_on_one_replica masked_sequences "
+    "synchronized_batch_normalization"
 ).split()
 _MICRO_BATCHES = "custom_train_step generative_adversarial_networks masked_sequences".split()
 _WORKERS = (

@@ -1,5 +1,6 @@
-"""`jit_compile` on several replicas: XLA compiles the calls of layers and the losses of samples within a step."""
+"""`jit_compile` under a strategy: XLA compiles the calls of layers and the losses of samples within a step."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,9 @@ from tfdist.keras_internals.keras_symbols import (
     LossFunctionWrapper,
     TensorFlowTrainer,
     get_mask,
-    in_stateless_scope,
     is_in_layer_call,
     set_mask,
+    stateless_scope,
     tree,
 )
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
@@ -25,21 +26,28 @@ from tfdist.tensorflow_internals.xla_functions import (
 )
 
 
-def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], bool]) -> None:
+def patch_compiled_calls(
+    is_ours: Callable[[Any], bool], compiles: Callable[[], bool], scope_of_step: Callable[[], Any] = lambda: None
+) -> None:
     """Makes Keras compile parts of the steps of models whose strategy `is_ours` instead of whole steps.
 
     A step of several replicas contains collectives, which XLA cannot compile on CPUs, and which several GPUs of a
-    process would start in different orders. What is left outside is small: metrics, the scaling of losses.
+    process would start in different orders. A step on a worker reads variables of servers. What is left outside is
+    small: metrics, the scaling of losses.
+
+    May be called more than once, for different strategies.
 
     Args:
         is_ours: Whether a strategy is one of tfdist's.
         compiles: Whether a step is running whose calls are to be compiled.
+        scope_of_step: Returns the `keras.StatelessScope` in which a step runs, if there is one. It provides the values
+            of variables and collects their updates, so they enter and leave what is compiled as tensors.
     """
     make = TensorFlowTrainer._make_function
     call_layer, call_loss = keras.Layer.__call__, LossFunctionWrapper.call
 
     def starts_here(args: Any, kwargs: Any) -> bool:
-        if not compiles() or is_compiling() or in_stateless_scope():
+        if not compiles() or is_compiling() or stateless_scope() is not scope_of_step():
             return False
         return any(is_symbolic(leaf) for leaf in tree.flatten((args, kwargs)))
 
@@ -78,32 +86,42 @@ def patch_compiled_calls(is_ours: Callable[[Any], bool], compiles: Callable[[], 
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:
     """Calls `function` compiled, and returns a list of its result, with masks; `None` if XLA does not compile it.
 
-    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss.
+    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss. Nor is one that keeps
+    a tensor in an attribute, which others could not use.
     """
+    scope = stateless_scope()
     given = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
     masks = [get_mask(tensor) for tensor in given]
     layers = [] if layer is None else list(layer._flatten_layers())
-    before = [(list(one._losses), set(one._loss_ids)) for one in layers]
+    variables = [] if layer is None or scope is None else layer.variables
     returned: list[Any] = []  # the structure of the outputs, with tensors of the function
+    updated: list[keras.Variable] = []
 
     def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        for tensor, mask in zip(tensors, masks, strict=True):
-            if mask is not None:
-                set_mask(tensor, mask)
         remaining = iter(tensors)
         inner_args, inner_kwargs = tree.map_structure(
             lambda leaf: next(remaining) if is_symbolic(leaf) else leaf, (args, kwargs)
         )
-        returned[:] = [function(*inner_args, **inner_kwargs)]
-        if any(one._losses for one in layers) or not all(map(_can_leave, tree.flatten(returned))):
+        values = dict(zip(map(id, variables), remaining, strict=True))
+        for tensor, mask in zip(tensors, masks, strict=False):
+            if mask is not None:
+                set_mask(tensor, mask)
+        with contextlib.nullcontext() if scope is None else _GivenValues(variables, values) as inner:
+            returned[:] = [function(*inner_args, **inner_kwargs)]
+        adds_loss = any(one._losses for one in layers) or (inner is not None and inner.losses)
+        if adds_loss or not all(map(_can_leave, tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
             raise CannotCompileError
         results = _tensors(returned)
-        return [*results, *_masks(results)]
+        updates = [] if inner is None else inner.updates()
+        updated[:] = [variable for variable, _ in updates]
+        return [*results, *_masks(results), *(tf.stop_gradient(value) for _, value in updates)]
 
-    handles = [] if layer is None else [variable.value.handle for variable in layer.trainable_variables]
+    before = [(list(one._losses), set(one._loss_ids)) for one in layers]
+    read = layer.trainable_variables if layer is not None and scope is None else []
+    values = [_value_in(scope, variable) for variable in variables]
     called = None
     try:
-        called = call_compiled(traced, given, handles)
+        called = call_compiled(traced, given, [variable.value.handle for variable in read], values)
     finally:
         if called is None:
             for one, (losses, ids) in zip(layers, before, strict=True):
@@ -113,13 +131,55 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     if called is None:
         return None
     results = iter(called)
-    inner = _tensors(returned)
-    outputs = [next(results) for _ in inner]
-    for output, mask in zip(outputs, map(get_mask, inner), strict=True):
+    inner_outputs = _tensors(returned)
+    outputs = [next(results) for _ in inner_outputs]
+    for output, mask in zip(outputs, map(get_mask, inner_outputs), strict=True):
         if mask is not None:
             set_mask(output, next(results))
+    for variable, value in zip(updated, results, strict=True):
+        scope.add_update((variable, value))
     remaining = iter(outputs)
     return list(tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, returned))
+
+
+class _GivenValues(keras.StatelessScope):
+    """A scope in which variables have given values. Another variable is on a server, so the reader is not compiled."""
+
+    def __init__(self, variables: Sequence[keras.Variable], values: dict[int, tf.Tensor]) -> None:
+        pairs = [(variable, values[id(variable)]) for variable in variables]
+        super().__init__(pairs, collect_losses=True, initialize_variables=False)
+        self._variables, self._given = variables, dict(self.state_mapping)
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
+        value = super().get_current_value(variable)
+        if value is None:
+            raise CannotCompileError
+        return value
+
+    def updates(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """The variables that have been assigned to, with their last values."""
+        now = [(variable, self.state_mapping[id(variable)]) for variable in self._variables]
+        return [(variable, value) for variable, value in now if value is not self._given[id(variable)]]
+
+
+def _value_in(scope: Any, variable: keras.Variable) -> tuple[tf.TensorSpec, Callable[[], tf.Tensor]]:
+    """The spec of a variable, and a function that returns its value in `scope`."""
+
+    def read() -> tf.Tensor:
+        value = scope.get_current_value(variable)
+        return tf.convert_to_tensor(variable._value if value is None else value)
+
+    return tf.TensorSpec(variable.shape, variable.dtype), read
+
+
+def _keeps_tensor(layer: Any) -> bool:
+    """Whether an attribute of a layer is or contains a tensor of the function that is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    for value in vars(layer).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if any(is_symbolic(one) and one.graph is graph for one in values):
+            return True
+    return False
 
 
 def _can_leave(output: Any) -> bool:

@@ -23,6 +23,7 @@ Variable = private("keras.src.backend.tensorflow:Variable", "creates a `tf.Varia
 DataAdapter = private(
     "keras.src.trainers.data_adapters.data_adapter:DataAdapter", "accepts only TensorFlow's datasets and its own"
 )
+supports_jit = private("keras.src.trainers.trainer:model_supports_jit", "whether XLA can compile a model's layers")
 tree = private("keras.src:tree", "flattens structures as the trainer does")
 LossFunctionWrapper = private(
     "keras.src.losses.losses:LossFunctionWrapper", "computes the losses of samples, which XLA may compile"
@@ -30,8 +31,8 @@ LossFunctionWrapper = private(
 get_mask = private(
     "keras.src.backend.common.masking:get_keras_mask", "a mask leaves a compiled function as a tensor does"
 )
-in_stateless_scope = private(
-    "keras.src.backend.common.stateless_scope:in_stateless_scope", "whether updates of variables are collected"
+stateless_scope = private(
+    "keras.src.backend.common.stateless_scope:get_stateless_scope", "what collects the updates of variables"
 )
 set_mask = private("keras.src.backend.common.masking:set_keras_mask", "likewise")
 _global_attribute = private(
@@ -74,6 +75,7 @@ for _path, _why in {
         "sends gradients to the variables' servers without compression"
     ),
     f"{_TRAINER_CLASS}._make_function": "compiles whole steps, with collectives",
+    f"{_TRAINER_CLASS}._resolve_auto_jit_compile": "is false under strategies",
     f"{_TRAINER_CLASS}.make_train_function": "draws batches in the function that trains",
     f"{_TRAINER_CLASS}.make_test_function": "as for training",
     f"{_TRAINER_CLASS}.make_predict_function": "as for training",

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.keras_internals.scheduled_training import server_variable
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.tensorflow_internals.server_variables import send_as
+from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 
 def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None:
@@ -23,6 +24,8 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
     """
     if any(server_variable(part) is None for part in parts):
         return None
+    if is_compiling():  # rows are looked up on the servers
+        raise CannotCompileError
     unique, positions = tf.unique(tf.reshape(ids, [-1]))
     starts = [0]
     for part in parts:

@@ -25,11 +25,6 @@ def reject_unsupported_model(model: Any) -> None:
             "Workers run functions only. Received: run_eagerly=True. Expected: run_eagerly=False. To debug a step, "
             "train in one process without a strategy."
         )
-    if model.jit_compile is True:
-        raise ValueError(
-            "XLA cannot compile a step that reads variables of servers. Received: jit_compile=True. Expected: "
-            "jit_compile=False. Compile parts of the model by tf.function(jit_compile=True) instead."
-        )
     if computes_over_all_replicas(model):
         raise ValueError(
             "Workers do not compute at the same time. Received: BatchNormalization(synchronized=True). Expected: "

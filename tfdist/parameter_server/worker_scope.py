@@ -30,13 +30,21 @@ class WorkerScope(keras.StatelessScope):
         loss_step: How the losses of the present step are scaled.
     """
 
-    def __init__(self, metrics: Sequence[keras.Variable], number: tf.Tensor, pull_dtype: tf.DType | None) -> None:
+    def __init__(
+        self,
+        metrics: Sequence[keras.Variable],
+        number: tf.Tensor,
+        pull_dtype: tf.DType | None,
+        *,
+        jit_compile: bool = False,
+    ) -> None:
         """Creates a scope without changes.
 
         Args:
             metrics: The variables of the model's metrics.
             number: Of the step in this training, an int64 scalar.
             pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
+            jit_compile: Whether XLA compiles the calls of layers and losses.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
         super().__init__(zeros, collect_losses=True, initialize_variables=False)
@@ -50,6 +58,7 @@ class WorkerScope(keras.StatelessScope):
         self._constrained: set[int] = set()
         self._before: dict[int, tf.Tensor] = {}
         self._graph = tf.compat.v1.get_default_graph()
+        self._jit_compile = jit_compile
         self._pushed: list[list[tuple[Any, list[Any]]]] = []
         self.loss_step: LossStep | None = None
 
@@ -57,6 +66,12 @@ class WorkerScope(keras.StatelessScope):
     def current() -> "WorkerScope | None":
         """The scope of the step that is being traced, if there is one."""
         return _current.get()
+
+    @staticmethod
+    def compiles_calls() -> bool:
+        """Whether XLA compiles the calls of layers and losses here: in a step, not in a loop or branch of it."""
+        scope = _current.get()
+        return scope is not None and scope._jit_compile and scope._graph is tf.compat.v1.get_default_graph()
 
     @contextmanager
     def step(self, loss_step: LossStep | None = None) -> Iterator[None]:

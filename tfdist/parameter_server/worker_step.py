@@ -62,7 +62,7 @@ def compute(
     """
     counter = update_counter(model.optimizer)
     updates = tf.cast(counter.read_value(), tf.int64)
-    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype)
+    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=model.jit_compile)
     sizes = [tf.shape(first_input(batch), out_type=tf.int64)[0] for batch in batches]
     all_samples = sizes[0] if total_samples is None else total_samples(tf.add_n(sizes))
     of_outputs = means_of_outputs(model)
@@ -103,7 +103,7 @@ def compute(
 
 def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Runs `model.test_step`; returns what it adds to the variables of the metrics, and its logs."""
-    scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None)
+    scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=model.jit_compile)
     of_outputs = means_of_outputs(model)
     values = scope.mean_values(of_outputs)
     with scope.step():

@@ -17,7 +17,13 @@ _random = private(
 _operations = private("tensorflow.python.ops:gen_stateless_random_ops_v2", "makes floats of other bits than XLA does")
 _pack_tangents = private("tensorflow.python.eager.forwardprop_util:pack_tangents", "whether an accumulator is active")
 _VECTORIZED = "loop_body"  # the name scope of what `tf.vectorized_map` maps
-_LEFT_OUT = LOOPS | CONDITIONS | frozenset({"Case", "StatelessCase", "Where", "Unique", "UniqueV2", "DynamicPartition"})
+# XLA compiles the first ones badly or not at all, and draws other numbers than TensorFlow for the last ones.
+_LEFT_OUT = (
+    LOOPS
+    | CONDITIONS
+    | frozenset({"Case", "StatelessCase", "Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition"})
+    | frozenset({"StatelessRandomNormalV2", "StatelessTruncatedNormalV2", "StatelessRandomGammaV3"})
+)
 _DIFFERENTIABLE = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.resource})
 # The bits of the mantissa, those of 1, and an integer type of the same size.
 _FLOATS = {
@@ -38,7 +44,10 @@ def is_compiling() -> bool:
 
 
 def call_compiled(
-    function: Callable[..., Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor], handles: Sequence[tf.Tensor] = ()
+    function: Callable[..., Sequence[tf.Tensor]],
+    tensors: Sequence[tf.Tensor],
+    handles: Sequence[tf.Tensor] = (),
+    values: Sequence[tuple[tf.TensorSpec, Callable[[], tf.Tensor]]] = (),
 ) -> list[tf.Tensor] | None:
     """Calls `function(*tensors)` in a graph as one computation of XLA, on the device of this replica.
 
@@ -49,12 +58,14 @@ def call_compiled(
         function: Returns a list of tensors. It may read variables of this replica and assign them.
         tensors: Its arguments, dense tensors of numbers.
         handles: Those of the variables that it reads, as far as they are known.
+        values: Further arguments, each a spec and what returns the tensor, which is called if the function is.
 
     Returns:
         What `function` returned; `None` if nothing was called, because
 
-        - `function` raises `CannotCompileError`: it contains a collective;
-        - it contains a loop, a condition, or an operation whose result's size depends on values;
+        - `function` raises `CannotCompileError`, for instance because it contains a collective;
+        - it contains a loop, a condition, random numbers that XLA draws otherwise, or an operation whose result's size
+          depends on values;
         - its outputs depend on different inputs or variables: those of an unused output would get zeros as gradients;
         - a forward accumulator or `tf.vectorized_map` is active: a tape could not differentiate what these make of it.
     """
@@ -68,7 +79,7 @@ def call_compiled(
         finally:
             _is_compiling.reset(token)
 
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    specs = [*(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors), *(spec for spec, _ in values)]
     try:
         # A call of the function itself would count as retracing, of which TensorFlow warns.
         concrete = tf.function(traced, jit_compile=True, autograph=False).get_concrete_function(*specs)
@@ -76,8 +87,10 @@ def call_compiled(
         return None
     graph = concrete.graph
     outputs = [output for output in graph.outputs if output.dtype.is_floating or output.dtype.is_complex]
-    differ = len({_sources(output) for output in outputs}) > 1
-    return None if differ or _contains(graph, _LEFT_OUT) else list(concrete(*tensors))
+    differ = len({_sources(output) for output in outputs} - {frozenset()}) > 1
+    if differ or _contains(graph, _LEFT_OUT):
+        return None
+    return list(concrete(*tensors, *(read() for _, read in values)))
 
 
 def _contains(graph: Any, types: frozenset[str]) -> bool:
@@ -91,13 +104,13 @@ def _contains(graph: Any, types: frozenset[str]) -> bool:
 
 
 def _sources(output: tf.Tensor) -> frozenset[str]:
-    """The names of the inputs of a function's graph, among them variables, of which an output depends."""
+    """The names of the inputs of a function's graph, among them variables, by which an output can be differentiated."""
     waiting, seen, found = [output.op], {output.op}, set()
     while waiting:
         operation = waiting.pop()
         if operation.type == "Placeholder" and operation.outputs[0].dtype in _DIFFERENTIABLE:
             found.add(operation.name)
-        for given in operation.inputs:
+        for given in () if operation.type == "StopGradient" else operation.inputs:
             if given.op not in seen:
                 seen.add(given.op)
                 waiting.append(given.op)
@@ -108,7 +121,7 @@ def patch_random_numbers() -> None:
     """Makes functions that XLA will compile draw the numbers that TensorFlow draws on CPUs and GPUs without XLA.
 
     TensorFlow selects Philox there, XLA another algorithm. And XLA makes floats of other bits of the same integers:
-    those of uniform numbers (dropout) are made here, so that they are the same. Normal and float64 numbers differ.
+    those of uniform numbers (dropout) are made here, so that they are the same. What draws others is not compiled.
     """
     select, draw_uniform = _random.get_key_counter_alg, _operations.stateless_random_uniform_v2
 
@@ -122,8 +135,10 @@ def patch_random_numbers() -> None:
     @functools.wraps(draw_uniform)
     def draw_equal(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any = tf.float32, name: Any = None) -> Any:
         layout = _FLOATS.get(tf.as_dtype(dtype))
-        if layout is None or not is_compiling():
+        if not is_compiling():
             return draw_uniform(shape, key=key, counter=counter, alg=alg, dtype=dtype, name=name)
+        if layout is None:
+            raise CannotCompileError
         mantissa, one, integer = layout
         bits = _operations.stateless_random_uniform_full_int_v2(shape, key, counter, alg, dtype=tf.uint32)
         mantissas = tf.cast(bits & tf.constant(mantissa, tf.uint32), integer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import jit_compiles
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
@@ -62,7 +63,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
             step.has_own_loss = has_own_loss(model)
-            if model.jit_compile and not tf.executing_eagerly():
+            if not tf.executing_eagerly() and jit_compiles(model):
                 step.graph = tf.compat.v1.get_default_graph()
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):

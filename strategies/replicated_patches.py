@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
@@ -54,6 +55,7 @@ def patch_keras_once(strategy_class: Any) -> None:
             recover_from(error, strategy._models, strategy)
 
     patch_losses(current_step)
+    patch_auto_jit_compile(is_ours)
     patch_compiled_calls(is_ours, compiles_calls)
     patch_optimizers_of_strategies(is_ours, _update, apply_once_for_micro_batches)
     patch_seed_generators(is_ours, _replica_index)

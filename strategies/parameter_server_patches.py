@@ -1,0 +1,70 @@
+"""Patches Keras for models whose variables parameter servers hold. Strategies of TensorFlow are not affected."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.compiled_calls import patch_compiled_calls
+from tfdist.keras_internals.embeddings import patch_embedding_layers
+from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.progress_bar import patch_progress_bar
+from tfdist.keras_internals.scheduled_training import build_outside_trace, patch_optimizer_update_step, patch_trainer
+from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.keras_internals.variable_creation import patch_variable_creation
+from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.embedding_lookup import look_up, num_parts
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+
+_is_patched = False
+
+
+def patch_keras_once(strategy_class: Any) -> None:
+    """Patches Keras for models under strategies of `strategy_class`, the parameter server strategy."""
+    global _is_patched
+    if _is_patched:
+        return
+
+    def is_ours(strategy: Any) -> bool:
+        return isinstance(strategy, strategy_class)
+
+    def look_up_rows(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
+        return look_up(parts, ids) if is_ours(tf.distribute.get_strategy()) else None
+
+    def num_shards(shape: tuple[int, int]) -> int:
+        strategy = tf.distribute.get_strategy()
+        return num_parts(strategy.variable_partitioner, shape) if is_ours(strategy) else 1
+
+    patch_optimizers_of_strategies(is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
+    patch_losses(current_loss_step)
+    patch_compiled_calls(is_ours, WorkerScope.compiles_calls, WorkerScope.current)
+    patch_optimizer_update_step()
+    patch_trainer(is_ours, _chief_training)
+    patch_variable_creation()
+    patch_embedding_layers(look_up_rows, num_shards)
+    patch_progress_bar(is_ours, _pushed_bytes)
+    patch_symbolic_build(is_ours, lambda _: contextlib.nullcontext())
+    _is_patched = True
+
+
+def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
+    scope = WorkerScope.current()
+    if scope is None:  # a custom training loop, which schedules its functions itself
+        optimizer.apply(optimizer.clip(gradients))
+    else:
+        scope.push(optimizer, gradients)
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if WorkerScope.current() is not None:
+        build_outside_trace(optimizer, variables)
+
+
+def _chief_training(model: Any) -> ChiefTraining:
+    return ChiefTraining(model, model.distribute_strategy._stats)
+
+
+def _pushed_bytes(strategy: Any) -> int:
+    return sum(stats.bytes_pushed for stats in strategy.worker_stats)
