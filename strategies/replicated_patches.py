@@ -15,11 +15,12 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
 from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
-from tfdist.training.sample_shares import compiles_calls, current_step
+from tfdist.training.sample_shares import compiles_calls, current_step, keep_added_losses
 
 _is_patched = False
 
@@ -64,6 +65,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_number_of_batches(agree_on_batches, keep_static_sizes)
     patch_errors_of_steps(after_error)
     patch_distributed_iterators()
+    patch_merge_calls(keep_added_losses)
     patch_symbolic_build(is_ours, build_locally)
     patch_progress_bar(is_ours, _sent_bytes)
     _is_patched = True

@@ -125,9 +125,11 @@ def constraints_and_overflow(_: Path) -> Outcome:
 
     optimizer = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=2.0**15)  # noqa: E731
     built = compiled(strategy, optimizer, model)
-    inputs = INPUTS[:200].copy()
-    inputs[57, 0] = 1e37
-    built.fit(inputs, LABELS[:200], batch_size=10, verbose=0)
+    inputs, labels = INPUTS[:200].copy(), LABELS[:200].copy()
+    # Two large samples of a batch, equal but for their labels: whatever the weights are, one gradient overflows.
+    inputs[57] = inputs[58] = [1e37, 0, 0, 0, 0, 0]
+    labels[57], labels[58] = 0, 1
+    built.fit(inputs, labels, batch_size=10, shuffle=False, verbose=0)
     kernel = built.layers[0].kernel.numpy()
     return {
         "norms": np.linalg.norm(kernel, axis=0),

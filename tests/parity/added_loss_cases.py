@@ -82,3 +82,29 @@ def endpoint_layers(strategy: tf.distribute.Strategy) -> Outcome:
         name: fitted(strategy, lambda: SGD(0.1), model=lambda loss=loss: _endpoint(loss), **arguments)
         for name, loss in {**losses, "samples": of_samples}.items()
     }
+
+
+class LogsAfterTheUpdate(keras.Model):
+    """Logs the losses of its layers after the update, in which the replicas meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = _with_added_losses()
+        self.added = keras.metrics.Mean(name="added")
+
+    def call(self, inputs: Any) -> Any:
+        return self.network(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(cross_entropy(reduction="none")(y, self.network(x))) + sum(self.network.losses[:1])
+        variables = self.network.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.added.update_state(sum(self.network.losses[:1]))
+        return {"added": self.added.result()}
+
+
+@case()
+def added_losses_read_after_the_update(strategy: tf.distribute.Strategy) -> Outcome:
+    return fitted(strategy, lambda: SGD(0.1), model=LogsAfterTheUpdate, metrics=lambda: None, loss=lambda: None)

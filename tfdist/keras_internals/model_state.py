@@ -17,6 +17,7 @@ from tfdist.private_symbols import private
 private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
+_PLAIN = (bool, int, float, str)
 _MOST_ITEMS = 1000  # of a list or dictionary that is searched: larger ones hold data
 
 
@@ -105,13 +106,15 @@ def optimizers_of(model: Any) -> Iterator[Any]:
 
 
 def _within(owner: Any) -> list[Any]:
-    """Returns the values of the attributes of a layer or model, also those in lists, tuples and dictionaries."""
+    """Returns the objects in the attributes of a layer or model, also those in lists, tuples and dictionaries."""
     found: list[Any] = []
     # Attributes of TensorFlow's tracking hold the same values again.
     waiting = [value for name, value in vars(owner).items() if not name.startswith("_self_")]
     waiting.reverse()
     while waiting:
         value = waiting.pop()
+        if value is None or isinstance(value, _PLAIN):  # most attributes; the check for a mapping takes longer
+            continue
         if not isinstance(value, Mapping | list | tuple):
             found.append(value)
         elif len(value) <= _MOST_ITEMS:

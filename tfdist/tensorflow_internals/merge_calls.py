@@ -5,6 +5,7 @@ which they started, so not in a branch of a condition. But the merge call may co
 the replicas again, as in Keras' LossScaleOptimizer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,30 @@ _reduces_in_replicas = private(
     "whether a replica reduces without a merge call",
 )
 
+private(
+    "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call",
+    "runs the other replicas before it returns",
+)
+
 Branch = Callable[[], object]
+
+
+def patch_merge_calls(keep: Callable[[], Callable[[], None]]) -> None:
+    """Restores in each replica, after a merge call, the Python state that the other replicas have changed meanwhile.
+
+    Args:
+        keep: Notes the state of the replica that runs; returns a function that restores it.
+    """
+    merge = _ThreadContext._merge_call
+
+    @functools.wraps(merge)
+    def merge_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
+        restore = keep()
+        result = merge(self, *args, **kwargs)
+        restore()
+        return result
+
+    _ThreadContext._merge_call = merge_and_restore
 
 
 def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) -> None:

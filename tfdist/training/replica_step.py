@@ -62,7 +62,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         with tf.control_dependencies(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
-            step.has_own_loss = has_own_loss(model)
+            step.model, step.has_own_loss = model, has_own_loss(model)
             if not tf.executing_eagerly() and jit_compiles(model):
                 step.graph = tf.compat.v1.get_default_graph()
             with step.running():

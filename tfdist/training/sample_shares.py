@@ -1,7 +1,7 @@
 """The number of samples of each replica, its fraction of the global batch, and the split of rows among replicas."""
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.loss_arithmetic import times
 from tfdist.keras_internals.loss_scaling import LossStep
+from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
@@ -23,6 +24,18 @@ def compiles_calls() -> bool:
     """Whether XLA compiles the calls of layers, losses and updates here: in a step, not in a loop or branch of it."""
     step = _current.get()
     return step is not None and step.graph is tf.compat.v1.get_default_graph()
+
+
+def keep_added_losses() -> Callable[[], None]:
+    """Notes which losses the layers have added on this replica; returns a function that restores them.
+
+    Layers keep them in attributes, so those of another replica replace them when it runs.
+    """
+    step = _current.get()
+    if step is None or step.model is None:
+        return lambda: None
+    losses = added_losses(step.model)
+    return lambda: set_added_losses(losses)
 
 
 def note_read_number() -> None:
@@ -41,9 +54,11 @@ class ReplicaStep(LossStep):
 
     Attributes:
         graph: The graph of the step if XLA compiles the calls of layers, losses and updates in it, else `None`.
+        model: The model whose step it is.
     """
 
     graph: Any = None
+    model: Any = None
 
     def __init__(
         self,
