@@ -1,12 +1,13 @@
 """Measures step time and bytes of data-parallel training over shaped links, with tfdist and with its peers.
 
-    python benchmarks/network.py --torch-python /path/to/another/venv/bin/python
+    python benchmarks/network.py --torch-python /path/to/another/venv/bin/python --jax-python /path/to/a/third/one
 
 Two workers, each on its own core and in its own network namespace, train a CNN, an MLP of 10 M parameters and a small
 transformer over links of 1 Gbit/s, 100 Mbit/s and 10 Mbit/s and an unshaped link: without gradient exchange (floor),
-with stock `tf.distribute`, with every method of tfdist, and with PyTorch's DistributedDataParallel on gloo. The
-variants take turns, so that all run under the same conditions. Needs root on Linux, `ip` and `tc`. Writes
-`network.json` and `network.png` to `benchmarks/results`; `--from-json` draws them again.
+with stock `tf.distribute`, with every method of tfdist, with PyTorch's DistributedDataParallel and with Keras'
+DataParallel on JAX, both on gloo; some also compiled by XLA or `torch.compile`. The variants take turns, so that all
+run under the same conditions. Needs root on Linux, `ip` and `tc`. Writes `network.json` and `network.png` to
+`benchmarks/results`; `--from-json` draws them again.
 """
 
 import argparse
@@ -57,8 +58,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     chosen = [variants.BY_NAME[name] for name in arguments.variants]
     pythons = {variants.TENSORFLOW: sys.executable}
-    if any(variant.framework == variants.TORCH for variant in chosen):
-        pythons[variants.TORCH] = _torch_python(arguments.torch_python)
+    for framework, python in ((variants.TORCH, arguments.torch_python), (variants.JAX, arguments.jax_python)):
+        if any(variant.framework == framework for variant in chosen):
+            pythons[framework] = python or _this_python(framework)
     plan = schedule.Schedule(rounds=arguments.rounds, turn_seconds=arguments.turn_seconds)
     results: dict[str, Any] = {
         "workers": arguments.workers,
@@ -99,14 +101,12 @@ def _refuse_different(workload: str, sizes: dict[str, list[int]]) -> None:
         )
 
 
-def _torch_python(chosen: str | None) -> str:
-    if chosen:
-        return chosen
-    if importlib.util.find_spec("torch") is None:
+def _this_python(framework: str) -> str:
+    if importlib.util.find_spec(framework) is None:
         raise SystemExit(
-            "The comparison needs PyTorch. Received: an interpreter without it. Expected: one that can import torch. "
-            "Install it (`pip install tfdist[benchmark]`), choose another interpreter with --torch-python, or select "
-            "other variants with --variants."
+            f"The comparison needs {framework}. Received: an interpreter without it. Expected: one that can import it. "
+            f"Choose another interpreter with --{framework}-python, or install it (`pip install {framework}`), or "
+            "select other variants with --variants."
         )
     return sys.executable
 
@@ -133,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turn-seconds", type=float, help="seconds of a turn with fast steps; default: 1.2")
     parser.add_argument("--quick", action="store_true", help="one short round, without 10 Mbit/s")
     parser.add_argument("--torch-python", help="an interpreter with PyTorch; default: this one")
+    parser.add_argument("--jax-python", help="an interpreter with JAX and Keras; default: this one")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/network.json")
     parser.add_argument("--from-json", type=Path, help="print and draw earlier results")
     parser.add_argument("--no-plot", action="store_true", help="draw nothing; matplotlib is not needed")

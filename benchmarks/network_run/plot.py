@@ -23,12 +23,14 @@ _NAMES = {
     "dense": "tfdist, dense",
     _ALWAYS: "tfdist, PowerSGD 4",
     "torch dense": "PyTorch DDP, dense",
+    "jax dense": "Keras on JAX, dense",
     "torch powersgd:4, one bucket": "PyTorch DDP, PowerSGD 4",
 }
 _STYLES: dict[str, dict[str, Any]] = {
     "floor": {"color": "#8c8c8c", "linestyle": ":", "marker": "", "linewidth": 1.6},
     "stock": {"color": "#222222", "marker": "s"},
     "torch dense": {"color": "#d1812a", "marker": "s", "linestyle": "--"},
+    "jax dense": {"color": "#8a4fb0", "marker": "s", "linestyle": "--"},
     "dense": {"color": "#7fb2e5", "marker": "o"},
     "torch powersgd:4, one bucket": {"color": "#d1812a", "marker": "D"},
     _ALWAYS: {"color": "#0b4fa3", "marker": "o", "linewidth": 2.4},

@@ -3,11 +3,11 @@
 from typing import Any
 
 from network_run.bars import Bar, all_bars
-from network_run.variants import UNSHAPED
+from network_run.variants import NOT_COMPILED, UNSHAPED
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Returns a table of each workload, one of the bars, and one of the bars that are not reached.
+    """Returns a table of each workload, one of what compilers change, one of the bars, and one of the bars not reached.
 
     Args:
         results: As `benchmarks/network.py` writes them.
@@ -15,6 +15,9 @@ def markdown(results: dict[str, Any]) -> str:
     parts = [_heading(results)]
     for workload, of_workload in results["workloads"].items():
         parts.append(_workload_table(workload, of_workload))
+    ratios = _compiled_rows(results)
+    if ratios:
+        parts += ["Steps with XLA or `torch.compile` / without it:\n", _table(ratios)]
     bars = all_bars(results)
     if bars:
         parts.append("Bars, each with the place where it is most nearly missed or most clearly missed:\n")
@@ -49,6 +52,27 @@ def _workload_table(workload: str, of_workload: dict[str, Any]) -> str:
     return _table(rows)
 
 
+def _compiled_rows(results: dict[str, Any]) -> list[list[str]]:
+    """A row of each compiled variant and workload that was also measured without the compiler, below a heading."""
+    rows = []
+    links = list(dict.fromkeys(link for of_workload in results["workloads"].values() for link in of_workload["links"]))
+    for workload, of_workload in results["workloads"].items():
+        for name, plain in NOT_COMPILED.items():
+            pairs = [_pair(of_workload["links"].get(link), name, plain) for link in links]
+            if any(pairs):
+                ratios = [f"{pair[0] / pair[1]:.2f}" if pair else "not measured" for pair in pairs]
+                rows.append([name, workload, *ratios])
+    heading = [["variant", "model", *links], ["---", "---"] + ["---:"] * len(links)]
+    return heading + rows if rows else []
+
+
+def _pair(of_link: dict[str, Any] | None, name: str, plain: str) -> tuple[float, float] | None:
+    by_name = of_link["variants"] if of_link else {}
+    if not {name, plain} <= by_name.keys():
+        return None
+    return by_name[name]["median_seconds"], by_name[plain]["median_seconds"]
+
+
 def _milliseconds(summary: dict[str, Any] | None) -> str:
     if summary is None:
         return "not measured"
@@ -81,7 +105,8 @@ def _missed_table(bars: list[Bar]) -> str:
 
 
 def _required(bar: Bar) -> str:
-    return f"{'≥' if bar.at_least else '≤'} {bar.required:.2f}"
+    noise = f", within {bar.noise:.0%}" if bar.noise else ""
+    return f"{'≥' if bar.at_least else '≤'} {bar.required:.2f}{noise}"
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -18,7 +18,7 @@ _LEARNING_RATE = 1e-3
 class _Step:
     """A model with the training step that all variants share; only the reduction differs."""
 
-    def __init__(self, strategy: Any, workload: Any, batches: Any) -> None:
+    def __init__(self, strategy: Any, workload: Any, batches: Any, *, compiled: bool) -> None:
         import keras
         import tensorflow as tf
 
@@ -38,7 +38,7 @@ class _Step:
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
             return loss
 
-        @tf.function
+        @tf.function(jit_compile=compiled or None)
         def step(inputs: Any, labels: Any) -> Any:
             return strategy.run(replica_step, args=(inputs, labels))
 
@@ -61,7 +61,7 @@ class _Step:
 class _Fit:
     """A model that trains by `model.fit`; a step is timed from the end of the previous step to its end."""
 
-    def __init__(self, strategy: Any, workload: Any, global_batches: Any) -> None:
+    def __init__(self, strategy: Any, workload: Any, global_batches: Any, *, compiled: bool) -> None:
         import keras
         import tensorflow as tf
 
@@ -72,7 +72,7 @@ class _Fit:
             self.model.compile(
                 keras.optimizers.Adam(_LEARNING_RATE),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                jit_compile=False,
+                jit_compile=compiled,
             )
         inputs, labels = (np.concatenate(part) for part in zip(*global_batches, strict=True))
         options = tf.data.Options()
@@ -114,7 +114,7 @@ class TensorFlowWorker(Worker):
         self._trained: dict[str, _Step | _Fit] = {}
 
     def make(self, names: list[str]) -> dict[str, Any]:
-        """Creates the strategies and models, and stores this worker's batches for PyTorch."""
+        """Creates the strategies and models, and stores this worker's batches for the other frameworks."""
         import tensorflow as tf
 
         workers, rank = self.spec.workers, self.spec.rank
@@ -125,12 +125,13 @@ class TensorFlowWorker(Worker):
         inputs, labels = (np.stack(part) for part in zip(*batches, strict=True))
         np.savez(self.spec.batches_file, inputs=inputs, labels=labels)
         for variant in (variants.BY_NAME[name] for name in names):
+            strategy, compiled = _strategy_of(variant, stock), variant.compiled
             if variant.reduction == variants.FIT:
                 rows = [[batch(index * workers + r) for r in range(workers)] for index in range(count)]
                 together = [tuple(np.concatenate(part) for part in zip(*row, strict=True)) for row in rows]
-                self._trained[variant.name] = _Fit(_strategy_of(variant, stock), self._workload, together)
+                self._trained[variant.name] = _Fit(strategy, self._workload, together, compiled=compiled)
             else:
-                self._trained[variant.name] = _Step(_strategy_of(variant, stock), self._workload, batches)
+                self._trained[variant.name] = _Step(strategy, self._workload, batches, compiled=compiled)
         return {
             "sizes": sorted(int(np.prod(v.shape)) for v in self._workload.build().trainable_variables),
             "versions": {name: version(name) for name in ("tensorflow", "keras", "numpy")},

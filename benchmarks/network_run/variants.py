@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 TENSORFLOW = "tensorflow"
 TORCH = "torch"
+JAX = "jax"
 
 FLOOR = "floor"
 STOCK = "stock"
 TFDIST = "tfdist"
 FIT = "fit"
 DDP = "ddp"
+DATA_PARALLEL = "data parallel"
 
 _TORCH_POWERSGD = ("torch powersgd:4", "torch powersgd:4, one bucket")
 
@@ -35,11 +37,13 @@ class Variant:
 
     Attributes:
         name: In the tables.
-        framework: `"tensorflow"` or `"torch"`.
-        reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`.
+        framework: `"tensorflow"`, `"torch"` or `"jax"`.
+        reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`,
+            `"data parallel"` (Keras' `DataParallel` on JAX).
         compression: Value of tfdist's `compression=`, or PyTorch's hook; `None` for dense.
         bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
-        peers: PyTorch variants, of which the fastest is compared with this one.
+        compiled: Whether XLA or `torch.compile` compiles it; JAX always compiles.
+        peers: Variants of other frameworks; the fastest one of each framework is compared with this one.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Variant:
     reduction: str
     compression: str | None = None
     bucket_mb: int | None = None
+    compiled: bool = False
     peers: tuple[str, ...] = ()
 
     @property
@@ -64,19 +69,30 @@ class Variant:
 # expects a list of lists from `all_gather(...).get_future()`, and gloo's future holds a list.
 ALL = (
     Variant("floor", TENSORFLOW, FLOOR),
+    Variant("floor, XLA", TENSORFLOW, FLOOR, compiled=True),
     Variant("stock", TENSORFLOW, STOCK),
     Variant("dense", TENSORFLOW, TFDIST, peers=("torch dense",)),
     *(Variant(name, TENSORFLOW, TFDIST, name, peers=peers) for name, peers in METHODS.items()),
+    Variant("fit dense", TENSORFLOW, FIT, peers=("jax dense",)),
+    Variant("fit dense, XLA", TENSORFLOW, FIT, compiled=True, peers=("torch dense, compiled", "jax dense")),
     Variant("fit powersgd:4", TENSORFLOW, FIT, "powersgd:4"),
+    Variant("fit powersgd:4, XLA", TENSORFLOW, FIT, "powersgd:4", compiled=True),
     Variant("torch floor", TORCH, FLOOR),
+    Variant("torch floor, compiled", TORCH, FLOOR, compiled=True),
     Variant("torch dense", TORCH, DDP),
+    Variant("torch dense, compiled", TORCH, DDP, compiled=True),
     Variant("torch fp16", TORCH, DDP, "fp16"),
     Variant("torch bf16", TORCH, DDP, "bf16"),
     Variant(_TORCH_POWERSGD[0], TORCH, DDP, "powersgd:4"),
     Variant("torch powersgd:1", TORCH, DDP, "powersgd:1"),
     Variant(_TORCH_POWERSGD[1], TORCH, DDP, "powersgd:4", bucket_mb=1000),
+    Variant("jax floor", JAX, FLOOR),
+    Variant("jax dense", JAX, DATA_PARALLEL),
 )
 BY_NAME = {variant.name: variant for variant in ALL}
+
+# Of each compiled variant: the same one without XLA or `torch.compile`.
+NOT_COMPILED = {variant.name: variant.name.rpartition(",")[0] for variant in ALL if variant.compiled}
 
 # For more workers than cores: as workers share cores, only the ranking of the variants is meaningful.
 FEW = ("floor", "stock", "dense", "int8", "powersgd:4", "torch dense", _TORCH_POWERSGD[1])

@@ -1,4 +1,4 @@
-"""A benchmark worker of either framework: reads method calls from its input and answers each with a line of JSON."""
+"""A benchmark worker of any framework: reads method calls from its input and answers each with a line of JSON."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from network_run.links import INTERFACE
 TENSORFLOW_PORT = 7077
 TORCH_PORT = 7078
 _TRANSFER_PORT = 7079
+JAX_PORT = 7080
 _CHUNK = bytes(1 << 18)
 BATCHES = 8
 
@@ -29,7 +30,7 @@ class WorkerSpec:
         rank: Its number.
         addresses: Of all workers.
         workload: Key of the model in `workloads.WORKLOADS`.
-        folder: Where the TensorFlow worker stores its batches for the PyTorch worker of the same rank.
+        folder: Where the TensorFlow worker stores its batches for the other frameworks' workers of the same rank.
     """
 
     rank: int

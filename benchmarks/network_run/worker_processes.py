@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from network_run.links import INTERFACE, Network
-from network_run.variants import TORCH
+from network_run.variants import JAX, TORCH
 from network_run.worker import WorkerSpec
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -28,7 +28,7 @@ class WorkerProcesses:
         """Starts the processes.
 
         Args:
-            framework: `"tensorflow"` or `"torch"`.
+            framework: `"tensorflow"`, `"torch"` or `"jax"`.
             python: An interpreter that has the framework.
             network: Each worker runs in one of its namespaces and on a core; more workers than cores share them.
             workload: Key of the model.
@@ -42,6 +42,11 @@ class WorkerProcesses:
         environment["PYTHONPATH"] = os.pathsep.join((str(_BENCHMARKS), str(_BENCHMARKS.parent)))
         if framework == TORCH:
             environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+            # What `torch.compile` writes, except precompiled headers, is removed with the logs. Its helper processes
+            # would outlive the workers.
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        if framework == JAX:
+            environment |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
         for rank, log in enumerate(self._logs):
             spec = WorkerSpec(rank, network.addresses, workload, str(folder))
             with log.open("w") as errors:
