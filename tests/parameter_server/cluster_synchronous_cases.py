@@ -104,6 +104,18 @@ compared(
 )
 
 
+class _OwnFunction(keras.layers.Layer):
+    """Reads its weight in a `tf.function`, whose trace keeps what it reads, and a plain variable of a server."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+        self.plain = tf.Variable(0.5)
+        self.function = tf.function(lambda inputs: inputs @ self.kernel)
+
+    def call(self, inputs: Any) -> Any:
+        return self.function(inputs) * self.plain
+
+
 def _with_layers_of_all_kinds() -> keras.Model:
     """Rows of servers, statistics that a step changes, seeds of dropout, masks."""
     keras.utils.set_random_seed(1)
@@ -111,7 +123,7 @@ def _with_layers_of_all_kinds() -> keras.Model:
     rows = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 8, mask_zero=True)(tokens))
     hidden = keras.layers.BatchNormalization()(keras.layers.Dense(8, "gelu")(rows))
     inner = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.3, seed=5), keras.layers.Dense(3)])
-    return keras.Model(tokens, inner(hidden))
+    return keras.Model(tokens, inner(_OwnFunction()(hidden)))
 
 
 @case

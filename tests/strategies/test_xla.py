@@ -232,15 +232,15 @@ class Keeping(keras.layers.Layer):
         self.dense.build(shape)
 
     def call(self, inputs):
-        self.kept = {"scores": self.dense(inputs)}
-        return self.kept["scores"] * 1.0
+        self.kept = {"scores": [self.dense(inputs)]}
+        return self.kept["scores"][0] * 1.0
 
 
 def tensor_in_an_attribute():
     layer = Keeping()
 
     def loss(targets, outputs):
-        return keras.ops.square(targets - layer.kept["scores"])
+        return keras.ops.square(targets - layer.kept["scores"][0])
 
     return keras.Sequential([keras.Input((8,)), layer]), {"loss": loss}
 
@@ -248,6 +248,28 @@ def tensor_in_an_attribute():
 def normal_random_numbers():
     layers = [keras.layers.GaussianNoise(0.3, seed=1), keras.layers.Dense(1)]
     return keras.Sequential([keras.Input((8,)), *layers]), {"loss": "mse"}
+
+
+class ByPython(keras.layers.Layer):
+    """Computes by operations that XLA does not know."""
+
+    def call(self, inputs):
+        numbers = tf.strings.to_number(tf.strings.as_string(inputs))
+        return numbers + tf.ensure_shape(tf.numpy_function(lambda rows: 0 * rows, [inputs], tf.float32), inputs.shape)
+
+
+def operations_unknown_to_xla():
+    return keras.Sequential([keras.Input((8,)), ByPython(), keras.layers.Dense(1)]), {"loss": "mse"}
+
+
+class StatefulRandomNumbers(keras.layers.Layer):
+    def call(self, inputs):
+        return tf.nn.dropout(inputs, 0.4, seed=3) + tf.random.normal(tf.shape(inputs), seed=5)
+
+
+def stateful_random_numbers():
+    tf.random.set_seed(4)
+    return keras.Sequential([keras.Input((8,)), StatefulRandomNumbers(), keras.layers.Dense(1)]), {"loss": "mse"}
 
 
 class StepOf(keras.Model):
@@ -305,6 +327,8 @@ def stateless():
         recurrent_layer_that_adds_a_loss,
         tensor_in_an_attribute,
         normal_random_numbers,
+        operations_unknown_to_xla,
+        stateful_random_numbers,
         pytest.param(loss_of_two_kinds, marks=pytest.mark.long),
         pytest.param(condition, marks=pytest.mark.long),
         pytest.param(vectorized, marks=pytest.mark.long),
@@ -355,7 +379,23 @@ def test_auto_compiles_where_it_was_measured_to_pay(cpus, build, jit_compile, ex
         model.compile("sgd", "mse", jit_compile=jit_compile)
     assert jit_compiles(model) is expected
     assert bool(model.jit_compile) is (jit_compile is True)  # what Keras compiles
-    assert json.loads(json.dumps(model.get_compile_config()))["jit_compile"] in (jit_compile, 0)
+    assert json.loads(json.dumps(model.get_compile_config()))["jit_compile"] == jit_compile
+    spec = tf.zeros([4, 5, LARGE]), tf.zeros([4])
+    assert jit_compiles(model, spec) is expected
+
+
+def test_auto_leaves_samples_without_a_fixed_shape(cpus):
+    with MirroredStrategy(cpus[:2]).scope():
+        model = attention(LARGE, 8)
+        model.compile("sgd", "mse")
+    seen = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, LARGE])])
+    def of(rows):
+        seen.append((jit_compiles(model, (rows, rows[:, 0, 0])), jit_compiles(model, rows[:, 0])))
+
+    of(tf.zeros([2, 3, LARGE]))
+    assert seen == [(False, True)]
 
 
 def test_auto_of_other_strategies_is_that_of_keras(cpus):

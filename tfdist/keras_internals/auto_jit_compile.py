@@ -26,23 +26,33 @@ class _Auto(int):
 
 def patch_auto_jit_compile(is_ours: Callable[[Any], bool]) -> None:
     """Makes `jit_compiles` decide on models that are compiled with "auto" and whose strategy `is_ours`."""
-    resolve = TensorFlowTrainer._resolve_auto_jit_compile
+    resolve, get_config = TensorFlowTrainer._resolve_auto_jit_compile, TensorFlowTrainer.get_compile_config
 
     @functools.wraps(resolve)
     def resolve_later(self: Any) -> Any:
         return _Auto() if is_ours(self.distribute_strategy) else resolve(self)
 
+    @functools.wraps(get_config)
+    def get_config_with_auto(self: Any) -> dict[str, Any]:
+        config = get_config(self)
+        return {**config, "jit_compile": "auto"} if config and isinstance(self.jit_compile, _Auto) else config
+
     TensorFlowTrainer._resolve_auto_jit_compile = resolve_later
+    TensorFlowTrainer.get_compile_config = get_config_with_auto
 
 
-def jit_compiles(model: Any) -> bool:
+def jit_compiles(model: Any, data: Any = None) -> bool:
     """Whether XLA is to compile the steps of a built model: as `compile` says, and for "auto", where it pays.
 
     By `benchmarks/xla.py` it pays on CPUs for models with attention and without convolutions, of at least a million
-    trainable parameters. On GPUs nothing was measured.
+    trainable parameters. On GPUs nothing was measured. It does not pay if the samples of `data`, a batch, have no fixed
+    shape: XLA compiles every shape by itself, for seconds.
     """
     if not isinstance(model.jit_compile, _Auto):
         return bool(model.jit_compile)
+    shapes = [leaf.shape for leaf in tf.nest.flatten(data, expand_composites=True) if isinstance(leaf, tf.Tensor)]
+    if any(shape.rank is None or None in shape.as_list()[1:] for shape in shapes):
+        return False
     if any(device.device_type != "CPU" for device in tf.config.list_logical_devices()) or not supports_jit(model):
         return False
     layers = model._flatten_layers()

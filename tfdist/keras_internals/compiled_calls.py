@@ -146,13 +146,16 @@ class _GivenValues(keras.StatelessScope):
     """A scope in which variables have given values. Another variable is on a server, so the reader is not compiled."""
 
     def __init__(self, variables: Sequence[keras.Variable], values: dict[int, tf.Tensor]) -> None:
-        pairs = [(variable, values[id(variable)]) for variable in variables]
-        super().__init__(pairs, collect_losses=True, initialize_variables=False)
+        super().__init__(collect_losses=True, initialize_variables=False)
+        # Not by Keras, which would cast them to the dtype to which an enclosing layer casts variables.
+        self.state_mapping = {id(variable): values[id(variable)] for variable in variables}
         self._variables, self._given = variables, dict(self.state_mapping)
+        self._graph = tf.compat.v1.get_default_graph()
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
         value = super().get_current_value(variable)
-        if value is None:
+        # A `tf.function` of the user would keep the tensor in its trace.
+        if value is None or tf.compat.v1.get_default_graph() is not self._graph:
             raise CannotCompileError
         return value
 
@@ -169,15 +172,19 @@ def _value_in(scope: Any, variable: keras.Variable) -> tuple[tf.TensorSpec, Call
         value = scope.get_current_value(variable)
         return tf.convert_to_tensor(variable._value if value is None else value)
 
-    return tf.TensorSpec(variable.shape, variable.dtype), read
+    return tf.TensorSpec(variable.shape, variable._value.dtype), read
 
 
 def _keeps_tensor(layer: Any) -> bool:
     """Whether an attribute of a layer is or contains a tensor of the function that is being traced."""
     graph = tf.compat.v1.get_default_graph()
-    for value in vars(layer).values():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        if any(is_symbolic(one) and one.graph is graph for one in values):
+    waiting, seen = [*vars(layer).values()], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+        elif is_symbolic(value) and value.graph is graph:
             return True
     return False
 

@@ -14,6 +14,7 @@ _random = private(
     "tensorflow.python.ops:random_ops_util",
     "selects the algorithm of random numbers by an operation for which XLA has no kernel on CPUs",
 )
+_kernels = private("tensorflow.python.framework:kernels", "which operations XLA knows")
 _operations = private("tensorflow.python.ops:gen_stateless_random_ops_v2", "makes floats of other bits than XLA does")
 _pack_tangents = private("tensorflow.python.eager.forwardprop_util:pack_tangents", "whether an accumulator is active")
 _VECTORIZED = "loop_body"  # the name scope of what `tf.vectorized_map` maps
@@ -22,7 +23,12 @@ _LEFT_OUT = (
     LOOPS
     | CONDITIONS
     | frozenset({"Case", "StatelessCase", "Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition"})
-    | frozenset({"StatelessRandomNormalV2", "StatelessTruncatedNormalV2", "StatelessRandomGammaV3"})
+    | frozenset(
+        "Multinomial ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 RandomShuffle RandomStandardNormal "
+        "RandomUniform RandomUniformInt StatelessMultinomial StatelessRandomGammaV3 StatelessRandomNormalV2 "
+        # Uniform numbers are made otherwise, unless a `tf.function` was traced before.
+        "StatelessRandomUniformV2 StatelessShuffle StatelessTruncatedNormalV2 TruncatedNormal".split()
+    )
 )
 _DIFFERENTIABLE = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.resource})
 # The bits of the mantissa, those of 1, and an integer type of the same size.
@@ -63,9 +69,10 @@ def call_compiled(
     Returns:
         What `function` returned; `None` if nothing was called, because
 
-        - `function` raises `CannotCompileError`, for instance because it contains a collective;
-        - it contains a loop, a condition, random numbers that XLA draws otherwise, or an operation whose result's size
-          depends on values;
+        - `function` raises `CannotCompileError`, for instance because it contains a collective, or another error;
+        - it contains a loop, a condition, random numbers that XLA draws otherwise, an operation whose result's size
+          depends on values, or one that XLA does not know;
+        - with `values`, it reads other variables, or its gradient may;
         - its outputs depend on different inputs or variables: those of an unused output would get zeros as gradients;
         - a forward accumulator or `tf.vectorized_map` is active: a tape could not differentiate what these make of it.
     """
@@ -83,24 +90,50 @@ def call_compiled(
     try:
         # A call of the function itself would count as retracing, of which TensorFlow warns.
         concrete = tf.function(traced, jit_compile=True, autograph=False).get_concrete_function(*specs)
-    except CannotCompileError:
+    except Exception:  # the call without XLA will raise it, too, if it is not about XLA
         return None
     graph = concrete.graph
     outputs = [output for output in graph.outputs if output.dtype.is_floating or output.dtype.is_complex]
     differ = len({_sources(output) for output in outputs} - {frozenset()}) > 1
-    if differ or _contains(graph, _LEFT_OUT):
+    if differ or _contains(graph, _is_left_out) or (values and _reads_variables(graph)):
         return None
     return list(concrete(*tensors, *(read() for _, read in values)))
 
 
-def _contains(graph: Any, types: frozenset[str]) -> bool:
+def _contains(graph: Any, is_one: Callable[[Any], bool]) -> bool:
+    """Whether the graph of a function, or of one that it calls, has an operation for which `is_one` is true."""
     for operation in graph.get_operations():
-        if operation.type in types:
+        if is_one(operation):
             return True
         called = called_graph(graph, operation.get_attr("f").name) if operation.type in PLAIN_CALLS else None
-        if called is not None and _contains(called, types):
+        if called is not None and _contains(called, is_one):
             return True
     return False
+
+
+def _is_left_out(operation: Any) -> bool:
+    return operation.type in _LEFT_OUT or not _is_known_to_xla(operation.type)
+
+
+@functools.cache
+def _is_known_to_xla(operation_type: str) -> bool:
+    _register_kernels()
+    kernels = _kernels.get_registered_kernels_for_op(operation_type).kernel
+    return operation_type == "Placeholder" or not kernels or any("XLA_" in kernel.device_type for kernel in kernels)
+
+
+@functools.cache
+def _register_kernels() -> None:
+    """Makes TensorFlow list the kernels of XLA, which it does when it compiles for the first time."""
+    with tf.init_scope():
+        tf.function(lambda x: x + 1, jit_compile=True, autograph=False)(tf.constant(0))
+
+
+def _reads_variables(graph: Any) -> bool:
+    """Whether a function, or a gradient that Python code defines, may read variables of servers."""
+    if any(placeholder.dtype == tf.resource for _, placeholder in graph.captures):
+        return True
+    return _contains(graph, lambda one: one.type == "IdentityN" and "_gradient_op_type" in one.node_def.attr)
 
 
 def _sources(output: tf.Tensor) -> frozenset[str]:

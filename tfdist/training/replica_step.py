@@ -63,7 +63,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
             step.model, step.has_own_loss = model, has_own_loss(model)
-            if not tf.executing_eagerly() and jit_compiles(model):
+            if not tf.executing_eagerly() and jit_compiles(model, replica_data):
                 step.graph = tf.compat.v1.get_default_graph()
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
