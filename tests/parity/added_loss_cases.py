@@ -108,3 +108,26 @@ class LogsAfterTheUpdate(keras.Model):
 @case()
 def added_losses_read_after_the_update(strategy: tf.distribute.Strategy) -> Outcome:
     return fitted(strategy, lambda: SGD(0.1), model=LogsAfterTheUpdate, metrics=lambda: None, loss=lambda: None)
+
+
+class Alignments(keras.layers.Layer):
+    """Adds the CTC loss of each sample, in a column, as an endpoint layer of a recognizer does."""
+
+    def call(self, inputs: Any, labels: Any) -> Any:
+        logits = tf.transpose(tf.reshape(inputs, [-1, 4, 4]), [1, 0, 2])
+        sparse = tf.sparse.from_dense(labels[:, None] % 3 + 1)
+        lengths = tf.fill([tf.shape(inputs)[0]], 4)
+        losses = tf.compat.v1.nn.ctc_loss(tf.cast(sparse, tf.int32), logits, lengths)
+        self.add_loss(0.01 * losses[:, None])
+        return inputs
+
+
+@case()
+def alignment_losses(strategy: tf.distribute.Strategy) -> Outcome:
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        inputs, labels = keras.Input((INPUTS.shape[1],)), keras.Input((), dtype="int64")
+        return keras.Model([inputs, labels], Alignments()(keras.layers.Dense(16)(inputs), labels))
+
+    data = tf.data.Dataset.from_tensor_slices(((INPUTS, LABELS),)).batch(21)
+    return fitted(strategy, lambda: SGD(0.1), model=model, loss=lambda: None, metrics=lambda: None, data=data)

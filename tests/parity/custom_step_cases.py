@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from cases import FEATURES, INPUTS, LABELS, TARGETS, Outcome, case, classifier, cross_entropy, dataset, fitted
 
@@ -233,3 +234,54 @@ def generative_adversarial_networks(strategy: tf.distribute.Strategy) -> Outcome
         history = model.fit(dataset(21, INPUTS, INPUTS[::-1] * TARGETS), epochs=2, verbose=0)
         outcomes[str(with_penalty)] = {"weights": model.get_weights(), "logs": history.history}
     return outcomes
+
+
+class OfSequences(keras.Model):
+    """A layer on sequences, which TensorFlow joins with the samples and separates again, and a loss of the user."""
+
+    def __init__(self, loss_of: Any) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(7, 4)
+        self.dense = keras.layers.Dense(7, activation="softmax")
+        self.loss_of = loss_of
+
+    def call(self, tokens: Any) -> Any:
+        return self.dense(self.embedding(tokens))
+
+    def train_step(self, data: Any) -> Any:
+        tokens, labels = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(labels, self(tokens))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def _sum_over_sequences(_: Any, probabilities: Any) -> Any:
+    return tf.reduce_sum(probabilities**2)
+
+
+def _masked_cross_entropy(labels: Any, probabilities: Any) -> Any:
+    mask = tf.cast(labels != 0, "float32")
+    values = keras.losses.SparseCategoricalCrossentropy(reduction="none")(labels, probabilities)
+    return tf.reduce_sum(values * mask) / tf.reduce_sum(mask)
+
+
+@case()
+def own_losses_of_sequences(strategy: tf.distribute.Strategy) -> Outcome:
+    """In batches of a static size, and in batches of which the last one is smaller."""
+    tokens = np.arange(32 * 5).reshape(32, 5) * 13 % 7 * (np.arange(5) <= np.arange(32)[:, None] % 5)
+    samples = tf.data.Dataset.from_tensor_slices((tokens, tokens))
+    programs = {_sum_over_sequences: samples.batch(8, drop_remainder=True), _masked_cross_entropy: samples.batch(12)}
+    nothing: Any = {"loss": lambda: None, "metrics": lambda: None, "epochs": 1}
+
+    def model(loss: Any) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        built = OfSequences(loss)
+        built(tokens[:1])
+        return built
+
+    return {
+        loss.__name__: fitted(strategy, lambda: SGD(0.1), model=lambda own=loss: model(own), data=data, **nothing)
+        for loss, data in programs.items()
+    }

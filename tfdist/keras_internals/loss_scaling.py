@@ -130,12 +130,12 @@ class LossStep:
             return scale
         return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
 
-    def _scale_or_guess(self, term: Term) -> Any:
-        """The factor of a term. An unknown one is warned of."""
+    def _scale_or_guess(self, term: Term, *, is_of_samples: bool = False) -> Any:
+        """The factor of a term. An unknown one is warned of; it counts as a sum if it has a value for each sample."""
         scale = self.scale_of(term)
         if scale is not None:
             return scale
-        guess = self._guess(term)
+        guess = self.sum_scale if is_of_samples else self._guess(term)
         if not self._is_alone:
             self._warnings.of_unknown_loss(term.tensor, is_part=is_one(guess))
         return guess
@@ -266,8 +266,10 @@ class LossStep:
                 scale = self.sum_scale if self.holds_samples(loss) else self.mean_scale
             return self.mark_scaled(times(loss, scale))
         terms = self._terms(loss)
-        part = self._part_of(loss, terms, [self._scale_or_guess(term) for term in terms])
-        return self.mark_scaled(part)
+        first, samples = loss.shape[0] if loss.shape.rank else 1, self.number_of_samples
+        is_of_samples = first is None or (isinstance(samples, int) and bool(loss.shape.rank) and first == samples)
+        scales = [self._scale_or_guess(term, is_of_samples=is_of_samples) for term in terms]
+        return self.mark_scaled(self._part_of(loss, terms, scales))
 
 
 def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:

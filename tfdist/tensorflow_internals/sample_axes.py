@@ -23,7 +23,19 @@ def static(tensor: Any) -> Any:
         operands = [static(given) for given in tensor.op.inputs]
         if all(operand is not None and None not in operand.ravel() for operand in operands):
             value = _ARITHMETIC[tensor.op.type](*(operand.astype(np.int64) for operand in operands))
-    return None if value is None else np.asarray(value, dtype=object)
+    if value is None:
+        return None
+    value = np.asarray(value, dtype=object)
+    if value.ndim == 1 and tensor.op.type == "Pack":
+        value[:] = [
+            _number(one) if known is None else known for one, known in zip(tensor.op.inputs, value, strict=True)
+        ]
+    return value
+
+
+def _number(tensor: tf.Tensor) -> Any:
+    value = static(tensor)
+    return value.item() if value is not None and value.size == 1 else None
 
 
 def is_whole(size: int | None, samples: int | None) -> bool:
@@ -36,8 +48,15 @@ def grows(degree: float | None) -> bool:
     return degree not in (0, ZERO)
 
 
-def _reshape(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    """The samples' axis is the one whose new size is their number, or -1; else the one with as much before it."""
+def reshape(samples: int | None, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    """The samples' axis is the one whose new size is their number, or -1; else the one with as much before it.
+
+    Args:
+        samples: The number of samples, if it is static. The samples' axis may hold several values of each, which a
+            layer on sequences joins and separates again.
+        tensor: The result.
+        kinds: Of the operands.
+    """
     kind, sizes = kinds[0], kinds[1].sizes
     shape, before = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape
     growing = [axis for axis, size in enumerate(sizes or ()) if grows(size)]
@@ -58,12 +77,20 @@ def _reshape(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         earlier = [int(np.prod(tensor.shape[:place])) for place in range(tensor.shape.rank)]
         wanted = int(np.prod(before[:axis]))
         places = [
-            place for place, size in enumerate(earlier) if size == wanted and tensor.shape[place] % before[axis] == 0
+            place
+            for place, size in enumerate(earlier)
+            if size == wanted
+            and (tensor.shape[place] % before[axis] == 0 or _separates(tensor.shape[place:], before[axis], samples))
         ]
         return kind.at(places[-1:]) if places else unknown(kinds, [0])
     if sizes is not None and tensor.op.inputs[0].op.type == "Sum":
         return mean_over_samples(kind, is_sum=True)  # a gradient, summed to the shape of a weight
     return unknown(kinds, [0])
+
+
+def _separates(sizes: Sequence[int], joined: int, samples: int | None) -> bool:
+    """Whether an axis of size `joined` becomes one of whole batches, the first of `sizes`, and axes after it."""
+    return is_whole(sizes[0], samples) and joined in np.cumprod(list(sizes))
 
 
 def _transpose(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -190,7 +217,6 @@ def vector(sizes: Sequence[float | None]) -> Kind:
 
 
 RULES: dict[str, Rule] = {
-    "Reshape": _reshape,
     "Transpose": _transpose,
     "ExpandDims": _expand,
     "Squeeze": _squeeze,

@@ -179,6 +179,8 @@ class SampleDegrees:
             return self._of_argument(tensor)
         if operation.type == "Const":
             return self._of_constant(tensor)
+        if operation.type == "Reshape":
+            return sample_axes.reshape(self.static_samples, tensor, kinds)
         if operation.type in _RULES:
             return _RULES[operation.type](tensor, kinds)
         if operation.type in sample_values.DIVISIONS or operation.type in sample_values.PRODUCTS:

@@ -180,6 +180,11 @@ def _of_labels(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     return function_of(kinds, kinds[0].axes | kinds[1].axes)
 
 
+def _of_alignments(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
+    """The CTC losses of samples, whose logits lie along axis 1, or their gradient. Labels are sparse."""
+    return function_of(kinds[:1], {tensor.value_index}) if kinds[0].axes == {1} else unknown(kinds)
+
+
 def _place_of_largest(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     given, rank = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape.rank
     if not kinds[0].axes:
@@ -224,6 +229,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_GRADIENTS_FIRST, _gradient),
     **dict.fromkeys(_OF_LAST_AXIS, _of_last_axis),
     "SparseSoftmaxCrossEntropyWithLogits": _of_labels,
+    **dict.fromkeys(("CTCLoss", "CTCLossV2"), _of_alignments),
     **dict.fromkeys(("ArgMax", "ArgMin"), _place_of_largest),
     "SquaredDifference": _squared,
     "Square": _power(2),
