@@ -101,7 +101,7 @@ class WorkerScope(keras.StatelessScope):
             self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
             return seeded
         self._count(variable)
-        if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
+        if self._is_pulled_as_less(variable):
             return pull_as(server_variable(variable), self.pull_dtype)
         if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
             # Read once, so that a step's change is the difference to the value that the step has read.
@@ -109,7 +109,7 @@ class WorkerScope(keras.StatelessScope):
             self.state_mapping[id(variable)] = self._before[id(variable)] = value
             return value
         if variable.regularizer is not None:  # Keras passes the returned value to it
-            return pull_as(server_variable(variable), tf.as_dtype(variable.dtype))
+            return pull_as(server_variable(variable), _dtype_of(variable))
         return None
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
@@ -117,7 +117,7 @@ class WorkerScope(keras.StatelessScope):
         variable, value = update
         if id(variable) in self._constrained:
             return  # a constraint on the value before the update; `OptimizerUpdate.constrain` applies it after that
-        super().add_update((variable, tf.cast(value, variable.dtype)))
+        super().add_update((variable, tf.cast(value, _dtype_of(variable))))
         if id(variable) not in self._metrics and not is_seed_state(variable):
             self._changed[id(variable)] = variable
 
@@ -174,13 +174,22 @@ class WorkerScope(keras.StatelessScope):
             self.add_update((total, total_before + part * mean))
             self.add_update((count, count_before + part))
 
+    def _is_pulled_as_less(self, variable: keras.Variable) -> bool:
+        return self.pull_dtype is not None and variable.trainable and _dtype_of(variable) == tf.float32
+
     def _count(self, variable: keras.Variable) -> None:
         if id(variable) not in self._read:
             self._read.add(id(variable))
-            size = tf.as_dtype(variable.dtype).size
-            if self.pull_dtype is not None and variable.trainable and variable.dtype == "float32":
+            size = _dtype_of(variable).size
+            if self.pull_dtype is not None and self._is_pulled_as_less(variable):
                 size = self.pull_dtype.size
             self.bytes_pulled += (tf.TensorShape(variable.shape).num_elements() or 0) * size
+
+
+def _dtype_of(variable: keras.Variable) -> tf.DType:
+    """The dtype of the server's variable; `variable.dtype` is that of the computation while a layer is called."""
+    server = server_variable(variable)
+    return tf.as_dtype(variable.dtype) if server is None else server.dtype
 
 
 def current_loss_step() -> LossStep | None:
