@@ -160,7 +160,7 @@ def test_memory_of_other_devices_is_not_read_directly():
 
     copies = HostCopies()
     for _ in range(2):
-        copy = copies.request("kernel", SimpleNamespace(read_value=OnTPU))
+        copy = copies.request("kernel", SimpleNamespace(read_value=OnTPU, device=OnTPU.device))
         copies.finish()
         np.testing.assert_array_equal(copy, [0.0, 1.0, 2.0])
 
