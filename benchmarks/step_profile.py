@@ -1,17 +1,21 @@
 """Shows where the milliseconds of a step go: a table and a plot from TensorFlow's profiler.
 
-    tfdist run --workers 2 benchmarks/step_profile.py                                  the MLP, three methods
-    tfdist run --workers 2 benchmarks/step_profile.py --models text --methods dense int8 powersgd:4
+    python benchmarks/step_profile.py                                  the MLP, three methods
+    python benchmarks/step_profile.py --models text --methods dense int8 powersgd:4
 
-Each worker trains by `model.fit` on one core. Every instant of a step counts once: for the operations that
-run, in equal parts; for the exchange, if nothing else runs while one is under way; for TensorFlow's scheduling, if
-nothing runs at all; for Python, outside of the step's function. Writes `step_profile.json` and `step_profile.png` to
-`benchmarks/results` on the first worker.
+Two workers train by `model.fit`, each on one core. Every instant of a step of the first one counts once: for the
+operations that run, in equal parts; for the exchange, if nothing else runs while one is under way; for TensorFlow's
+scheduling, if nothing runs at all; for Python, outside of the step's function. TensorFlow's threads that send and
+receive are not profiled: the operations that run beside them take longer. Writes `step_profile.json` and
+`step_profile.png` to `benchmarks/results`.
 """
 
 import argparse
+import itertools
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +35,10 @@ EXCHANGE, SCHEDULING, PYTHON, DATA = "wait for the exchange", "scheduling", "Pyt
 FORWARD, BACKWARD, UPDATE, METRICS = "forward", "backward", "update", "metrics"
 ENCODE, DECODE = "encode", "decode"
 KINDS = (FORWARD, BACKWARD, ENCODE, EXCHANGE, DECODE, UPDATE, METRICS, DATA, SCHEDULING, PYTHON)
-_DECODING = frozenset("decode decode_blocks from_blocks sum_blocks unflatten encoding_error _finite".split())
+_DECODING = frozenset("decode from_blocks sum_blocks unflatten encoding_error _finite _one_phase".split())
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf"})
+_ATTEMPTS = 8  # TensorFlow's profiler ends some processes by "double free or corruption"
+_ASYNCHRONOUS = "ExecutorState::ProcessAsync::Start"
 _STEP_FUNCTION = "multi_step_on_iterator"  # of Keras
 
 
@@ -61,8 +68,11 @@ def kind_of(operation: tf.Operation) -> str:
     if operation.type.startswith("Collective"):
         return EXCHANGE
     for frame in reversed(operation.traceback or ()):
+        if frame.name in ("fused", "_fused", "_compiled"):
+            continue  # the caller shows what XLA computes
         if "/tfdist/compression/" in frame.filename or "/tfdist/collectives/" in frame.filename:
-            return DECODE if frame.name in _DECODING else ENCODE
+            reduces_blocks = frame.filename.endswith("block_compressor.py") and frame.name == "reduce"
+            return DECODE if frame.name in _DECODING or reduces_blocks else ENCODE
         if "/optimizers/" in frame.filename or "optimizer_update" in frame.filename:
             return UPDATE
         if "/metrics/" in frame.filename or "metric_synchronization" in frame.filename:
@@ -113,7 +123,7 @@ def _share(running: Counter[str]) -> Iterator[tuple[str, float]]:
         yield EXCHANGE if running[EXCHANGE] > 0 else SCHEDULING, 1.0
 
 
-def profile(workload: Workload, method: str | None, *, jit_compile: bool) -> dict[str, float]:
+def profile(workload: Workload, method: str | None, *, jit_compile: bool | str) -> dict[str, float]:
     """Trains with TensorFlow's profiler and returns the milliseconds of a step by kind."""
     strategy = MultiWorkerMirroredStrategy(compression=method)
     with strategy.scope():
@@ -130,13 +140,16 @@ def profile(workload: Workload, method: str | None, *, jit_compile: bool) -> dic
         tf.profiler.experimental.stop()
         [file] = Path(folder).rglob("*.xplane.pb")
         space = xplane_pb2.XSpace.FromString(file.read_bytes())
-    kinds = {operation.name: kind_of(operation) for graph in optimizer.graphs for operation in graph.get_operations()}
+    operations = [operation for graph in optimizer.graphs for operation in graph.get_operations()]
+    kinds = {operation.name: kind_of(operation) for operation in operations if not _calls_operations(operation)}
     [plane] = [plane for plane in space.planes if plane.name == "/host:CPU"]
     work, steps = [], []
     for line in plane.lines:
         for event in line.events:
             start = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
             name = plane.event_metadata[event.metadata_id].name
+            if name == _ASYNCHRONOUS:  # a function of XLA among others
+                name = _stat(plane, event, "name") + ":"
             kind = "step" if name == _STEP_FUNCTION else _kind_of_event(name, kinds)
             if kind is not None:
                 (steps if kind == "step" else work).append(Interval(start, start + event.duration_ps / 1e9, kind))
@@ -145,21 +158,36 @@ def profile(workload: Workload, method: str | None, *, jit_compile: bool) -> dic
     return {kind: total[kind] / (len(steps) - 1) for kind in KINDS}
 
 
+def _stat(plane: Any, event: Any, name: str) -> str:
+    """The text of a statistic of a profiler's event."""
+    found = [stat for stat in event.stats if plane.stat_metadata[stat.metadata_id].name == name]
+    return found[0].str_value or plane.stat_metadata[found[0].ref_value].name if found else ""
+
+
+def _calls_operations(operation: tf.Operation) -> bool:
+    """Whether an operation calls a function whose operations have events; those of XLA's functions have none."""
+    return operation.type in _CALLS and b"_XlaMustCompile" not in operation.node_def.SerializeToString()
+
+
 def _kind_of_event(name: str, kinds: dict[str, str]) -> str | None:
     """The kind of a profiler's event: that of the operation whose name ends the event's name; `None` if it is none."""
     path, colon, operation_type = name.rpartition(":")
     if name.startswith("IteratorGetNextOp"):
         return DATA
-    if not colon or not operation_type[:1].isalpha() and operation_type[:1] != "_" or " " in name or "::" in name:
+    if not colon or " " in name or "::" in name:
+        return None
+    if not operation_type:
+        return kinds.get(path) if kinds.get(path) != EXCHANGE else None
+    if not operation_type[:1].isalpha() and operation_type[:1] != "_":
         return None
     if operation_type.startswith("Collective"):
         return EXCHANGE
-    if operation_type in ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf"):
-        return None  # what it calls has events
     parts = path.split("/")
     for first in range(len(parts)):
         if (found := kinds.get("/".join(parts[first:]))) is not None:
             return found
+    if operation_type in _CALLS:
+        return None
     return UPDATE if "Assign" in operation_type or "Apply" in operation_type else SCHEDULING
 
 
@@ -182,32 +210,44 @@ def draw(results: dict[str, dict[str, float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def work(model: str, method: str, *, jit_compile: bool, output: Path) -> None:
+    """Profiles one training as a worker; the first one writes the result."""
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    keras.utils.set_random_seed(1)
+    compression = None if method == "dense" else method
+    result = profile(WORKLOADS[model], compression, jit_compile=jit_compile or "auto")
+    if rank == 0:
+        output.write_text(json.dumps(result))
+
+
 def main() -> None:
-    """Profiles, and writes the table and the plot."""
+    """Launches the trainings one after another, prints the table, and writes JSON and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
     parser.add_argument("--methods", nargs="+", default=["dense", "int8", "powersgd:4"], help="dense or `compression=`")
     parser.add_argument("--jit_compile", action="store_true", help="compile layers, losses and updates by XLA")
     parser.add_argument("--output", type=Path, default=_RESULTS / "step_profile.json")
     chosen = parser.parse_args()
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-    results = {}
-    for model in chosen.models:
-        for method in chosen.methods:
-            keras.utils.set_random_seed(1)
-            compression = None if method == "dense" else method
-            results[f"{model}, {method}"] = profile(WORKLOADS[model], compression, jit_compile=chosen.jit_compile)
-    if rank == 0:
-        chosen.output.write_text(json.dumps(results, indent=1) + "\n")
-        draw(results, chosen.output.with_suffix(".png"))
-        print("| ms a step | all |", " | ".join(KINDS), "|")
-        print("|---" * (len(KINDS) + 2) + "|")
-        for name, result in results.items():
-            print(f"| {name} | {sum(result.values()):.1f} |", " | ".join(f"{ms:.1f}" for ms in result.values()), "|")
+    if "TF_CONFIG" in os.environ:
+        work(chosen.models[0], chosen.methods[0], jit_compile=chosen.jit_compile, output=chosen.output)
+        return
+    results: dict[str, dict[str, float]] = {}
+    options = ["--jit_compile"] if chosen.jit_compile else []
+    launcher = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "--max-restarts", str(_ATTEMPTS)]
+    with tempfile.TemporaryDirectory() as folder:
+        for model, method in itertools.product(chosen.models, chosen.methods):
+            file = Path(folder) / "result.json"
+            training = [__file__, "--models", model, "--methods", method, "--output", str(file), *options]
+            subprocess.run([*launcher, *training], check=True, capture_output=True)
+            results[f"{model}, {method}"] = json.loads(file.read_text())
+    chosen.output.write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, chosen.output.with_suffix(".png"))
+    print("| ms a step | all |", " | ".join(KINDS), "|")
+    print("|---" * (len(KINDS) + 2) + "|")
+    for name, result in results.items():
+        print(f"| {name} | {sum(result.values()):.1f} |", " | ".join(f"{ms:.1f}" for ms in result.values()), "|")
 
 
 if __name__ == "__main__":

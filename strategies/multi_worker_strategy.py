@@ -97,6 +97,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_whole_number("micro_batches", micro_batches, at_least=1)
         peers = peer_addresses(spec, resolver)
         if peers and not cluster_is_running():
+            _answer_peers_during_computation()
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
         with exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext():
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
@@ -196,3 +197,16 @@ def _default_micro_batches(workers: int) -> int:
 def _seed_of_run() -> int:
     run = os.environ.get("TFDIST_RUN_ID")
     return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1
+
+
+def _answer_peers_during_computation() -> None:
+    """Gives TensorFlow a second inter-op thread on one core, unless the user has set their number.
+
+    With one thread a worker sends gradients only when backpropagation has ended: TensorFlow's server answers the other
+    workers in these threads, too.
+    """
+    threading = tf.config.threading
+    is_set = threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in os.environ
+    if not is_set and not tensorflow_has_started() and hasattr(os, "sched_getaffinity"):
+        if len(os.sched_getaffinity(0)) == 1:
+            threading.set_inter_op_parallelism_threads(2)

@@ -109,7 +109,8 @@ class TensorFlowWorker(Worker):
         from workloads import WORKLOADS
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(1)
+        # One more, as tfdist does: these threads also answer the other workers. PyTorch's gloo has threads for that.
+        tf.config.threading.set_inter_op_parallelism_threads(2)
         self._workload = WORKLOADS[spec.workload]
         self._trained: dict[str, _Step | _Fit] = {}
 

@@ -1,11 +1,12 @@
 """The base of methods that encode blocks of values, and the sum of encoded blocks over replicas."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
 from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, num_elements
+from tfdist.compression.fused_calls import fused
 from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
 
 
@@ -22,6 +23,9 @@ class BlockCompressor(Compressor):
 
     #: Whether sums are encoded again. Otherwise each replica sends its payload to all others (`N - 1` payloads).
     two_phases = True
+
+    #: Whether XLA computes encodings and their errors; it is slow at selecting values and drawing random numbers.
+    is_fused = True
 
     @property
     def is_random(self) -> bool:
@@ -124,15 +128,18 @@ class BlockCompressor(Compressor):
         for index, position in enumerate(encoded):
             shape = gradients[position].shape
             sums[position] = self.from_blocks(total_parts[index], shape)
-            remainder = self.encoding_error(blocks[index], words[index])
+            remainder = self._fused(self.encoding_error, blocks[index], words[index])
             if errors is not None:
                 remainder = remainder + error_parts[index]
             residuals[position] = self.from_blocks(remainder, shape)
         return Reduced(sums, residuals, new_states, finite)
 
+    def _fused(self, function: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
+        return fused(function, *tensors) if self.is_fused else function(*tensors)
+
     def _encode(self, blocks: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
         if not self.is_random:
-            return self.encode_blocks(blocks), state
+            return self._fused(self.encode_blocks, blocks), state
         return self.encode_blocks(blocks, _seed(blocks, state["draws"])), {**state, "draws": state["draws"] + 1}
 
     def _one_phase(
@@ -143,7 +150,7 @@ class BlockCompressor(Compressor):
         received = tf.reshape(gathered[:, :words], [group.size, -1, self.block_words])
         total_values = tf.reduce_sum(tf.bitcast(gathered[:, words:], tf.float32), axis=0)
         finite = self._finite(tf.reshape(received, [-1, self.block_words]), total_values)
-        return self.sum_blocks(received), total_values, None, finite
+        return fused(self.sum_blocks, received), total_values, None, finite
 
     def _two_phases(
         self, payload: tf.Tensor, values: tf.Tensor, group: Group
@@ -154,20 +161,23 @@ class BlockCompressor(Compressor):
         padded = tf.reshape(tf.pad(payload, [[0, own_blocks * size - blocks], [0, 0]]), [size, words])
         padded_values = tf.reshape(tf.pad(values, [[0, own_elements * size - elements]]), [size, own_elements])
         received, rank = group.exchange(tf.concat([padded, tf.bitcast(padded_values, tf.int32)], axis=1))
-        part = self.sum_blocks(tf.reshape(received[:, :words], [size, own_blocks, self.block_words]))
+        part = fused(self.sum_blocks, tf.reshape(received[:, :words], [size, own_blocks, self.block_words]))
         part_values = tf.reduce_sum(tf.bitcast(received[:, words:], tf.float32), axis=0)
 
-        part_words = self.encode_blocks(part, _seed(part, rank) if self.is_random else None)
+        part_words = self._encode(part, {"draws": rank})[0]
         gathered = tf.reshape(group.gather(_message(part_words, part_values)), [size, -1])
         sent = tf.reshape(gathered[:, :words], [-1, self.block_words])
         total_values = tf.reshape(tf.bitcast(gathered[:, words:], tf.float32), [-1])[:elements]
-        error = self.encoding_error(part, part_words)
+        error = self._fused(self.encoding_error, part, part_words)
         errors = tf.pad(error, [[rank * own_blocks, (size - 1 - rank) * own_blocks], [0, 0]])
         errors = tf.ensure_shape(errors, [size * own_blocks, self.block_values])[:blocks]
-        return self.decode_blocks(sent)[:blocks], total_values, errors, self._finite(sent, total_values)
+        return fused(self.decode_blocks, sent)[:blocks], total_values, errors, self._finite(sent, total_values)
 
     def _finite(self, words: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        return all_finite([self.finiteness_probe(words), values])
+        return tf.logical_and(fused(self._decode_finite, words), all_finite([values]))
+
+    def _decode_finite(self, words: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_all(tf.math.is_finite(self.finiteness_probe(words)))
 
 
 def _message(words: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

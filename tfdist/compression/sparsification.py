@@ -26,6 +26,7 @@ class TopK(BlockCompressor):
     """
 
     two_phases = False
+    is_fused = False
 
     def __init__(self, ratio: float = 0.01, block_size: int | None = None) -> None:
         """Creates a compressor that sends the fraction `ratio` of the values.

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, supports_jit
+from tfdist.tensorflow_internals.xla_functions import compiles_on_cpus
 
 # Below it steps take a few milliseconds, and compiling takes seconds.
 _MIN_PARAMETERS = 1_000_000
@@ -53,11 +54,16 @@ def jit_compiles(model: Any, data: Any = None) -> bool:
     shapes = [leaf.shape for leaf in tf.nest.flatten(data, expand_composites=True) if isinstance(leaf, tf.Tensor)]
     if any(shape.rank is None or None in shape.as_list()[1:] for shape in shapes):
         return False
-    if any(device.device_type != "CPU" for device in tf.config.list_logical_devices()) or not supports_jit(model):
+    if not compiles_on_cpus() or not supports_jit(model):
         return False
     layers = model._flatten_layers()
     kinds = {kind for layer in layers for kind in (_ATTENTION, _SLOWER) if isinstance(layer, kind)}
     return kinds == {_ATTENTION} and sum(map(_size, model.trainable_variables)) >= _MIN_PARAMETERS
+
+
+def rejects_xla(model: Any) -> bool:
+    """Whether the user has compiled the model with `jit_compile=False`."""
+    return not model.jit_compile and not isinstance(model.jit_compile, _Auto)
 
 
 def _size(variable: keras.Variable) -> int:

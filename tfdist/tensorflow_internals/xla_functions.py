@@ -123,10 +123,20 @@ def _is_known_to_xla(operation_type: str) -> bool:
 
 
 @functools.cache
-def _register_kernels() -> None:
-    """Makes TensorFlow list the kernels of XLA, which it does when it compiles for the first time."""
-    with tf.init_scope():
-        tf.function(lambda x: x + 1, jit_compile=True, autograph=False)(tf.constant(0))
+def compiles_on_cpus() -> bool:
+    """Whether TensorFlow has XLA, and CPUs are all the devices of this process."""
+    return all(device.device_type == "CPU" for device in tf.config.list_logical_devices()) and _register_kernels()
+
+
+@functools.cache
+def _register_kernels() -> bool:
+    """Makes TensorFlow list the kernels of XLA, which it does when it compiles; returns whether it can compile."""
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            tf.function(lambda x: x + 1, jit_compile=True, autograph=False)(tf.constant(0))
+    except (tf.errors.OpError, ValueError):
+        return False
+    return True
 
 
 def _reads_variables(graph: Any) -> bool:

@@ -13,7 +13,7 @@ from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
-from tfdist.training.sample_shares import compiles_calls, current_step
+from tfdist.training.sample_shares import compiles_updates, current_step
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
 _updated_by_tfdist: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -51,7 +51,9 @@ def apply_once_for_micro_batches(
     micro_batch.synchronize("an update", own, combine, apply)
 
 
-def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], context: ReductionContext) -> None:
+def update_over_replicas(
+    optimizer: OptimizerUpdate, gradients: Sequence[Any], context: ReductionContext, *, may_compile: bool = True
+) -> None:
     """Runs one micro-step, and the update if it is the last micro-step of an update.
 
     `k` micro-steps on `n` replicas compute the update of one step of one process on the `k * n` concatenated batches:
@@ -63,9 +65,10 @@ def update_over_replicas(optimizer: OptimizerUpdate, gradients: Sequence[Any], c
         optimizer: The optimizer, with the variables that have a gradient.
         gradients: One for each variable, dense or `tf.IndexedSlices`, of the replica's part of the loss.
         context: Marks the reduction as one of gradients.
+        may_compile: Whether XLA may compile updates.
     """
     steps = optimizer.accumulation_steps
-    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles_calls())
+    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles_updates() if may_compile else False)
     if steps == 1:
         reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
         return
@@ -138,7 +141,7 @@ def apply_updates_with_tfdist(accumulation: Accumulation) -> None:
 
 
 def _update_stock(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
-    update_over_replicas(optimizer, gradients, ReductionContext())
+    update_over_replicas(optimizer, gradients, ReductionContext(), may_compile=False)
 
 
 def _reduce_and_apply(
@@ -148,7 +151,7 @@ def _reduce_and_apply(
     *,
     contributes: tf.Tensor | None,
     micro_steps: int,
-    compiles: bool = False,
+    compiles: bool | None = False,
 ) -> None:
     """Sums `gradients`, the sums of `micro_steps` micro-steps, over the replicas and updates the variables."""
     if contributes is not None and tf.executing_eagerly():
@@ -169,12 +172,12 @@ def _reduce_and_apply(
     with context.of_gradients(contributes, optimizer.paths):
         summed = sum_over_replicas(gradients)
     if loss_scale is None:
-        optimizer.clip_and_apply(summed, compiles=compiles)
+        optimizer.clip_and_apply(summed, compiles)
         return
     finite = all_finite(summed)
     cond_over_replicas(
         finite,
-        lambda: optimizer.clip_and_apply(summed, compiles=compiles),
+        lambda: optimizer.clip_and_apply(summed, compiles),
         # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
         lambda: optimizer.take_back(micro_steps),
     )

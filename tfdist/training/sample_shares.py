@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.loss_arithmetic import times
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
@@ -24,6 +25,14 @@ def compiles_calls() -> bool:
     """Whether XLA compiles the calls of layers, losses and updates here: in a step, not in a loop or branch of it."""
     step = _current.get()
     return step is not None and step.graph is tf.compat.v1.get_default_graph()
+
+
+def compiles_updates() -> bool | None:
+    """Whether XLA compiles updates here: `None` for those of large variables alone, if the user has not decided."""
+    step = _current.get()
+    if compiles_calls():
+        return True
+    return False if step is not None and step.model is not None and rejects_xla(step.model) else None
 
 
 def keep_added_losses() -> Callable[[], None]:

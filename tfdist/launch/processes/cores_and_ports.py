@@ -8,7 +8,10 @@ from pathlib import Path
 from tfdist.utils.cgroup_limits import cpu_quotas
 from tfdist.utils.formatting import counted
 
-THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+_INTER_OP = "TF_NUM_INTEROP_THREADS"
+THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", _INTER_OP, "OMP_NUM_THREADS")
+# These threads also answer the other workers: with one, gradients are sent only when backpropagation has ended.
+_MIN_INTER_OP_THREADS = 2
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -47,7 +50,9 @@ class ThreadShare:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables to set in each process."""
-        return {name: str(self._threads) for name in THREAD_VARIABLES if name not in self._kept}
+        threads = {name: self._threads for name in THREAD_VARIABLES if name not in self._kept}
+        least = {name: max(count, _MIN_INTER_OP_THREADS if name == _INTER_OP else 1) for name, count in threads.items()}
+        return {name: str(count) for name, count in least.items()}
 
     def describe(self) -> str:
         """Returns the message for the user."""
