@@ -9,9 +9,9 @@ import tensorflow as tf
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.losses import patch_losses
-from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
-from tfdist.keras_internals.scheduled_training import build_outside_trace, patch_optimizer_update_step, patch_trainer
+from tfdist.keras_internals.scheduled_training import patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.variable_creation import patch_variable_creation
 from tfdist.parameter_server.chief import ChiefTraining

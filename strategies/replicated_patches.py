@@ -11,7 +11,7 @@ from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import patch_concatenation, patch_predict_on_batch
-from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers_of_strategies
+from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
@@ -58,7 +58,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_losses(current_step)
     patch_auto_jit_compile(is_ours)
     patch_compiled_calls(is_ours, compiles_calls)
-    patch_optimizers_of_strategies(is_ours, _update, apply_once_for_micro_batches)
+    patch_optimizers_of_strategies(is_ours, _update, apply_once_for_micro_batches, _build)
     patch_seed_generators(is_ours, _replica_index)
     patch_predict_on_batch(is_ours, strategy_class._shard_rows)
     patch_concatenation(is_unequal)
@@ -82,6 +82,19 @@ def _sent_bytes(strategy: Any) -> int | None:
 
 def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
     update_over_replicas(optimizer, gradients, optimizer.strategy._reduction_context)
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    """Builds an optimizer of a custom step, unless the step itself creates a variable that it updates.
+
+    A function that creates variables is traced twice, and both graphs stay in the function that calls it.
+    """
+    if tf.executing_eagerly():
+        return
+    with tf.init_scope():
+        have_values = all(bool(getattr(one, "value", one).is_initialized()) for one in variables)
+    if have_values:
+        build_outside_trace(optimizer, variables)
 
 
 def _replica_index() -> Any:

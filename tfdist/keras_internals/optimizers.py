@@ -1,5 +1,6 @@
 """The parts of a Keras optimizer's update, and the patch that lets tfdist order them."""
 
+import concurrent.futures
 import contextvars
 import functools
 import itertools
@@ -169,6 +170,19 @@ class OptimizerUpdate:
             return []
         sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
         return [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]
+
+
+def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Builds an optimizer eagerly while a step is traced. The `variables` must have values."""
+
+    def build() -> None:
+        with optimizer._distribution_strategy.scope(), keras.name_scope(optimizer.name):
+            optimizer.build(list(variables))
+        optimizer.built = True
+
+    # A new thread is in no scope and no replica context, and traces nothing.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(build).result()
 
 
 def patch_optimizers_of_strategies(

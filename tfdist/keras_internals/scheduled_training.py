@@ -1,6 +1,5 @@
 """Patches for training that a chief schedules on workers: functions of `fit`, metrics, optimizers, gradients."""
 
-import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,19 +71,6 @@ def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) ->
 
     stock.get_metrics_result = result_of_all
     stock.reset_metrics = reset_all
-
-
-def build_outside_trace(optimizer: Any, variables: list[Any]) -> None:
-    """Builds an optimizer while a step is traced in a stateless scope, in which it could not create variables."""
-
-    def build() -> None:
-        with optimizer._distribution_strategy.scope(), keras.name_scope(optimizer.name):
-            optimizer.build(variables)
-        optimizer.built = True
-
-    # A new thread is in no scope and no replica context, and traces nothing.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        thread.submit(build).result()
 
 
 def update_counter(optimizer: Any) -> tf.Variable:
