@@ -112,7 +112,9 @@ class ByteCounters:
                 with tf.init_scope():
                     zeros = tf.zeros([len(numbers)], tf.int64)
                     self._counters[label] = ResourceVariable(zeros, trainable=False, name="byte_counters")
-            self._counters[label].assign_add(tf.stack([tf.cast(number, tf.int64) for number in numbers]))
+            are_known = all(isinstance(number, int) for number in numbers)
+            added = numbers if are_known else tf.stack([tf.cast(number, tf.int64) for number in numbers])
+            self._counters[label].assign_add(tf.constant(added, tf.int64) if are_known else added)
 
 
 def _bytes_of(tensor: tf.Tensor) -> "int | tf.Tensor":

@@ -15,6 +15,7 @@ from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_ov
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
@@ -139,6 +140,7 @@ class OptimizerUpdate:
         else:
             self.apply(clipped)
 
+    @shared_operations()
     def apply(self, gradients: Sequence[Any], without: Collection[int] = ()) -> None:
         """Decays the weights, updates the variables, except for those at `without`, and their moving averages."""
         optimizer = self._optimizer
@@ -154,6 +156,7 @@ class OptimizerUpdate:
                     lambda: None,
                 )
 
+    @shared_operations()
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         self._optimizer._apply_weight_decay(variables)
         token = _reduced.set(True)

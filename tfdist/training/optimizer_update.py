@@ -12,6 +12,7 @@ from tfdist.compression.gradient_tensors import all_finite, divided, zeros_unles
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
+from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
@@ -169,7 +170,7 @@ def _reduce_and_apply(
     for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(shape)  # The inferred shape depends on the data for which a replica is traced.
-    with context.of_gradients(contributes, optimizer.paths):
+    with context.of_gradients(contributes, optimizer.paths), shared_operations():
         summed = sum_over_replicas(gradients)
     if loss_scale is None:
         optimizer.clip_and_apply(summed, compiles)

@@ -1,0 +1,132 @@
+"""Creates equal operations of a graph once, where Keras' optimizers and gradient tapes create many of them."""
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+
+_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
+private(
+    "tensorflow.python.framework.func_graph:FuncGraph._create_op_internal",
+    "creates an operation, or returns an equal one",
+)
+private("tensorflow.python.framework.ops:Graph._device_functions_outer_to_inner", "the device of the next operation")
+_may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
+
+_READ = "ReadVariableOp"
+# Their results depend on their inputs alone.
+_SHARED = frozenset(
+    "Const ReadVariableOp Cast Pow Sqrt Rsqrt Square Neg Sub Mul RealDiv AddV2 Maximum Minimum FloorMod FloorDiv Shape "
+    "ShapeN Reshape StridedSlice Prod BroadcastGradientArgs".split()
+)
+_LARGEST_CONSTANT_BYTES = 256
+
+_current: contextvars.ContextVar["_Shared | None"] = contextvars.ContextVar("tfdist_shared_operations", default=None)
+_active: "list[_Shared]" = []
+_is_patched = False
+
+
+@contextmanager
+def shared_operations() -> Iterator[None]:
+    """Within this context, what is equal to an operation that was created in it is not created again.
+
+    Applies to the graph of the function that is being traced: to constants, reads of a variable that has not changed
+    since, and simple functions of these. TensorFlow merges them itself before a function runs, but only after it has
+    created and analysed all. Adam, for instance, creates 25 operations for each variable that depend on the step alone.
+
+    Call no function of a user in this context that tells a constant from an equal one. Nothing is shared while a
+    gradient tape records, which does. Constants do not wait for the operations of `tf.control_dependencies`.
+    """
+    graph, outer = tf.compat.v1.get_default_graph(), _current.get()
+    if not isinstance(graph, _FuncGraph) or (outer is not None and outer.graph is graph):
+        yield
+        return
+    _patch_graphs()
+    shared = _Shared(graph)
+    token = _current.set(shared)
+    _active.append(shared)
+    try:
+        yield
+    finally:
+        _active.remove(shared)
+        _current.reset(token)
+
+
+class _Shared:
+    """The operations of one context, with their inputs, so that the ids of these are not used again."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self._created: dict[Any, tuple[tf.Operation, Sequence[Any]]] = {}
+        self._reads: dict[str, list[Any]] = {}  # by the name of the variable's handle
+
+    def create(
+        self, create: Callable[[], tf.Operation], kind: str, inputs: Sequence[Any], name: str, attrs: Any
+    ) -> tf.Operation:
+        """Returns an operation of the type `kind`, which `create` creates if there is no equal one."""
+        key = self._key(kind, inputs, name, attrs)
+        if key in self._created:
+            return self._created[key][0]
+        if kind == "Const":
+            with self.graph.control_dependencies(None):
+                operation = create()
+        else:
+            operation = create()
+        if key is not None:
+            self._created[key] = operation, tuple(inputs)
+            if kind == _READ:
+                self._reads.setdefault(operation.inputs[0].name, []).append(key)
+        return operation
+
+    def _key(self, kind: str, inputs: Sequence[Any], name: str, attrs: Any) -> Any:
+        """What equal operations have in common; `None` if one is not shared."""
+        if kind not in _SHARED or _may_be_recorded():
+            return None
+        if kind == "Const" and attrs["value"].tensor.ByteSize() > _LARGEST_CONSTANT_BYTES:
+            return None
+        # The degree of a constant depends on its name; see `sample_degrees.py`.
+        own_name = name.rstrip("/").rpartition("/")[2].rstrip("_0123456789") if kind == "Const" else ""
+        own_attrs = tuple(sorted((key, value.SerializeToString()) for key, value in (attrs or {}).items()))
+        return kind, own_name, own_attrs, tuple(self.graph._device_functions_outer_to_inner), tuple(map(id, inputs))
+
+    def forget_reads(self, handles: Sequence[tf.Tensor]) -> None:
+        """Forgets what was read of variables that another operation may have changed."""
+        for handle in handles:
+            for key in self._reads.pop(handle.name, ()):
+                del self._created[key]
+
+
+def _patch_graphs() -> None:
+    """Makes the graphs of functions ask the context of the thread, which is that of a replica.
+
+    After a merge call another thread may change variables of a replica, so writes count in all contexts.
+    """
+    global _is_patched
+    if _is_patched:
+        return
+    create = _FuncGraph._create_op_internal
+
+    @functools.wraps(create)
+    def create_or_share(self: Any, op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
+        new = functools.partial(create, self, op_type, inputs, *args, **kwargs)
+        if not _active:
+            return new()
+        shared = _current.get()
+        if shared is None or shared.graph is not self:
+            operation = new()
+        else:
+            operation = shared.create(new, op_type, inputs, kwargs.get("name") or op_type, kwargs.get("attrs"))
+        if op_type != _READ and any(getattr(given, "dtype", None) == tf.resource for given in inputs):
+            handles = [given for given in operation.inputs if given.dtype == tf.resource]
+            for one in _active:
+                if one.graph is self:
+                    one.forget_reads(handles)
+        return operation
+
+    _FuncGraph._create_op_internal = create_or_share
+    _is_patched = True
