@@ -99,7 +99,9 @@ class InstanceKeys:
         with tf.init_scope(), tf.device(self._host):
             hashes = ResourceVariable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="collective_sites")
         self._variables.append(hashes)
-        with tf.control_dependencies([token.read_value() for token in self._tokens]), tf.device(self._host):
+        # Not `read_value`, which adds a second operation for each of them.
+        tokens = [tf.raw_ops.ReadVariableOp(resource=token.handle, dtype=token.dtype) for token in self._tokens]
+        with tf.control_dependencies(tokens), tf.device(self._host):
             turn = tf.math.floormod(self._graphs_executed.assign_add(1, read_value=True), _RANGES)
             sites = hashes.read_value()  # complete when the graph runs
             numbers = self._numbers.lookup(sites)

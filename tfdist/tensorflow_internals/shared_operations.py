@@ -27,6 +27,7 @@ _SHARED = frozenset(
 _LARGEST_CONSTANT_BYTES = 256
 
 _current: contextvars.ContextVar["_Shared | None"] = contextvars.ContextVar("tfdist_shared_operations", default=None)
+_free: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_free_constants", default=None)
 _active: "list[_Shared]" = []
 _is_patched = False
 
@@ -57,6 +58,21 @@ def shared_operations() -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def step_after(tensors: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Like `tf.control_dependencies(tensors)`, except that constants of this graph do not wait.
+
+    Thousands of constants with control inputs make each pass of TensorFlow over the graph slower.
+    """
+    _patch_graphs()
+    token = _free.set(tf.compat.v1.get_default_graph())
+    try:
+        with tf.control_dependencies(tensors):
+            yield
+    finally:
+        _free.reset(token)
+
+
 class _Shared:
     """The operations of one context, with their inputs, so that the ids of these are not used again."""
 
@@ -72,11 +88,7 @@ class _Shared:
         key = self._key(kind, inputs, name, attrs)
         if key in self._created:
             return self._created[key][0]
-        if kind == "Const":
-            with self.graph.control_dependencies(None):
-                operation = create()
-        else:
-            operation = create()
+        operation = _without_waiting(self.graph, create) if kind == "Const" else create()
         if key is not None:
             self._created[key] = operation, tuple(inputs)
             if kind == _READ:
@@ -101,6 +113,11 @@ class _Shared:
                 del self._created[key]
 
 
+def _without_waiting(graph: Any, create: Callable[[], tf.Operation]) -> tf.Operation:
+    with graph.control_dependencies(None):
+        return create()
+
+
 def _patch_graphs() -> None:
     """Makes the graphs of functions ask the context of the thread, which is that of a replica.
 
@@ -114,6 +131,8 @@ def _patch_graphs() -> None:
     @functools.wraps(create)
     def create_or_share(self: Any, op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         new = functools.partial(create, self, op_type, inputs, *args, **kwargs)
+        if op_type == "Const" and _free.get() is self:
+            new = functools.partial(_without_waiting, self, new)
         if not _active:
             return new()
         shared = _current.get()

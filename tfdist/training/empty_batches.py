@@ -48,6 +48,10 @@ def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
     def first_row(*leaves: Any) -> Any:
         if not (tf.is_tensor(leaves[0]) and _has_samples(leaves[0])):
             return leaves[0]
+        shape = leaves[0].shape[1:]
+        if shape.is_fully_defined() and all(leaf.shape[1:] == shape for leaf in leaves):
+            zeros = [tf.zeros([1, *shape], leaves[0].dtype)] if or_zeros else []
+            return tf.concat([*(leaf[:1] for leaf in leaves), *zeros], axis=0)[:1]
         # Parts may be padded to different sizes.
         row = leaves[-1][:1]
         for leaf in reversed(leaves[:-1]):

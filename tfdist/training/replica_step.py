@@ -19,6 +19,7 @@ from tfdist.keras_internals.model_introspection import (
     step_states,
 )
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.static_batches import samples_of_replicas, without_filled_rows
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
@@ -59,7 +60,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         replica_data, replica_samples = next(waiting)
         # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
         # the count of iterations and the keys of collectives.
-        with tf.control_dependencies(_tensors(replica_data)):
+        with step_after(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
             step.model, step.has_own_loss = model, has_own_loss(model)
@@ -128,7 +129,7 @@ def _run_micro_batches(
             yield
 
     def body(part: int) -> Any:
-        with tf.control_dependencies(_tensors(parts[part])), steps[part].running():
+        with step_after(_tensors(parts[part])), steps[part].running():
             own = steps[part]
             part_data = parts[part]
             if not is_full and own.may_lack_rows:

@@ -88,6 +88,7 @@ class ReplicaStep(LossStep):
         self.fraction = fraction
         self.parts_of_replica = parts_of_replica
         self.filled_rows = filled_rows
+        self._contributes = samples > 0
         self._fraction_of_samples = fraction
 
     @property
@@ -118,7 +119,7 @@ class ReplicaStep(LossStep):
     @property
     def contributes(self) -> bool | tf.Tensor:
         """Whether this replica has samples."""
-        return self.samples > 0
+        return self._contributes
 
     def micro_batch(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
         """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
