@@ -40,7 +40,7 @@ class CollectiveGroup(Group):
         nbytes = _static_bytes(tensor)
         if self.size == 2 and nbytes is not None and 0 < nbytes <= _SHORT_BYTES and _can_be_gathered(tensor):
             both = self._gathered(tf.reshape(tensor, [1, -1]))
-            return tf.reshape(both[0] + both[1], tensor.shape)
+            return tf.reshape(tf.add(*tf.unstack(both, num=2)), tensor.shape)
         if nbytes is None or nbytes <= _PIECE_BYTES:
             return self._summed(tensor)
         pieces = _pieces(tf.reshape(tensor, [-1]), axis=0)

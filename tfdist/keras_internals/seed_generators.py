@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.private_symbols import private
@@ -41,7 +42,12 @@ def patch_seed_generators(is_ours: Callable[[Any], bool], part: Callable[[], Any
         seed = draw(self, ordered)
         if tf.distribute.in_cross_replica_context() or not is_ours(tf.distribute.get_strategy()):
             return seed
-        replica = tf.cast(part(), tf.uint32)
+        number = part()
+        known = tf.get_static_value(number)
+        if known is not None:
+            own = np.array([int(known) * _STRIDE % 2**32, 0], np.uint32).astype(seed.dtype.as_numpy_dtype)
+            return seed + own if known else seed
+        replica = tf.cast(number, tf.uint32)
         offset = tf.stack([replica * tf.constant(_STRIDE, tf.uint32), tf.constant(0, tf.uint32)])
         return seed + tf.cast(offset, seed.dtype)
 
