@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "training": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
-    "compression": frozenset({"utils"}),
+    "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset({"cluster", "compression", "internals", "utils"}),
     "callbacks": frozenset(
         "checkpoint cluster collectives data_position internals recovery training utils versions".split()
@@ -346,7 +346,6 @@ BREAKS = [
     ("tfdist/__init__.py", "import tensorflow", "framework: tfdist uses tensorflow"),
     ("tfdist/versions.py", "import keras", "framework: versions uses keras"),
     ("tfdist/compression/cast.py", "from tfdist.collectives import group", "arrow: compression -> collectives"),
-    ("tfdist/compression/cast.py", "from tfdist import keras_internals", "arrow: compression -> internals"),
     (
         "tfdist/collectives/all_reduce_algorithms.py",
         "from tfdist.training import step",

@@ -27,11 +27,6 @@ private(
     "runs the other replicas before it returns",
 )
 
-private(
-    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV2._replica_ctx_all_reduce",
-    "reduces on a replica, without the operations for a gradient of the sum",
-)
-
 Branch = Callable[[], object]
 
 
@@ -75,14 +70,10 @@ def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) 
 def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     """The sums of the replicas' tensors or `tf.IndexedSlices`, within a branch of `cond_over_replicas`, too.
 
-    Gradients do not pass through them.
-
     TensorFlow feeds the numbers of its collectives when a function is called, and a loop within it (Keras'
     `steps_per_execution`) does not pass them on. So replicas that meet add up on the first one's device, and send back.
     """
     context = tf.distribute.get_replica_context()
-    if not tf.executing_eagerly() and _reduces_in_replicas():
-        return list(context.strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
     if not _needs_merge_call():
         return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
