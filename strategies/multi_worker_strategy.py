@@ -26,6 +26,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
+from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
 from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
 
@@ -104,6 +105,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         tf.distribute.Strategy.__init__(self, extended)
         self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
         self._agree_on_random_seed()
+        self._compare_cpus()
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -163,6 +165,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             if self.rank == 0:
                 set_key_value(name, str(_seed_of_run()))
             tf.random.set_seed(int(wait_for_key_value(name)))
+
+    def _compare_cpus(self) -> None:
+        """Leaves XLA to the users if workers have CPUs with different instructions, and their weights would differ."""
+        if self.num_workers > 1:
+            name = f"tfdist/cpu/{self._collective_key_base}"
+            set_key_value(f"{name}/{self.rank}", str(cpu_instructions()))
+            if len({wait_for_key_value(f"{name}/{rank}") for rank in range(self.num_workers)}) > 1:
+                leave_xla_to_users()
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
@@ -92,7 +93,8 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
     if tf.executing_eagerly():
         return
     with tf.init_scope():
-        have_values = all(bool(getattr(one, "value", one).is_initialized()) for one in variables)
+        held = [one.value if isinstance(one, keras.Variable) else one for one in variables]
+        have_values = all(bool(one.is_initialized()) for one in held)
     if have_values:
         build_outside_trace(optimizer, variables)
 

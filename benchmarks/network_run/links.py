@@ -83,9 +83,11 @@ class Network:
             self._ip(self._hub, "link", "set", port, "master", "bridge", "up")
             # Packets of IPv6 neighbour discovery would be counted with the steps.
             _run(*self.command(rank), "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
-            # Every kernel permits it. BBR, the default of some, varies its rate: an all-reduce of 3.3 MB at 100 Mbit/s
-            # takes 280 to 390 ms with it, 280 ms without.
-            _run(*self.command(rank), "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+            # Every kernel permits Reno. BBR, the default of some, varies its rate: an all-reduce of 3.3 MB at
+            # 100 Mbit/s takes 280 to 390 ms with it, 280 ms with Reno. But Reno starts slowly after the pause of each
+            # step: with PyTorch, too, a step of the MLP at 1 Gbit/s then takes a third longer.
+            for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+                _run(*self.command(rank), "sysctl", "-qw", f"net.ipv4.{setting}")
             self._ip(namespace, "addr", "add", f"{self.addresses[rank]}/24", "dev", INTERFACE)
             self._ip(namespace, "link", "set", INTERFACE, "up")
             self._ip(namespace, "link", "set", "lo", "up")

@@ -90,9 +90,9 @@ def test_without_xla_and_for_unknown_shapes_tensorflow_computes(monkeypatch):
 
     assert of_any_length(tf.constant([-2.0])).numpy() == [2.0]
     monkeypatch.setattr(xla_functions.tf.config, "list_logical_devices", lambda: [tf.config.LogicalDevice("g", "GPU")])
-    xla_functions.compiles_on_cpus.cache_clear()
+    xla_functions._has_cpus_only.cache_clear()
     try:
         assert fused_calls.fused(tf.abs, tf.constant([-3.0])).numpy() == [3.0]
     finally:
-        xla_functions.compiles_on_cpus.cache_clear()
+        xla_functions._has_cpus_only.cache_clear()
     assert fused_calls._compiled.cache_info().misses == 0

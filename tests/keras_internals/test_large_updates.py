@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals import optimizers
 from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals import xla_functions
 from tfdist.tensorflow_internals.xla_functions import call_compiled
 
 RANDOM = np.random.default_rng(0)
@@ -110,3 +111,30 @@ def test_a_custom_loop_has_them_too(cpus, updated):
     step(tf.constant(ROWS))
     assert updated == [[(8, 8)]] * 2
     assert optimizer.iterations.numpy() == 1
+
+
+class CountingDecay(keras.optimizers.AdamW):
+    """Counts its updates where it decays the weights."""
+
+    updates = 0
+
+    def _apply_weight_decay(self, variables):
+        self.updates += 1
+        super()._apply_weight_decay(variables)
+
+
+def test_a_subclass_with_its_own_parts_of_an_update_runs_them_once(cpus, updated):
+    with MirroredStrategy(cpus[:1]).scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model.compile(CountingDecay(0.01, weight_decay=0.1), loss="mse")
+    model.fit(ROWS, TARGETS, batch_size=40, verbose=0)
+    assert not updated
+    assert model.optimizer.updates == 1  # it is traced once
+
+
+def test_workers_with_different_cpus_leave_xla_to_users(cpus, updated, monkeypatch):
+    monkeypatch.setattr(xla_functions, "_cpus_are_alike", True)
+    xla_functions.leave_xla_to_users()
+    train(cpus, adam)
+    assert not updated
+    assert xla_functions.cpu_instructions() == xla_functions.cpu_instructions() != 0

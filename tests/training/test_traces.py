@@ -49,6 +49,25 @@ def test_a_step_that_builds_its_optimizers_is_traced_once(cpus, loss_scale):
     assert [int(one.iterations.numpy()) for one in optimizers] == [1, 1]
 
 
+def test_a_loop_may_update_plain_variables_by_an_optimizer_that_is_not_built(cpus):
+    strategy = MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        weight, optimizer = tf.Variable([2.0]), keras.optimizers.SGD(0.5)
+
+    @tf.function
+    def step():
+        def on_replica():
+            with tf.GradientTape() as tape:
+                loss = weight[0] ** 2 / 2
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        strategy.run(on_replica)
+
+    step()
+    # The loss of a custom loop is divided by the number of replicas: the gradient is 2 on each of two.
+    assert strategy.experimental_local_results(weight)[0].numpy() == 2.0 - 0.5 * 2 * 2.0
+
+
 class Observed(keras.optimizers.Adam):
     """Keeps the graph in which it updates."""
 

@@ -1,7 +1,7 @@
 """Computes an encoding or decoding by XLA: one or two passes over the values in place of one for each operation."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -31,6 +31,8 @@ def fused(function: Callable[..., Result], *tensors: tf.Tensor) -> Result:
         return function(*tensors)
     # Methods are equal only if their objects are the same.
     method, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
+    if not isinstance(owner, Hashable):  # a compressor of the user, for instance a dataclass
+        return function(*tensors)
     return _compiled(method, owner, *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors))(*tensors)
 
 

@@ -1,6 +1,7 @@
 """The parts of a Keras optimizer's update, and the patch that lets tfdist order them."""
 
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import itertools
@@ -25,6 +26,11 @@ _UPDATES = tuple(
     getattr(keras.optimizers, name).update_step
     for name in "Adadelta Adagrad Adam Adamax AdamW Lion RMSprop SGD".split()
 )
+
+_METHODS_OF_AN_UPDATE = (
+    "_apply_weight_decay _backend_update_step _distributed_tf_update_step _get_current_learning_rate _use_weight_decay "
+    "assign assign_add assign_sub learning_rate update_step"
+).split()
 
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
@@ -125,7 +131,7 @@ class OptimizerUpdate:
                 variables alone, on CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
         """
         if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
-            if call_compiled(lambda *tensors: self.apply(self.clip(tensors)) or [], gradients) is not None:
+            if call_compiled(self._clip_and_apply_tensors, gradients) is not None:
                 return
         clipped = self.clip(gradients)
         large = self._large(clipped) if compiles is None else []
@@ -140,7 +146,10 @@ class OptimizerUpdate:
         else:
             self.apply(clipped)
 
-    @shared_operations()
+    def _clip_and_apply_tensors(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        self.apply(self.clip(tensors))
+        return []
+
     def apply(self, gradients: Sequence[Any], without: Collection[int] = ()) -> None:
         """Decays the weights, updates the variables, except for those at `without`, and their moving averages."""
         optimizer = self._optimizer
@@ -156,8 +165,11 @@ class OptimizerUpdate:
                     lambda: None,
                 )
 
-    @shared_operations()
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        with shared_operations() if self._is_of_keras() else contextlib.nullcontext():
+            self._update_each(gradients, variables)
+
+    def _update_each(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         self._optimizer._apply_weight_decay(variables)
         token = _reduced.set(True)
         try:
@@ -165,11 +177,15 @@ class OptimizerUpdate:
         finally:
             _reduced.reset(token)
 
+    def _is_of_keras(self) -> bool:
+        """Whether the methods of an update are Keras' own, so that it may be computed in parts."""
+        kinds = type(self._optimizer).__mro__
+        own = next(kind for kind in kinds if kind.__module__.startswith("keras."))
+        return all(getattr(kinds[0], name) is getattr(own, name) for name in _METHODS_OF_AN_UPDATE)
+
     def _large(self, gradients: Sequence[Any]) -> list[int]:
         """The positions of the gradients of large variables whose updates XLA can compile."""
-        kind = type(self._optimizer)
-        updates_each = kind.update_step in _UPDATES and kind._backend_update_step is TFOptimizer._backend_update_step
-        if not updates_each or not compiles_on_cpus():
+        if type(self._optimizer).update_step not in _UPDATES or not self._is_of_keras() or not compiles_on_cpus():
             return []
         sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
         return [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]

@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.shared_operations import shared_operations
-
 Parts = list[tuple[Any, Any]]
 
 
@@ -36,8 +34,7 @@ def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | 
         found = parts(tf.nest.flatten(target), given) if _has_variable(sources) else None
         if found is not None:
             target, output_gradients = [tensor for tensor, _ in found], [scale for _, scale in found]
-        with shared_operations():
-            return gradient(self, target, sources, output_gradients, unconnected_gradients)
+        return gradient(self, target, sources, output_gradients, unconnected_gradients)
 
     @functools.wraps(of_graph)
     def gradients_of_parts(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **kwargs: Any) -> Any:

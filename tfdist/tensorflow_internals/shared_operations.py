@@ -16,6 +16,8 @@ private(
     "creates an operation, or returns an equal one",
 )
 private("tensorflow.python.framework.ops:Graph._device_functions_outer_to_inner", "the device of the next operation")
+private("tensorflow.python.framework.ops:Graph._current_control_dependencies", "what the next operation waits for")
+private("tensorflow.python.framework.ops:Graph.colocate_with", "makes `_colocation_stack`, the next operation's place")
 _may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
 
 _READ = "ReadVariableOp"
@@ -97,14 +99,17 @@ class _Shared:
 
     def _key(self, kind: str, inputs: Sequence[Any], name: str, attrs: Any) -> Any:
         """What equal operations have in common; `None` if one is not shared."""
-        if kind not in _SHARED or _may_be_recorded():
+        if kind not in _SHARED or attrs is None or _may_be_recorded():
             return None
         if kind == "Const" and attrs["value"].tensor.ByteSize() > _LARGEST_CONSTANT_BYTES:
             return None
         # The degree of a constant depends on its name; see `sample_degrees.py`.
         own_name = name.rstrip("/").rpartition("/")[2].rstrip("_0123456789") if kind == "Const" else ""
         own_attrs = tuple(sorted((key, value.SerializeToString()) for key, value in (attrs or {}).items()))
-        return kind, own_name, own_attrs, tuple(self.graph._device_functions_outer_to_inner), tuple(map(id, inputs))
+        graph, waits = self.graph, kind == _READ  # for operations after which a variable has another value
+        place = (*graph._device_functions_outer_to_inner, *map(id, graph._colocation_stack.peek_objs()))
+        waits_for = frozenset(map(id, graph._current_control_dependencies())) if waits else None
+        return kind, own_name, own_attrs, place, waits_for, tuple(map(id, inputs))
 
     def forget_reads(self, handles: Sequence[tf.Tensor]) -> None:
         """Forgets what was read of variables that another operation may have changed."""

@@ -2,7 +2,10 @@
 
 import contextvars
 import functools
+import platform
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +40,7 @@ _FLOATS = {
     tf.float16: (0x3FF, 0x3C00, tf.uint16),
     tf.bfloat16: (0x7F, 0x3F80, tf.uint16),
 }
+_cpus_are_alike = True
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
 
 
@@ -122,10 +126,34 @@ def _is_known_to_xla(operation_type: str) -> bool:
     return operation_type == "Placeholder" or not kernels or any("XLA_" in kernel.device_type for kernel in kernels)
 
 
-@functools.cache
 def compiles_on_cpus() -> bool:
-    """Whether TensorFlow has XLA, and CPUs are all the devices of this process."""
-    return all(device.device_type == "CPU" for device in tf.config.list_logical_devices()) and _register_kernels()
+    """Whether TensorFlow has XLA, CPUs are all the devices of this process, and those of all workers are alike."""
+    return _cpus_are_alike and _has_cpus_only() and _register_kernels()
+
+
+def leave_xla_to_users() -> None:
+    """Makes `compiles_on_cpus` false from now on, because workers have different CPUs.
+
+    XLA uses all instructions of a CPU, so its results, and with them the weights of workers, would differ in the last
+    bit. TensorFlow's kernels for values one by one are the same on all CPUs.
+    """
+    global _cpus_are_alike
+    _cpus_are_alike = False
+
+
+def cpu_instructions() -> int:
+    """Returns a number that is equal on CPUs with the same instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return zlib.crc32(" ".join(sorted(flags.split())).encode())
+
+
+@functools.cache
+def _has_cpus_only() -> bool:
+    return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
 @functools.cache
