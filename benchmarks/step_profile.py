@@ -141,16 +141,18 @@ def profile(workload: Workload, method: str | None, *, jit_compile: bool | str) 
         [file] = Path(folder).rglob("*.xplane.pb")
         space = xplane_pb2.XSpace.FromString(file.read_bytes())
     operations = [operation for graph in optimizer.graphs for operation in graph.get_operations()]
-    kinds = {operation.name: kind_of(operation) for operation in operations if not _calls_operations(operation)}
+    kinds = {operation.name: kind_of(operation) for operation in operations if operation.type not in _CALLS}
+    calls = {operation.name: kind_of(operation) for operation in operations if operation.type in _CALLS}
     [plane] = [plane for plane in space.planes if plane.name == "/host:CPU"]
     work, steps = [], []
     for line in plane.lines:
         for event in line.events:
             start = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
             name = plane.event_metadata[event.metadata_id].name
-            if name == _ASYNCHRONOUS:  # a function of XLA among others
-                name = _stat(plane, event, "name") + ":"
-            kind = "step" if name == _STEP_FUNCTION else _kind_of_event(name, kinds)
+            if name == _ASYNCHRONOUS:  # a function of XLA, which runs here; other functions start here only
+                kind = _kind_by_name(_stat(plane, event, "name"), calls)
+            else:
+                kind = "step" if name == _STEP_FUNCTION else _kind_of_event(name, kinds)
             if kind is not None:
                 (steps if kind == "step" else work).append(Interval(start, start + event.duration_ps / 1e9, kind))
     steps.sort()
@@ -164,11 +166,6 @@ def _stat(plane: Any, event: Any, name: str) -> str:
     return found[0].str_value or plane.stat_metadata[found[0].ref_value].name if found else ""
 
 
-def _calls_operations(operation: tf.Operation) -> bool:
-    """Whether an operation calls a function whose operations have events; those of XLA's functions have none."""
-    return operation.type in _CALLS and b"_XlaMustCompile" not in operation.node_def.SerializeToString()
-
-
 def _kind_of_event(name: str, kinds: dict[str, str]) -> str | None:
     """The kind of a profiler's event: that of the operation whose name ends the event's name; `None` if it is none."""
     path, colon, operation_type = name.rpartition(":")
@@ -176,19 +173,22 @@ def _kind_of_event(name: str, kinds: dict[str, str]) -> str | None:
         return DATA
     if not colon or " " in name or "::" in name:
         return None
-    if not operation_type:
-        return kinds.get(path) if kinds.get(path) != EXCHANGE else None
     if not operation_type[:1].isalpha() and operation_type[:1] != "_":
         return None
     if operation_type.startswith("Collective"):
         return EXCHANGE
-    parts = path.split("/")
-    for first in range(len(parts)):
-        if (found := kinds.get("/".join(parts[first:]))) is not None:
-            return found
+    if (found := _kind_by_name(path, kinds)) is not None:
+        return found
     if operation_type in _CALLS:
         return None
     return UPDATE if "Assign" in operation_type or "Apply" in operation_type else SCHEDULING
+
+
+def _kind_by_name(path: str, kinds: dict[str, str]) -> str | None:
+    """The kind of the operation whose name ends `path`, as TensorFlow adds the names of the calls around it."""
+    parts = path.split("/")
+    ends = ("/".join(parts[first:]) for first in range(len(parts)))
+    return next((kinds[end] for end in ends if end in kinds), None)
 
 
 def draw(results: dict[str, dict[str, float]], path: Path) -> None:
