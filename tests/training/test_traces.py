@@ -64,7 +64,7 @@ def test_a_loop_may_update_plain_variables_by_an_optimizer_that_is_not_built(cpu
         strategy.run(on_replica)
 
     step()
-    # The loss of a custom loop is divided by the number of replicas: the gradient is 2 on each of two.
+    # This loop does not divide its loss by the number of replicas: the gradient is the sum of 2 on each of two.
     assert strategy.experimental_local_results(weight)[0].numpy() == 2.0 - 0.5 * 2 * 2.0
 
 

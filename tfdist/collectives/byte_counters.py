@@ -112,9 +112,11 @@ class ByteCounters:
                 with tf.init_scope():
                     zeros = tf.zeros([len(numbers)], tf.int64)
                     self._counters[label] = ResourceVariable(zeros, trainable=False, name="byte_counters")
-            are_known = all(isinstance(number, int) for number in numbers)
-            added = numbers if are_known else tf.stack([tf.cast(number, tf.int64) for number in numbers])
-            self._counters[label].assign_add(tf.constant(added, tf.int64) if are_known else added)
+            if all(isinstance(number, int) for number in numbers):
+                added = tf.constant(numbers, tf.int64)  # one operation
+            else:
+                added = tf.stack([tf.cast(number, tf.int64) for number in numbers])
+            self._counters[label].assign_add(added)
 
 
 def _bytes_of(tensor: tf.Tensor) -> "int | tf.Tensor":
