@@ -4,15 +4,19 @@ from tfdist.versions import require_supported_versions
 
 require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
 
+from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
+from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
 from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy  # noqa: E402
 
 __all__ = [
     "Asynchronous",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "Pipeline",
     "Synchronous",
 ]

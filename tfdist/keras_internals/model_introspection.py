@@ -108,6 +108,11 @@ def step_states(model: Any) -> list[keras.Variable]:
     return list(found.values())
 
 
+def seed_states(model: Any) -> set[int]:
+    """Returns the ids of the variables with the states of the random generators of layers."""
+    return {id(generator.state) for layer in model._flatten_layers() for generator in layer._seed_generators}
+
+
 def added_losses(model: Any) -> dict[Any, list[Any]]:
     """Returns the losses that each layer has added in the step that is running."""
     return {layer: list(layer._losses) for layer in model._flatten_layers()}

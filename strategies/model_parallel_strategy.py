@@ -1,0 +1,166 @@
+"""ModelParallelStrategy: a model whose layers are on several devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import CommunicationStats
+from tfdist.keras_internals.functional_graph import graph_of
+from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
+from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.model_parallel.placed_models import PlacedModels
+from tfdist.model_parallel.stage_table import stage_table
+from tfdist.model_parallel.stages import stages_of
+from tfdist.model_parallel.unsupported_models import check_model_for_stages
+from tfdist.strategies.model_parallel_patches import patch_keras_once
+from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.tensorflow_internals.placed_strategy import PlacedExtended, resolved_device
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph
+from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.utils.argument_checks import check_whole_number
+
+_GRADIENT_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
+
+
+class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
+    """Training of a model that is cut into stages, each of them on a separate device.
+
+    `fit`, `evaluate` and `predict` compute each batch in micro-batches, so that the stages work at the same time.
+    The result is that of one process on the complete batch.
+
+    ```python
+    strategy = ModelParallelStrategy(devices=["GPU:0", "GPU:1"], pipeline=Pipeline(stages=2, micro_batches=8))
+    with strategy.scope():
+        model = build_model()
+        model.compile("adam", loss=...)
+    model.fit(x, y, epochs=3)
+    ```
+
+    Attributes:
+        pipeline: The options of the pipeline.
+        columns: By column and stage, the full name of the device.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        pipeline: Pipeline,
+        data_parallel: int = 1,
+        compression: str | None = None,
+    ) -> None:
+        """Creates the strategy.
+
+        Args:
+            devices: `stages` devices for each column, column after column: "CPU:0", "GPU:1", or a device of another
+                task ("/job:worker/task:1/device:CPU:0").
+            pipeline: How the model is cut, and in which order micro-batches are computed.
+            data_parallel: The number of columns: copies of all stages, each of which computes a part of every batch.
+            compression: As what columns send gradients to each other: "bf16", "fp16", or `None` for unchanged.
+
+        Raises:
+            ValueError: An argument is invalid, or there are too few devices.
+        """
+        if not isinstance(pipeline, Pipeline):
+            raise ValueError(
+                f"Invalid `pipeline`. Received: {pipeline!r}. Expected: tfdist.strategies.Pipeline(stages=...)."
+            )
+        check_whole_number("data_parallel", data_parallel, at_least=1)
+        if compression not in _GRADIENT_DTYPES:
+            raise ValueError(
+                f"Invalid `compression` of a model-parallel strategy. Received: compression={compression!r}. Expected: "
+                "'bf16', 'fp16' or None. Other methods exist for data-parallel strategies only."
+            )
+        if isinstance(devices, str) or len(devices) != pipeline.stages * data_parallel:
+            raise ValueError(
+                f"The number of devices differs from stages times columns. Received: devices={devices!r}, "
+                f"stages={pipeline.stages}, data_parallel={data_parallel}. Expected: a list of "
+                f"{pipeline.stages * data_parallel} devices."
+            )
+        resolved = [resolved_device(device) for device in devices]
+        if len(set(resolved)) != len(resolved):
+            raise ValueError(
+                f"Two stages have the same device. Received: devices={list(devices)}. Expected: different devices. "
+                "Several CPU devices of one process are created by `tf.config.set_logical_device_configuration`."
+            )
+        self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
+        stages = pipeline.stages
+        self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
+        self._chief = resolved_device("CPU:0")
+        super().__init__(PlacedExtended(self, self._chief, self.columns[0]))
+        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, _GRADIENT_DTYPES[compression])
+        patch_keras_once(ModelParallelStrategy)
+        exclude_from_autograph()
+        check_installed_versions(is_chief=True)
+
+    @property
+    def rank(self) -> int:
+        """0: this process alone calls `fit`."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """1: this process."""
+        return 1
+
+    @property
+    def replicas_of_workers(self) -> tuple[int, ...]:
+        """1: all devices together compute one replica."""
+        return (1,)
+
+    @property
+    def communication(self) -> CommunicationStats:
+        """Zeros: what devices send to each other is not counted."""
+        return CommunicationStats()
+
+    @property
+    def gradient_reduction(self) -> None:
+        """None: gradients are not reduced by collectives."""
+        return None
+
+    @property
+    def compression_state(self) -> None:
+        """None: casts have no state."""
+        return None
+
+    @property
+    def worker_stats(self) -> tuple[()]:
+        """Empty: statistics for each worker exist under parameter servers only."""
+        return ()
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn`; a step of a Keras model runs in stages.
+
+        Raises:
+            ValueError: The model's step cannot run in stages. The message gives the reason and the remedy.
+        """
+        model, name = bound_step(fn)
+        if model is None and is_predict_step(fn):
+            model, name = predicting_model(fn), "predict_step"
+        if model is None:
+            return super().run(fn, args, kwargs, options)
+        check_model_for_stages(model, self, name)
+        step = self._placed.step(model, keras.utils.unpack_x_y_sample_weight(args[0])[0])
+        step_function = {"train_step": step.train, "test_step": step.test, "predict_step": step.predict}[name]
+        return super().run(step_function, args, kwargs, options)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns `dataset`: this process draws from it and sends parts of its batches to the stages."""
+        del options
+        return dataset
+
+    def summary(self, model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
+        """Prints the stages of a model: layers, parameters, what is sent, and the expected bubble.
+
+        Args:
+            model: A built Functional or Sequential model; a subclassed model after its first batch.
+            print_fn: Takes each line; by default `print`.
+
+        Raises:
+            ValueError: The model has no graph yet, or cannot be cut.
+        """
+        stages = self._placed.stages_of(model) or stages_of(graph_of(model), self.pipeline)
+        for line in stage_table(stages, self.pipeline, self.columns):
+            (print_fn or print)(line)

@@ -1,0 +1,92 @@
+"""The loss of a compiled model on a micro-batch, without the losses that its layers add."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.loss_scaling import LossStep
+
+
+class _Recorder:
+    """Takes the place of the metric of an output's loss, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        self.values.append(values)
+
+
+def has_compiled_loss(model: Any) -> bool:
+    """Whether a batch has a loss beside those of layers: by `compile(loss=...)`, or by the model's `compute_loss`."""
+    return model._compile_loss is not None or overrides_compute_loss(model)
+
+
+def overrides_compute_loss(model: Any) -> bool:
+    """Whether the class of the model has its own `compute_loss`."""
+    # The methods of Keras are replaced by functions that wrap them.
+    return "compute_loss" in {name for base in _own_classes(model) for name in vars(base)}
+
+
+def overridden_step(model: Any, *names: str) -> str | None:
+    """Returns the first of the methods `names` that the class of the model overrides."""
+    own = {name for base in _own_classes(model) for name in vars(base)}
+    return next((name for name in names if name in own), None)
+
+
+def _own_classes(model: Any) -> list[type]:
+    return [base for base in type(model).__mro__ if not base.__module__.startswith(("keras.", "tensorflow."))]
+
+
+def loss_parts(
+    model: Any, step: LossStep, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+) -> tuple[Any, list[Any]]:
+    """Computes the loss of a part of a batch.
+
+    Args:
+        model: A compiled model, whose compiled loss is built.
+        step: Scales the loss; it must be the current one.
+        x: The inputs; only a `compute_loss` of the model's class needs them.
+        y: The targets.
+        y_pred: The outputs of the model.
+        sample_weight: The weights of the samples, or None.
+        training: Whether the model is trained.
+
+    Returns:
+        The part of the loss of the batch, and the part of each output's loss if the model has several.
+    """
+    compiled = model._compile_loss
+    metrics = [] if compiled is None else list(compiled.metrics)
+    recorders = [_Recorder() for _ in metrics]
+    step.has_scaled = False
+    if compiled is not None:
+        compiled._metrics = recorders
+    try:
+        if overrides_compute_loss(model):
+            with keras.StatelessScope():  # in which layers have added no losses
+                loss = model._compute_loss(
+                    x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+                )
+        else:
+            loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
+    finally:
+        if compiled is not None:
+            compiled._metrics = metrics
+    return loss, [value for recorder in recorders for value in recorder.values]
+
+
+def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor], y_pred: Any, samples: Any) -> None:
+    """Updates the metric of the loss, and those of the outputs' losses, as Keras does in a step on the batch.
+
+    Args:
+        model: The compiled model.
+        loss: The loss of the batch.
+        of_outputs: The loss of each output, if there are several.
+        y_pred: The outputs of the model for the batch.
+        samples: The number of samples.
+    """
+    model._loss_tracker.update_state(loss, sample_weight=samples)
+    metrics = [] if model._compile_loss is None else model._compile_loss.metrics
+    for metric, value in zip(metrics, of_outputs, strict=bool(of_outputs)):
+        metric.update_state(value, sample_weight=tf.nest.flatten(y_pred)[0].shape[0])

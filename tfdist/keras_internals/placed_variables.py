@@ -1,0 +1,47 @@
+"""The `tf.Variable`s behind Keras' variables: replaced by others on other devices."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
+
+
+def held_variable(variable: keras.Variable) -> tf.Variable:
+    """Returns the `tf.Variable` that holds the value of a variable."""
+    return variable._value
+
+
+def hold(variable: keras.Variable, held: tf.Variable) -> None:
+    """Makes `held` hold the value of `variable` from now on. It must have the same `_unique_id`, which optimizers use."""
+    variable._value = held
+
+
+@contextmanager
+def holding(values: Mapping[int, tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
+    """In the body, each variable of `values`, which is by the variables' ids, is held by the given `tf.Variable`."""
+    before = [(variable, variable._value) for variable, _ in values.values()]
+    try:
+        for variable, held in values.values():
+            variable._value = held
+        yield
+    finally:
+        for variable, held in before:
+            variable._value = held
+
+
+def optimizers_of(optimizer: Any) -> tuple[Any, Any]:
+    """Returns the optimizer that updates the weights, and the `LossScaleOptimizer` around it or None."""
+    scaled = isinstance(optimizer, LossScaleOptimizer)
+    return (optimizer.inner_optimizer, optimizer) if scaled else (optimizer, None)
+
+
+def shared_optimizer_variables(optimizer: Any) -> list[keras.Variable]:
+    """Returns the scalars that all devices read: the iterations, the learning rate, the loss scale."""
+    inner, outer = optimizers_of(optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    shared = [inner._iterations, *([rate] if isinstance(rate, keras.Variable) else [])]
+    return shared if outer is None else [*shared, *outer._variables]

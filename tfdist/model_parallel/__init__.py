@@ -1,0 +1,1 @@
+"""Pipelines of stages: partition of a model, placement, schedule, step and update."""

@@ -1,0 +1,129 @@
+"""Columns of stages: copies of the model on other devices, and the sums of their gradients."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.placed_variables import held_variable, holding
+from tfdist.model_parallel.placement import copied_variables, copy_to
+from tfdist.model_parallel.stages import ModelStages
+from tfdist.tensorflow_internals.placed_strategy import ColumnVariable
+
+_SLICED_FROM = 1 << 14  # elements; the slices of a smaller gradient cost more than they save
+
+
+class Columns:
+    """The columns of a placed model. The variables of the first one are those that the program sees.
+
+    Attributes:
+        devices: By column and stage.
+    """
+
+    def __init__(self, devices: Sequence[Sequence[str]]) -> None:
+        self.devices = devices
+        self._variables: list[keras.Variable] = []
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def copy(self, model: Any, stages: ModelStages) -> None:
+        """Creates the missing copies of the model's placed variables."""
+        self._variables = copied_variables(model, stages)
+        stage_of = {device: index for index, device in enumerate(self.devices[0])}
+        for variable in self._variables:
+            held = held_variable(variable)
+            if not held.copies:
+                for devices in self.devices[1:]:
+                    copy_to(variable, devices[stage_of[held.device]])
+
+    @contextmanager
+    def entered(self, column: int) -> Iterator[None]:
+        """In the body, variables are held by their copy in a column."""
+        held = [(variable, held_variable(variable)) for variable in self._variables] if column else []
+        with holding({id(variable): (variable, one.copies[column - 1]) for variable, one in held}):
+            yield
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """In the body, each column assigns its copies itself."""
+        ColumnVariable.follows = False
+        try:
+            yield
+        finally:
+            ColumnVariable.follows = True
+
+
+def summed_over_columns(gradients: Sequence[Any], devices: Sequence[str], dtype: tf.DType | None) -> list[Any]:
+    """Returns for each column the sum of all columns' gradients of a variable, bit-identical.
+
+    Args:
+        gradients: By column, dense or `tf.IndexedSlices`; None if a column has none.
+        devices: By column, where the variable is.
+        dtype: As what gradients are sent; None to send them unchanged.
+    """
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    if not present:
+        return [None] * len(devices)
+    if len(devices) == 1:
+        return list(gradients)
+    given = [gradients[index] for index in present]
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in given):
+        return _gathered_rows(given, [devices[index] for index in present], devices, dtype)
+    own = [devices[index] for index in present]
+    dense = []
+    for gradient, device in zip(given, own, strict=True):
+        with tf.device(device):
+            dense.append(tf.convert_to_tensor(gradient))
+    elements = dense[0].shape.num_elements()
+    if len(devices) == 2 or elements is None or elements < _SLICED_FROM:
+        return _sums_of_all(dense, own, devices, dtype)
+    return _sums_of_slices(dense, own, devices, dtype)
+
+
+def _sums_of_all(tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+    """Each column receives the gradients of all others, and adds them in the same order."""
+    sent = [_encoded(tensor, device, dtype) for tensor, device in zip(tensors, own, strict=True)]
+    sums = []
+    for device in devices:
+        with tf.device(device):
+            sums.append(tf.add_n([tf.cast(tensor, tensors[0].dtype) for tensor in sent]))
+    return sums
+
+
+def _sums_of_slices(tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+    """Each column adds one slice of all gradients and sends the sum to the others: 2 (K - 1) / K of the size."""
+    count, shape, elements = len(devices), tensors[0].shape, int(tensors[0].shape.num_elements())
+    sizes = [elements * (index + 1) // count - elements * index // count for index in range(count)]
+    slices = []
+    for tensor, device in zip(tensors, own, strict=True):
+        with tf.device(device):
+            slices.append(tf.split(tf.reshape(_encoded(tensor, device, dtype), [-1]), sizes))
+    partial = []
+    for index, device in enumerate(devices):
+        with tf.device(device):
+            total = tf.add_n([tf.cast(of_column[index], tensors[0].dtype) for of_column in slices])
+            partial.append(_encoded(total, device, dtype))
+    sums = []
+    for device in devices:
+        with tf.device(device):
+            sums.append(tf.reshape(tf.cast(tf.concat(partial, 0), tensors[0].dtype), shape))
+    return sums
+
+
+def _gathered_rows(rows: Sequence[Any], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+    """Each column receives the rows of all others."""
+    sent = [_encoded(one.values, device, dtype) for one, device in zip(rows, own, strict=True)]
+    gathered = []
+    for device in devices:
+        with tf.device(device):
+            values = tf.cast(tf.concat(sent, 0), rows[0].values.dtype)
+            gathered.append(tf.IndexedSlices(values, tf.concat([one.indices for one in rows], 0), rows[0].dense_shape))
+    return gathered
+
+
+def _encoded(tensor: tf.Tensor, device: str, dtype: tf.DType | None) -> tf.Tensor:
+    with tf.device(device):
+        return tensor if dtype is None or not tensor.dtype.is_floating else tf.cast(tensor, dtype)

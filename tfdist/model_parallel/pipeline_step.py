@@ -1,0 +1,213 @@
+"""One step of a model in stages: training, testing or predicting a batch in micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
+from tfdist.keras_internals.keras_symbols import set_mask
+from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.model_parallel.batch_rows import MicroBatch, micro_batches_of
+from tfdist.model_parallel.column_run import ColumnRun, added
+from tfdist.model_parallel.columns import Columns, summed_over_columns
+from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
+from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
+from tfdist.model_parallel.regularization import regularization_losses
+from tfdist.model_parallel.stage_functions import StageKind
+from tfdist.model_parallel.stages import ModelStages
+from tfdist.model_parallel.step_functions import StepFunctions
+from tfdist.model_parallel.update import loss_scale_of, update_columns
+from tfdist.tensorflow_internals.independent_operations import independent_calls
+
+
+class PipelineStep:
+    """The steps of a placed model. Call its methods while a function is traced."""
+
+    def __init__(
+        self,
+        model: Any,
+        stages: ModelStages,
+        columns: Columns,
+        pipeline: Pipeline,
+        chief: str,
+        gradient_dtype: tf.DType | None,
+    ) -> None:
+        """Prepares the steps.
+
+        Args:
+            model: The Keras model.
+            stages: Its stages.
+            columns: Their devices and copies.
+            pipeline: The options.
+            chief: The device of batches and scalars.
+            gradient_dtype: As what columns exchange gradients; None for the dtype of the gradients.
+        """
+        self._model, self._stages, self._columns = model, stages, columns
+        self._pipeline, self._chief, self._gradient_dtype = pipeline, chief, gradient_dtype
+
+    def train(self, data: Any) -> Any:
+        """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
+        batch = _Batch(self, data, StageKind(training=True, has_loss=True))
+        scale = loss_scale_of(self._model.optimizer)
+        batch.run(scale)
+        gradients, penalties = self._gradients(batch, scale)
+        batch.assign_states()
+        with self._columns.updating():
+            update_columns(self._model.optimizer, self._model.trainable_variables, gradients, self._columns)
+        return batch.logs(penalties)
+
+    def test(self, data: Any) -> Any:
+        """Computes the loss and the metrics of a batch, as `Model.test_step` does."""
+        batch = _Batch(self, data, StageKind(training=False, has_loss=True))
+        batch.run(None)
+        batch.assign_states()
+        return batch.logs([loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)])
+
+    def predict(self, data: Any) -> Any:
+        """Returns the outputs for a batch, as `Model.predict_step` does."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        batch = _Batch(self, (x,), StageKind(training=False, has_loss=False))
+        batch.run(None)
+        batch.assign_states()
+        return batch.outputs()
+
+    def _gradients(self, batch: "_Batch", scale: tf.Tensor) -> tuple[list[list[Any]], list[tf.Tensor]]:
+        """Returns by column the gradients of the trainable variables, and the losses of weights."""
+        variables = self._model.trainable_variables
+        of_columns = [self._of_owners(run, devices) for run, devices in zip(batch.runs, batch.devices, strict=True)]
+        result: list[list[Any]] = [[] for _ in of_columns]
+        for variable in variables:
+            owner = self._stages.owner.get(id(variable))
+            found = [gradients.get(id(variable)) for gradients in of_columns]
+            devices = [of_stages[owner or 0] for of_stages in batch.devices]
+            for column, total in enumerate(summed_over_columns(found, devices, self._gradient_dtype)):
+                result[column].append(total)
+        penalties: list[tf.Tensor] = []
+        for column, gradients in enumerate(result):
+            with self._columns.entered(column):
+                for index, loss, gradient in regularization_losses(variables, scale):
+                    with tf.device(held_variable(variables[index]).device):
+                        gradients[index] = added(gradients[index], gradient)
+                    if column == 0:
+                        penalties.append(loss)
+        return result, penalties
+
+    def _of_owners(self, run: ColumnRun, devices: Sequence[str]) -> dict[int, Any]:
+        """Sums a column's gradients over the stages that share a variable, on the device of its owner."""
+        totals: dict[int, Any] = {}
+        for stage, values, gradients in zip(self._stages.stages, run.values, run.gradients, strict=True):
+            for position, gradient in zip(values.trainable, gradients, strict=True):
+                key = id(stage.variables[position])
+                with tf.device(devices[self._stages.owner[key]]):
+                    totals[key] = added(totals.get(key), gradient)
+        return totals
+
+
+class _Batch:
+    """One batch on its way through all columns."""
+
+    def __init__(self, step: PipelineStep, data: Any, kind: StageKind) -> None:
+        model, self._stages, self._columns = step._model, step._stages, step._columns
+        self._model, self._pipeline, self._kind, self._chief = model, step._pipeline, kind, step._chief
+        self.devices = step._columns.devices
+        self.x, self.y, self.sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._inputs = self._stages.graph.flat_inputs(self.x)
+        own_loss = kind.has_loss and overrides_compute_loss(model)
+        self._data = (self.x if own_loss else None, self.y, self.sample_weight) if kind.has_loss else None
+        parts = step._pipeline.micro_batches * len(self.devices)
+        self._parts = micro_batches_of([self._inputs, self._data], parts)
+        self._seeds = seed_states(model)
+        self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
+        self.runs: list[ColumnRun] = []
+
+    def run(self, loss_scale: tf.Tensor | None) -> None:
+        """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
+        batch = (self._inputs, self._data)
+        functions = StepFunctions(self._model, self._stages, self._kind, batch, self._chief)
+        pipeline, count = self._pipeline, len(self._stages.stages)
+        orders = [
+            tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)
+            for index in range(count)
+        ]
+        trainable = {id(one) for one in self._model.trainable_variables}
+        for column, devices in enumerate(self.devices):
+            with self._columns.entered(column):
+                values = [
+                    StageValues(
+                        stage,
+                        read_values(self._stages, stage, devices, self._seeds, column),
+                        trainable if loss_scale is not None else (),
+                        self._averaged,
+                    )
+                    for stage in self._stages.stages
+                ]
+            first = column * pipeline.micro_batches
+            parts = self._parts[first : first + pipeline.micro_batches]
+            run = ColumnRun(functions, devices, values, parts, loss_scale)
+            with independent_calls():
+                run.run(orders, self._inputs, self._data)
+            self.runs.append(run)
+
+    def assign_states(self) -> None:
+        """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
+        of_columns = [run.values for run in self.runs]
+        states = changed_states(self._stages, of_columns, self._seeds, self._averaged)
+        variables = {id(one): one for one in self._stages.variables}
+        with self._columns.updating():
+            for key, values in states.items():
+                variable, before = variables[key], held_variable(variables[key])
+                with tf.device(before.device):
+                    new = combined(variable, values, before.read_value(), is_average=key in self._averaged)
+                for held in (before, *before.copies):
+                    with tf.device(held.device):
+                        held.assign(tf.cast(new, held.dtype))
+
+    def outputs(self) -> Any:
+        """Returns the outputs of the model for the batch, on the device of the last stage, with their masks."""
+        return self._stages.graph.packed_outputs([self._output(symbolic) for symbolic in self._stages.graph.outputs])
+
+    def _output(self, symbolic: Any) -> tf.Tensor:
+        index = self._stages.maker(symbolic)
+        stage = self._stages.stages[index]
+        position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
+        results = [
+            (part, run.results[index, number])
+            for number_of_run, run in enumerate(self.runs)
+            for number, part in enumerate(self._parts_of(number_of_run))
+        ]
+        with tf.device(self.devices[0][-1]):
+            tensor = tf.concat([part.results(result.tensors[position]) for part, result in results], 0)
+            tensor.set_shape([self._inputs[0].shape[0], *tensor.shape[1:]])
+            if results[0][1].masks[position] is not None:
+                set_mask(tensor, tf.concat([part.results(result.masks[position]) for part, result in results], 0))
+        return tensor
+
+    def _parts_of(self, column: int) -> list[MicroBatch]:
+        count = self._pipeline.micro_batches
+        return self._parts[column * count : (column + 1) * count]
+
+    def logs(self, penalties: Sequence[tf.Tensor]) -> Any:
+        """Updates the metrics of the losses and the compiled metrics, and returns the logs."""
+        results = [result for run in self.runs for result in run.results.values()]
+        y_pred = self.outputs()
+        with tf.device(self.devices[0][-1]):
+            parts = [result.loss for result in results if result.loss is not None]
+            losses = [tf.identity(part) for part in [*parts, *penalties]]
+            of_outputs = [result.of_outputs for result in results if result.of_outputs]
+            update_loss_metrics(
+                self._model,
+                tf.add_n(losses),
+                [tf.add_n([tf.identity(part) for part in of_output]) for of_output in zip(*of_outputs, strict=True)],
+                y_pred,
+                tf.shape(self._inputs[0])[0],
+            )
+            y, sample_weight = tf.nest.map_structure(_here, (self.y, self.sample_weight))
+            return self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
+
+
+def _here(leaf: Any) -> Any:
+    return None if leaf is None else tf.identity(leaf)

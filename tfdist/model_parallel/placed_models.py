@@ -1,0 +1,87 @@
+"""The models of a strategy: their stages, and where their variables are."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
+from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.model_parallel.pipeline_step import PipelineStep
+from tfdist.model_parallel.placement import place
+from tfdist.model_parallel.stages import ModelStages, stages_of
+
+
+@dataclass(frozen=True)
+class _Placed:
+    signature: list[Any]
+    stages: ModelStages
+    columns: Columns
+
+
+class PlacedModels:
+    """Cuts and places each model of a strategy when its first step is traced."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        pipeline: Pipeline,
+        devices: Sequence[Sequence[str]],
+        chief: str,
+        gradient_dtype: tf.DType | None,
+    ) -> None:
+        """Creates the collection.
+
+        Args:
+            strategy: The strategy, with a `PlacedExtended`.
+            pipeline: The options of the pipeline.
+            devices: By column and stage.
+            chief: The device of batches and scalars.
+            gradient_dtype: As what columns exchange gradients; None for the dtype of the gradients.
+        """
+        self._strategy = strategy
+        self._pipeline, self._devices, self._chief, self._gradient_dtype = pipeline, devices, chief, gradient_dtype
+        self._placed: weakref.WeakKeyDictionary[Any, _Placed] = weakref.WeakKeyDictionary()
+
+    def stages_of(self, model: Any) -> ModelStages | None:
+        """Returns the stages of a model of which a step was traced before, else None."""
+        placed = self._placed.get(model)
+        return None if placed is None else placed.stages
+
+    def step(self, model: Any, x: Any) -> PipelineStep:
+        """Returns the steps of a model whose variables, also new ones, are in their place.
+
+        Args:
+            model: The Keras model.
+            x: The inputs of a batch.
+
+        Raises:
+            ValueError: The model has no graph, or too few layers.
+        """
+        with tf.init_scope(), tf.device(None), self._strategy.scope():
+            graph = _graph(model, x)
+            signature, placed = graph.signature(), self._placed.get(model)
+            if placed is None or placed.signature != signature:
+                placed = _Placed(signature, stages_of(graph, self._pipeline), Columns(self._devices))
+                self._placed[model] = placed
+            colocated_with = self._strategy.extended.colocated_with
+            place(model, placed.stages, self._devices[0], self._chief, colocated_with)
+            placed.columns.copy(model, placed.stages)
+        return PipelineStep(
+            model, placed.stages, placed.columns, self._pipeline, self._chief, self._gradient_dtype
+        )
+
+
+def _graph(model: Any, x: Any) -> FunctionalGraph:
+    """Returns the graph of a model, which is the same for training and testing."""
+    graph = graph_of(model, x, training=True)
+    if graph.is_traced and graph.signature() != graph_of(model, x, training=False).signature():
+        raise ValueError(
+            "The `call` of a subclassed model does not compute the same in training and testing. Received: "
+            f"{type(model).__name__} {model.name!r}, whose graphs differ. Expected: a `call` that uses `training` only "
+            "as an argument of layers. Move the difference into a layer."
+        )
+    return graph

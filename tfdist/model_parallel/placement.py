@@ -1,0 +1,69 @@
+"""Moves the variables of a model and its optimizer to the devices of their stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.placed_variables import (
+    held_variable,
+    hold,
+    optimizers_of,
+    shared_optimizer_variables,
+)
+from tfdist.model_parallel.stages import ModelStages
+from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
+
+
+def place(model: Any, stages: ModelStages, devices: Sequence[str], chief: str, colocated_with: dict[str, str]) -> None:
+    """Moves variables from device to device: weights to their stage, slots to their weight, metrics to the last stage.
+
+    Variables that are already in their place stay.
+
+    Args:
+        model: The model.
+        stages: Its stages.
+        devices: By stage, of the first column.
+        chief: The device of the optimizer's scalars.
+        colocated_with: By the id of a slot, the id of its weight.
+    """
+    device_of = {held_variable(one)._unique_id: devices[stages.owner[id(one)]] for one in stages.variables}
+    for variable in stages.variables:
+        _move(variable, devices[stages.owner[id(variable)]])
+    if model.optimizer is not None:
+        shared = {id(one) for one in shared_optimizer_variables(model.optimizer)}
+        for variable in optimizer_variables(model.optimizer):
+            beside = device_of.get(colocated_with.get(held_variable(variable)._unique_id, ""))
+            _move(variable, chief if id(variable) in shared else beside or devices[0])
+    for variable in model.metrics_variables:
+        if id(variable) not in stages.owner:
+            _move(variable, devices[-1])
+
+
+def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
+    """Returns all variables of an optimizer, and of the one inside a `LossScaleOptimizer`."""
+    inner, outer = optimizers_of(optimizer)
+    return list({id(one): one for one in [*inner.variables, *(outer.variables if outer else [])]}.values())
+
+
+def copied_variables(model: Any, stages: ModelStages) -> list[keras.Variable]:
+    """Returns the variables of which each column has a copy: those of the stages, and the optimizer's but scalars."""
+    if model.optimizer is None:
+        return list(stages.variables)
+    shared = {id(one) for one in shared_optimizer_variables(model.optimizer)}
+    return [*stages.variables, *(one for one in optimizer_variables(model.optimizer) if id(one) not in shared)]
+
+
+def copy_to(variable: keras.Variable, device: str) -> tf.Variable:
+    """Creates a copy on `device` of a placed variable, which follows assignments to it from outside of a step."""
+    original = held_variable(variable)
+    copy = variable_like(original, device)
+    original.copies = (*original.copies, copy)
+    return copy
+
+
+def _move(variable: keras.Variable, device: str) -> None:
+    held = held_variable(variable)
+    if not isinstance(held, ColumnVariable) or held.device != device:
+        hold(variable, variable_like(held, device))

@@ -1,0 +1,190 @@
+"""A stage as one function without side effects, which a step calls once for each micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts
+from tfdist.keras_internals.keras_symbols import get_mask, set_mask
+from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
+from tfdist.model_parallel.stages import ModelStages, Stage
+
+
+class StageInputs(NamedTuple):
+    """What a stage takes for a micro-batch.
+
+    Attributes:
+        values: Of the stage's variables, in their order.
+        tensors: The stage's inputs, in their order.
+        masks: For each input its mask or None; the same ones for all micro-batches.
+        data: On the last stage inputs, targets and weights of the micro-batch; otherwise None.
+        fraction: The samples of the micro-batch divided by those of the batch, a float32 scalar.
+        is_real: 1, or 0 if it has no samples and computes on those of another micro-batch; a float32 scalar.
+        divisors: Those of the losses of the batch, a float32 vector.
+    """
+
+    values: list[tf.Tensor]
+    tensors: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+    data: Any
+    fraction: tf.Tensor
+    is_real: tf.Tensor
+    divisors: tf.Tensor
+
+
+class StageResult(NamedTuple):
+    """What a stage returns for a micro-batch.
+
+    Attributes:
+        tensors: The stage's outputs, in their order.
+        masks: For each output its mask or None.
+        loss: The part of the loss of the batch, a float32 scalar; None if the stage has no loss.
+        of_outputs: On the last stage, the parts of the losses of the outputs, if there are several.
+        states: The new values of the variables that the stage changes.
+    """
+
+    tensors: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+    loss: tf.Tensor | None
+    of_outputs: list[tf.Tensor]
+    states: list[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Which function of a stage is traced.
+
+    Attributes:
+        training: Whether layers compute as in training.
+        has_loss: Whether losses are computed.
+    """
+
+    training: bool
+    has_loss: bool
+
+
+class StageFunction:
+    """A stage, traced once.
+
+    TensorFlow calls the function and its gradient, instead of copying them into the graph of a step for each
+    micro-batch. It takes the values of variables as arguments, so that calls on different stages are independent.
+
+    Attributes:
+        changed: The variables whose new values are the result's `states`.
+        num_divisors: How many divisors of the batch its losses use.
+    """
+
+    def __init__(self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs) -> None:
+        """Traces the function for arguments like `example`.
+
+        Raises:
+            ValueError: The stage uses state that has no place in it; the message names it.
+        """
+        self.changed: Sequence[keras.Variable] = ()
+        self.num_divisors = 0
+        self._model, self._stages, self._stage, self._kind = model, stages, stage, kind
+        traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
+        with tf.init_scope(), tf.device(None):
+            self._function = traced.get_concrete_function(tf.nest.map_structure(_spec, example))
+        _check_captures(self._function, stage)
+
+    def __call__(self, inputs: StageInputs) -> StageResult:
+        """Computes the stage on a micro-batch."""
+        return self._function(inputs)
+
+    def _run(self, given: StageInputs) -> StageResult:
+        stage = self._stage
+        samples = _samples(stage, given)
+        loss = MicroBatchLoss(given.fraction, given.is_real, samples[0], given.divisors)
+        scope = keras.StatelessScope(list(zip(stage.variables, given.values, strict=True)), collect_losses=True)
+        before = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
+        with loss.running(samples[1]), scope:
+            values = _computed(stage, given, training=self._kind.training)
+            parts = [tf.cast(loss.as_part(one, is_mean=True), tf.float32) for one in scope.losses]
+            of_outputs: list[tf.Tensor] = []
+            if given.data is not None and self._kind.has_loss and has_compiled_loss(self._model):
+                compiled, of_outputs = self._compiled_loss(loss, given.data, values)
+                parts.append(compiled)
+        self.num_divisors = loss.num_divisors
+        after = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
+        self.changed = [variable for variable in stage.variables if after[id(variable)] is not before[id(variable)]]
+        _check_updates(scope, stage)
+        return StageResult(
+            tensors=[tf.convert_to_tensor(values[id(tensor)]) for tensor in stage.outputs],
+            masks=[get_mask(values[id(tensor)]) for tensor in stage.outputs],
+            loss=tf.add_n(parts) if parts and self._kind.has_loss else None,
+            of_outputs=of_outputs,
+            states=[tf.where(given.is_real > 0, after[id(one)], before[id(one)]) for one in self.changed],
+        )
+
+    def _compiled_loss(self, step: MicroBatchLoss, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
+        x, y, sample_weight = data
+        graph = self._stages.graph
+        y_pred = graph.packed_outputs([values[id(tensor)] for tensor in graph.outputs])
+        loss, of_outputs = loss_parts(self._model, step, x, y, y_pred, sample_weight, training=self._kind.training)
+        if loss.shape.rank != 0:
+            raise ValueError(
+                f"The loss of a batch is not a scalar. Received: a loss of shape {tuple(loss.shape)}. Expected: a "
+                "scalar. Give the losses of `compile` a `reduction` other than None."
+            )
+        return tf.cast(loss, tf.float32), of_outputs
+
+
+def _computed(stage: Stage, given: StageInputs, *, training: bool) -> dict[int, Any]:
+    """Returns the inputs and all results of the layer calls of a stage, by the ids of the symbolic tensors."""
+    values: dict[int, Any] = {}
+    for symbolic, tensor, mask in zip(stage.inputs, given.tensors, given.masks, strict=True):
+        values[id(symbolic)] = tf.identity(tensor)
+        if mask is not None:
+            set_mask(values[id(symbolic)], mask)
+    for call in stage.calls:
+        results = call(values, training=training)
+        values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
+    return values
+
+
+def _samples(stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:
+    """Returns the number of rows of the micro-batch, and the tensors whose first axis holds the samples."""
+    inputs = [tensor for symbolic, tensor in zip(stage.inputs, given.tensors, strict=True) if has_samples(symbolic)]
+    masks = [mask for mask in given.masks if mask is not None]
+    data = [leaf for leaf in tf.nest.flatten(given.data) if leaf is not None and leaf.shape.rank]
+    tensors = [*inputs, *masks, *data]
+    static = tensors[0].shape[0]
+    return tf.shape(tensors[0])[0] if static is None else static, tensors
+
+
+def has_samples(symbolic: Any) -> bool:
+    """Whether the first axis of a symbolic tensor holds the samples of a batch."""
+    return bool(len(symbolic.shape)) and symbolic.shape[0] is None
+
+
+def _spec(leaf: Any) -> Any:
+    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _check_updates(scope: keras.StatelessScope, stage: Stage) -> None:
+    """Rejects a stage that assigns variables which are not those of its layers."""
+    known = {id(variable) for variable in stage.variables}
+    strange = [key for key in scope.state_mapping if key not in known]
+    if strange:
+        raise ValueError(
+            f"Stage {stage.index} assigns variables that do not belong to its layers, such as the state of Keras' "
+            f"global random generator. Received: {len(strange)} such variables in the layers "
+            f"{', '.join(call.name for call in stage.calls)}. Expected: layers that change their own variables only. "
+            "Create a `keras.random.SeedGenerator` in the constructor of each layer that draws random numbers."
+        )
+
+
+def _check_captures(function: Any, stage: Stage) -> None:
+    """Rejects a stage that reads variables which are not those of its layers: they would have no gradient."""
+    names = [given.name for given in function.graph.internal_captures if given.dtype == tf.resource]
+    if names:
+        raise ValueError(
+            f"Stage {stage.index} reads variables that Keras does not know as those of its layers. Received: "
+            f"{', '.join(names)} in the layers {', '.join(call.name for call in stage.calls)}. Expected: variables "
+            "made by `add_weight`, or `keras.Variable`s that are attributes of the layers. Tables such as those of "
+            "StringLookup and TextVectorization belong into the `map` of a `tf.data.Dataset`."
+        )

@@ -1,0 +1,66 @@
+"""Shows the stages of a model as a table."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.model_parallel.pipeline_schedule import most_held
+from tfdist.model_parallel.stages import ModelStages, Stage, elements_of, estimated_cost
+from tfdist.utils.formatting import align_columns, format_bytes, format_count
+
+_HEADINGS = ("stage", "device", "layers", "parameters", "cost", "sends/sample", "held")
+_LEFT = (0, 1, 2)
+
+
+def stage_table(stages: ModelStages, pipeline: Pipeline, columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table of the stages, with the expected bubble.
+
+    Args:
+        stages: The stages of a model.
+        pipeline: The options of the pipeline.
+        columns: By column and stage, the device.
+    """
+    costs = [sum(estimated_cost(call) for call in stage.calls) for stage in stages.stages]
+    total = max(sum(costs), 1)
+    rows = [
+        [
+            str(stage.index),
+            " ".join(_short(devices[stage.index]) for devices in columns),
+            _layers(stage),
+            format_count(_parameters(stages, stage)),
+            f"{cost / total:.0%}",
+            format_bytes(sum(_sent_bytes(stages, stage, tensor) for tensor in stage.outputs)),
+            str(most_held(pipeline.schedule, stage.index, pipeline.stages, pipeline.micro_batches)),
+        ]
+        for stage, cost in zip(stages.stages, costs, strict=True)
+    ]
+    head, *body = align_columns([_HEADINGS, *rows], left=_LEFT)
+    yield from (head, "-" * max(map(len, (head, *body))), *body)
+    yield (
+        f"{pipeline.micro_batches} micro-batches, schedule {pipeline.schedule}: expected bubble "
+        f"{pipeline.bubble_fraction:.0%} of a step if all stages take the same time"
+    )
+
+
+def _layers(stage: Stage) -> str:
+    first, last = stage.calls[0].name, stage.calls[-1].name
+    return first if len(stage.calls) == 1 else f"{first} ... {last} ({len(stage.calls)})"
+
+
+def _parameters(stages: ModelStages, stage: Stage) -> int:
+    owned = [one for one in stage.variables if stages.owner[id(one)] == stage.index]
+    return sum(int(tf.TensorShape(one.shape).num_elements() or 0) for one in owned)
+
+
+def _sent_bytes(stages: ModelStages, stage: Stage, tensor: Any) -> int:
+    """What a stage sends to others of one sample of a tensor."""
+    receivers = sum(any(tensor is given for given in other.inputs) for other in stages.stages[stage.index + 1 :])
+    return receivers * elements_of(tensor) * tf.as_dtype(tensor.dtype).size
+
+
+def _short(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    task = "" if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/"
+    return f"{task}{spec.device_type}:{spec.device_index}"

@@ -1,0 +1,125 @@
+"""The stages of a model: which layer calls, tensors and variables each of them has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.functional_graph import FunctionalGraph, LayerCall
+from tfdist.model_parallel.partition import balanced_starts, named_starts
+from tfdist.model_parallel.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous part of the layer calls of a model.
+
+    Attributes:
+        index: The number of the stage, from 0.
+        calls: Its calls, in order.
+        inputs: The symbolic tensors that it receives: inputs of the model, and outputs of earlier stages.
+        outputs: The symbolic tensors that it sends to later stages, or that are outputs of the model.
+        variables: The variables that its calls use.
+    """
+
+    index: int
+    calls: tuple[LayerCall, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    variables: tuple[keras.Variable, ...]
+
+
+class ModelStages:
+    """All stages of a model.
+
+    Attributes:
+        graph: The graph of the model.
+        stages: Its parts.
+        owner: By the id of a variable, the number of the stage that holds it: the first one that uses it.
+    """
+
+    def __init__(self, graph: FunctionalGraph, starts: Sequence[int]) -> None:
+        """Cuts the calls of `graph` before the positions `starts`, of which the first is 0."""
+        self.graph = graph
+        ends = [*starts[1:], len(graph.calls)]
+        parts = [tuple(graph.calls[start:end]) for start, end in zip(starts, ends, strict=True)]
+        self._maker = {id(tensor): index for index, part in enumerate(parts) for call in part for tensor in call.outputs}
+        self.stages = tuple(self._stage(index, part, len(parts) - 1) for index, part in enumerate(parts))
+        self.owner: dict[int, int] = {}
+        for stage in self.stages:
+            for variable in stage.variables:
+                self.owner.setdefault(id(variable), stage.index)
+
+    def _stage(self, index: int, calls: tuple[LayerCall, ...], last: int) -> Stage:
+        wanted = [tensor for call in calls for tensor in call.inputs]
+        if index == last:
+            wanted += self.graph.outputs
+        received = _unique(tensor for tensor in wanted if self._maker.get(id(tensor), -1) != index)
+        variables = _unique(variable for call in calls for variable in call.variables)
+        return Stage(index, calls, received, self._sent(index), variables)
+
+    def _sent(self, index: int) -> tuple[Any, ...]:
+        """The outputs of a stage that calls of later stages take, or that the model returns."""
+        later = [
+            tensor
+            for call in self.graph.calls
+            if self._maker[id(call.outputs[0])] > index
+            for tensor in call.inputs
+        ]
+        return _unique(tensor for tensor in [*later, *self.graph.outputs] if self._maker.get(id(tensor)) == index)
+
+    def maker(self, tensor: Any) -> int:
+        """Returns the stage that computes a symbolic tensor; -1 for an input of the model."""
+        return self._maker.get(id(tensor), -1)
+
+    @cached_property
+    def variables(self) -> tuple[keras.Variable, ...]:
+        """The variables of all stages, each once, by owner."""
+        return _unique(variable for stage in self.stages for variable in stage.variables)
+
+    def users(self, variable: keras.Variable) -> list[int]:
+        """Returns the stages that use a variable. The first of them owns it."""
+        return [stage.index for stage in self.stages if any(variable is one for one in stage.variables)]
+
+
+def stages_of(graph: FunctionalGraph, pipeline: Pipeline) -> ModelStages:
+    """Cuts a model as the options of the pipeline say.
+
+    Raises:
+        ValueError: The model has too few layers, or not the layers that the cuts name.
+    """
+    if pipeline.stages > len(graph.calls):
+        raise ValueError(
+            f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
+            f"({', '.join(call.name for call in graph.calls)}) and stages={pipeline.stages}. Expected: at least one "
+            "layer for each stage. A layer or model inside of another layer or model is not counted separately: use "
+            "fewer stages, or write the inner layers directly into the model."
+        )
+    if pipeline.cuts is not None:
+        return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts))
+    return ModelStages(graph, balanced_starts([estimated_cost(call) for call in graph.calls], pipeline.stages))
+
+
+def estimated_cost(call: LayerCall) -> int:
+    """Returns an estimate of the time of a layer call per sample: weights times positions, plus outputs.
+
+    A matrix is multiplied with each position of a sequence or an image. An embedding only copies rows.
+    """
+    activations = sum(elements_of(tensor) for tensor in call.outputs)
+    if not isinstance(call.operation, keras.layers.Layer) or isinstance(call.operation, keras.layers.Embedding):
+        return activations
+    shape = call.outputs[0].shape if call.outputs else ()
+    positions = prod(size or 1 for size in shape[1:-1])
+    return int(call.operation.count_params()) * positions + activations if call.operation.built else activations
+
+
+def elements_of(tensor: Any) -> int:
+    """Returns the number of elements of a symbolic tensor per sample; unknown sizes count as 1."""
+    return prod(size or 1 for size in tensor.shape[1:])
+
+
+def _unique(items: Any) -> tuple[Any, ...]:
+    return tuple({id(item): item for item in items}.values())

@@ -1,0 +1,53 @@
+"""The traced functions of the stages for one kind of step, and the divisors of its losses."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.model_parallel.loss_divisors import divisors_of
+from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
+from tfdist.model_parallel.stages import ModelStages
+
+
+class StepFunctions:
+    """The functions of all stages. Each is traced when the first micro-batch reaches its stage.
+
+    Attributes:
+        stages: The stages.
+    """
+
+    def __init__(self, model: Any, stages: ModelStages, kind: StageKind, batch: Any, chief: str) -> None:
+        """Prepares a step.
+
+        Args:
+            model: The Keras model.
+            stages: Its stages.
+            kind: Which functions are traced.
+            batch: Of the complete batch the inputs as the graph has them, and inputs, targets and weights for losses.
+            chief: The device of the divisors.
+        """
+        self.stages = stages
+        self._model, self._kind, self._batch, self._chief = model, kind, batch, chief
+        self._functions: dict[int, StageFunction] = {}
+        self._divisors: tf.Tensor | None = None
+
+    def of(self, index: int, given: StageInputs) -> tuple[StageFunction, StageInputs]:
+        """Returns the function of a stage, and its arguments `given` with the divisors of the losses."""
+        function = self._functions.get(index)
+        if function is None:
+            example = given._replace(divisors=tf.TensorSpec([None], tf.float32))
+            function = StageFunction(self._model, self.stages, self.stages.stages[index], self._kind, example)
+            self._functions[index] = function
+            if function.num_divisors:
+                self._divisors = self._computed_divisors(index, function.num_divisors)
+        return function, given._replace(divisors=self._divisors) if function.num_divisors else given
+
+    def _computed_divisors(self, index: int, number: int) -> tf.Tensor:
+        if index < len(self.stages.stages) - 1:
+            layers = ", ".join(call.name for call in self.stages.stages[index].calls)
+            raise ValueError(
+                f"A layer computes a masked or weighted loss. Received: such a loss in stage {index} ({layers}). "
+                "Expected: these losses in `compile`, or in layers of the last stage. Choose other `cuts`."
+            )
+        with tf.control_dependencies(None), tf.device(self._chief):
+            return divisors_of(self._model, self.stages.graph, self._batch, self._kind, number)

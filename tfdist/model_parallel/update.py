@@ -1,0 +1,189 @@
+"""One optimizer update of all columns: accumulate, unscale, clip, decay, apply and average, each on its device.
+
+Only scalars leave the device of a variable: squares of norms, and whether gradients are finite.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.dynamic_loss_scale import LossScale
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
+from tfdist.model_parallel.column_run import added
+from tfdist.model_parallel.columns import Columns
+
+
+def loss_scale_of(optimizer: Any) -> tf.Tensor:
+    """Returns the factor by which the optimizer scales the loss, a float32 scalar."""
+    return tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
+
+
+def update_columns(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
+) -> None:
+    """Updates the variables of all columns as the optimizer would update them in one process.
+
+    Args:
+        optimizer: The compiled optimizer.
+        variables: The trainable variables.
+        gradients: By column and variable, of the scaled loss of the batch; equal in all columns, on the devices of
+            their variables. None for a variable that the loss does not depend on.
+        columns: The columns.
+    """
+    inner, outer = optimizers_of(optimizer)
+    known = [index for index, gradient in enumerate(gradients[0]) if gradient is not None]
+    inner._filter_empty_gradients(list(gradients[0]), list(variables))  # warns, or raises if there are none
+    chosen = [variables[index] for index in known]
+    of_columns = [[of_column[index] for index in known] for of_column in gradients]
+    factor = inner.loss_scale_factor if outer is None else LossScale(outer).value
+    update = OptimizerUpdate(inner, chosen)
+    apply = _Application(update, inner, chosen, columns, factor)
+    finite = None if outer is None else _all_finite(of_columns[0])
+
+    def apply_all() -> None:
+        apply.micro_step(of_columns)
+        inner._iterations.assign_add(1)
+
+    if finite is None:
+        apply_all()
+    else:
+        tf.cond(finite, _doing(apply_all), _doing(lambda: None))
+        LossScale(outer).update(finite)
+
+
+class _Application:
+    """The update of all columns with given gradients."""
+
+    def __init__(
+        self, update: OptimizerUpdate, optimizer: Any, variables: Sequence[keras.Variable], columns: Columns, factor: Any
+    ) -> None:
+        self._update, self._optimizer, self._variables, self._columns = update, optimizer, variables, columns
+        self._factor = factor
+
+    def micro_step(self, gradients: Sequence[Sequence[Any]]) -> None:
+        """Accumulates the gradients, and updates if it is the last micro-step of an update."""
+        steps = self._update.accumulation_steps
+        unscaled = [self._on_devices(column, one, self._unscaled) for column, one in enumerate(gradients)]
+        if steps == 1:
+            return self._apply(unscaled)
+
+        def accumulate() -> None:
+            for column, of_column in enumerate(unscaled):
+                with self._columns.entered(column):
+                    for accumulator, gradient in zip(self._update.accumulators, of_column, strict=True):
+                        with tf.device(accumulator.device):
+                            accumulator.assign_add(tf.convert_to_tensor(gradient))
+
+        def finish() -> None:
+            totals = []
+            for column, of_column in enumerate(unscaled):
+                with self._columns.entered(column):
+                    accumulators = self._update.accumulators
+                    totals.append([_mean(a, g, steps) for a, g in zip(accumulators, of_column, strict=True)])
+            self._apply(totals)
+            for column in range(len(unscaled)):
+                with self._columns.entered(column):
+                    for accumulator in self._update.accumulators:
+                        with tf.device(accumulator.device):
+                            accumulator.assign(tf.zeros_like(accumulator))
+
+        tf.cond(tf.equal((self._update.micro_steps + 1) % steps, 0), _doing(finish), _doing(accumulate))
+
+    def _unscaled(self, gradient: Any) -> Any:
+        return gradient if self._factor is None else _times(gradient, 1.0 / tf.cast(self._factor, gradient.dtype))
+
+    def _on_devices(self, column: int, gradients: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+        """Applies a function to each gradient of a column, on the device of its variable."""
+        results = []
+        with self._columns.entered(column):
+            for variable, gradient in zip(self._variables, gradients, strict=True):
+                with tf.device(held_variable(variable).device):
+                    results.append(function(gradient))
+        return results
+
+    def _apply(self, gradients: Sequence[Sequence[Any]]) -> None:
+        optimizer = self._optimizer
+        clip = self._clipping(gradients[0])
+        clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
+        rate = optimizer.learning_rate
+        for column, of_column in enumerate(clipped):
+            with self._columns.entered(column):
+                optimizer._apply_weight_decay(self._variables)
+                optimizer._backend_update_step(of_column, self._variables, rate)
+                self._update.constrain()
+                if optimizer.use_ema:
+                    self._average()
+
+    def _clipping(self, gradients: Sequence[Any]) -> Callable[[Any], Any]:
+        """Returns the clipping of the optimizer; `gradients` are those of the first column."""
+        optimizer = self._optimizer
+        if optimizer.clipnorm:
+            return optimizer._clip_by_norm
+        if optimizer.clipvalue:
+            limit = optimizer.clipvalue
+            return lambda gradient: tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit)
+        if optimizer.global_clipnorm:
+            squares = self._on_devices(0, gradients, _sum_of_squares)
+            norm = tf.sqrt(tf.add_n([tf.identity(square) for square in squares]))
+            limit = optimizer.global_clipnorm
+            # As in Keras: a norm that is not finite makes all gradients NaN.
+            scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+            return lambda gradient: _times(gradient, tf.cast(scale, gradient.dtype))
+        return lambda gradient: gradient
+
+    def _average(self) -> None:
+        """Updates the moving averages of the weights, and replaces the weights by them if it is time."""
+        optimizer = self._optimizer
+        pairs = list(zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True))
+        is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
+        for variable, average in pairs:
+            held = held_variable(variable)
+            with tf.device(held.device):
+                momentum = tf.cast(is_later, held.dtype) * optimizer.ema_momentum
+                held_variable(average).assign(momentum * held_variable(average) + (1 - momentum) * held)
+        if optimizer.ema_overwrite_frequency:
+            is_time = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
+
+            def overwrite() -> None:
+                for variable, average in pairs:
+                    with tf.device(held_variable(variable).device):
+                        held_variable(variable).assign(held_variable(average))
+
+            tf.cond(is_time, _doing(overwrite), _doing(lambda: None))
+
+
+def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    flags = []
+    for gradient in gradients:
+        values = getattr(gradient, "values", gradient)
+        with tf.device(values.device):
+            flags.append(tf.reduce_all(tf.math.is_finite(values)))
+    return tf.reduce_all(tf.stack(flags))
+
+
+def _mean(accumulator: tf.Variable, gradient: Any, steps: int) -> tf.Tensor:
+    with tf.device(accumulator.device):
+        return added(accumulator.read_value(), gradient) / steps
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _sum_of_squares(gradient: Any) -> tf.Tensor:
+    return tf.cast(tf.reduce_sum(tf.square(getattr(gradient, "values", gradient))), tf.float32)
+
+
+def _doing(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
+    """Returns a branch of a condition, which must return a tensor."""
+
+    def branch() -> tf.Tensor:
+        function()
+        return tf.constant(True)
+
+    return branch

@@ -1,0 +1,133 @@
+"""The part of a strategy whose variables are on several devices, one copy each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+_ONE_DEVICE = "tensorflow.python.distribute.one_device_strategy"
+_OneDeviceExtended = private(f"{_ONE_DEVICE}:OneDeviceExtended", "a strategy with one replica")
+_OneDeviceReplicaContext = private(f"{_ONE_DEVICE}:_OneDeviceReplicaContext", "its replica context")
+_UpdateContext = private("tensorflow.python.distribute.distribute_lib:UpdateContext", "the context of an update")
+resolved_device = private(
+    "tensorflow.python.distribute.device_util:resolve", "the full name of a device, as variables have it"
+)
+for _method, _why in {
+    "_create_variable": "creates all variables on one device",
+    "_update": "updates on one device",
+    "_call_for_each_replica": "runs on one device",
+    "_validate_colocate_with_variable": "accepts only variables of the strategy",
+}.items():
+    private(f"{_ONE_DEVICE}:OneDeviceExtended.{_method}", _why)
+
+
+class PlacedExtended(_OneDeviceExtended):
+    """One replica whose variables are on several devices.
+
+    Attributes:
+        colocated_with: By the id of a variable that was created beside another one, as slots are, the id of that one.
+    """
+
+    def __init__(self, strategy: Any, chief: str, devices: Sequence[str]) -> None:
+        """Creates the implementation of `strategy`.
+
+        Args:
+            strategy: The strategy.
+            chief: The device of values that are on none of `devices`.
+            devices: Where variables are created, as long as it is not known where they belong.
+        """
+        super().__init__(strategy, chief)
+        self.colocated_with: dict[str, str] = {}
+        self._devices = tuple(devices)
+        self._bytes = dict.fromkeys(self._devices, 0)
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        beside = kwargs.pop("colocate_with", None)
+        if hasattr(beside, "device"):
+            with tf.device(beside.device):
+                variable = next_creator(**kwargs)
+            self.colocated_with[variable._unique_id] = beside._unique_id
+            return variable
+        device = min(self._devices, key=self._bytes.__getitem__)
+        with tf.device(device):
+            variable = next_creator(**kwargs)
+        self._bytes[device] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        del colocate_with_variable
+
+    # With one replica there is nothing to merge, and a merge call is not possible within a condition.
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        with tf.device(var.device), _UpdateContext(var.device):
+            return fn(var, *args, **kwargs)
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), _PlacedReplicaContext(self._container_strategy()):
+            return fn(*args, **kwargs)
+
+
+class _PlacedReplicaContext(_OneDeviceReplicaContext):
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Returns `value`; TensorFlow would copy it to the device of the replica."""
+        del reduce_op, options
+        return value
+
+
+class ColumnVariable(ResourceVariable):
+    """A variable with copies on other devices, which follow assignments from outside of a training step.
+
+    Attributes:
+        copies: The other variables.
+        follows: Whether assignments are for all copies; False while a step updates each copy itself.
+    """
+
+    copies: tuple[tf.Variable, ...] = ()
+    follows = True
+
+    def assign(self, *args: Any, **kwargs: Any) -> Any:
+        return self._copied(super().assign(*args, **kwargs))
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        return self._copied(super().assign_add(*args, **kwargs))
+
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        return self._copied(super().assign_sub(*args, **kwargs))
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        return self._copied(super()._restore_from_tensors(restored_tensors))
+
+    def _copied(self, result: Any) -> Any:
+        if ColumnVariable.follows and self.copies:
+            value = self.read_value()
+            for copy in self.copies:
+                with tf.device(copy.device):
+                    copy.assign(value)
+        return result
+
+
+def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
+    """Creates a variable on `device` with the value and the identity, for optimizers, of another one."""
+    with tf.init_scope(), tf.device(device):
+        new = ColumnVariable(
+            lambda: tf.identity(variable.read_value()),
+            dtype=variable.dtype,
+            trainable=variable.trainable,
+            name=variable.name.partition(":")[0],
+            aggregation=variable.aggregation,
+            synchronization=variable.synchronization,
+        )
+    new._unique_id = variable._unique_id
+    return new
