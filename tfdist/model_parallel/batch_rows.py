@@ -1,5 +1,6 @@
 """Splits a batch into micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,11 @@ class MicroBatch:
     def results(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the rows of a result, without those that do not count."""
         return tensor if isinstance(self.samples, int) and self.samples else tensor[: self.samples]
+
+
+def are_even(parts: Sequence[MicroBatch]) -> bool:
+    """Whether all micro-batches have the same number of samples, known while tracing."""
+    return all(isinstance(part.samples, int) for part in parts)
 
 
 def micro_batches_of(batch: Any, parts: int) -> list[MicroBatch]:

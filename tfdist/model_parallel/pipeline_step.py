@@ -1,5 +1,6 @@
 """One step of a model in stages: training, testing or predicting a batch in micro-batches."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.model_parallel.batch_rows import MicroBatch, micro_batches_of
+from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.model_parallel.column_run import ColumnRun, added
 from tfdist.model_parallel.columns import Columns, summed_over_columns
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
@@ -127,7 +128,8 @@ class _Batch:
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
         batch = (self._inputs, self._data)
-        functions = StepFunctions(self._model, self._stages, self._kind, batch, self._chief)
+        kind = dataclasses.replace(self._kind, is_even=are_even(self._parts))
+        functions = StepFunctions(self._model, self._stages, kind, batch, self._chief)
         pipeline, count = self._pipeline, len(self._stages.stages)
         orders = [
             tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.placed_variables import (
+    compiled_optimizer,
     held_variable,
     hold,
     optimizers_of,
@@ -31,9 +32,10 @@ def place(model: Any, stages: ModelStages, devices: Sequence[str], chief: str, c
     device_of = {held_variable(one)._unique_id: devices[stages.owner[id(one)]] for one in stages.variables}
     for variable in stages.variables:
         _move(variable, devices[stages.owner[id(variable)]])
-    if model.optimizer is not None:
-        shared = {id(one) for one in shared_optimizer_variables(model.optimizer)}
-        for variable in optimizer_variables(model.optimizer):
+    optimizer = compiled_optimizer(model)
+    if optimizer is not None:
+        shared = {id(one) for one in shared_optimizer_variables(optimizer)}
+        for variable in optimizer_variables(optimizer):
             beside = device_of.get(colocated_with.get(held_variable(variable)._unique_id, ""))
             _move(variable, chief if id(variable) in shared else beside or devices[0])
     for variable in model.metrics_variables:
@@ -49,10 +51,11 @@ def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
 
 def copied_variables(model: Any, stages: ModelStages) -> list[keras.Variable]:
     """Returns the variables of which each column has a copy: those of the stages, and the optimizer's but scalars."""
-    if model.optimizer is None:
+    optimizer = compiled_optimizer(model)
+    if optimizer is None:
         return list(stages.variables)
-    shared = {id(one) for one in shared_optimizer_variables(model.optimizer)}
-    return [*stages.variables, *(one for one in optimizer_variables(model.optimizer) if id(one) not in shared)]
+    shared = {id(one) for one in shared_optimizer_variables(optimizer)}
+    return [*stages.variables, *(one for one in optimizer_variables(optimizer) if id(one) not in shared)]
 
 
 def copy_to(variable: keras.Variable, device: str) -> tf.Variable:

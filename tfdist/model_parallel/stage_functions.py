@@ -60,10 +60,12 @@ class StageKind:
     Attributes:
         training: Whether layers compute as in training.
         has_loss: Whether losses are computed.
+        is_even: Whether all micro-batches have the same number of samples, known while tracing.
     """
 
     training: bool
     has_loss: bool
+    is_even: bool = True
 
 
 class StageFunction:
@@ -88,7 +90,7 @@ class StageFunction:
         self._model, self._stages, self._stage, self._kind = model, stages, stage, kind
         traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
         with tf.init_scope(), tf.device(None):
-            self._function = traced.get_concrete_function(tf.nest.map_structure(_spec, example))
+            self._function = traced.get_concrete_function(_specs(stage, example, kind))
         _check_captures(self._function, stage)
 
     def __call__(self, inputs: StageInputs) -> StageResult:
@@ -161,8 +163,23 @@ def has_samples(symbolic: Any) -> bool:
     return bool(len(symbolic.shape)) and symbolic.shape[0] is None
 
 
-def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
+def _specs(stage: Stage, example: StageInputs, kind: StageKind) -> StageInputs:
+    """Returns the specs of the arguments of all micro-batches, of which `example` is one."""
+
+    def spec(leaf: Any, *, has_rows: bool = False) -> Any:
+        if leaf is None:
+            return None
+        return tf.TensorSpec([None, *leaf.shape[1:]] if has_rows and not kind.is_even else leaf.shape, leaf.dtype)
+
+    return StageInputs(
+        values=[spec(value) for value in example.values],
+        tensors=[spec(one, has_rows=has_samples(s)) for s, one in zip(stage.inputs, example.tensors, strict=True)],
+        masks=[spec(mask, has_rows=True) for mask in example.masks],
+        data=tf.nest.map_structure(lambda leaf: spec(leaf, has_rows=True), example.data),
+        fraction=spec(example.fraction),
+        is_real=spec(example.is_real),
+        divisors=tf.TensorSpec([None], tf.float32),
+    )
 
 
 def _check_updates(scope: keras.StatelessScope, stage: Stage) -> None:

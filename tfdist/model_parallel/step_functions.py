@@ -35,8 +35,7 @@ class StepFunctions:
         """Returns the function of a stage, and its arguments `given` with the divisors of the losses."""
         function = self._functions.get(index)
         if function is None:
-            example = given._replace(divisors=tf.TensorSpec([None], tf.float32))
-            function = StageFunction(self._model, self.stages, self.stages.stages[index], self._kind, example)
+            function = StageFunction(self._model, self.stages, self.stages.stages[index], self._kind, given)
             self._functions[index] = function
             if function.num_divisors:
                 self._divisors = self._computed_divisors(index, function.num_divisors)
