@@ -204,6 +204,16 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
         thread.submit(build).result()
 
 
+def has_own_update_step(optimizer: Any) -> bool:
+    """Whether the class of an optimizer changes state once in the update of all variables, as Nadam does."""
+    return type(optimizer)._backend_update_step is not TFOptimizer._backend_update_step
+
+
+def has_own_weight_decay(optimizer: Any) -> bool:
+    """Whether the class of an optimizer decays weights itself, by assigning Keras' variables, as Muon does."""
+    return type(optimizer)._apply_weight_decay is not TFOptimizer._apply_weight_decay
+
+
 def patch_optimizers_of_strategies(
     is_ours: Callable[[Any], bool],
     update: Callable[[OptimizerUpdate, list[Any]], None],

@@ -14,6 +14,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.model_parallel.column_run import added
 from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.device_updates import apply_by_device, doing
 
 
 def loss_scale_of(optimizer: Any) -> tf.Tensor:
@@ -50,7 +51,7 @@ def update_columns(
     if finite is None:
         apply_all()
     else:
-        tf.cond(finite, _doing(apply_all), _doing(lambda: None))
+        tf.cond(finite, doing(apply_all), doing(lambda: None))
         LossScale(outer).update(finite)
 
 
@@ -90,7 +91,7 @@ class _Application:
                         with tf.device(accumulator.device):
                             accumulator.assign(tf.zeros_like(accumulator))
 
-        tf.cond(tf.equal((self._update.micro_steps + 1) % steps, 0), _doing(finish), _doing(accumulate))
+        tf.cond(tf.equal((self._update.micro_steps + 1) % steps, 0), doing(finish), doing(accumulate))
 
     def _unscaled(self, gradient: Any) -> Any:
         return gradient if self._factor is None else _times(gradient, 1.0 / tf.cast(self._factor, gradient.dtype))
@@ -105,17 +106,11 @@ class _Application:
         return results
 
     def _apply(self, gradients: Sequence[Sequence[Any]]) -> None:
-        optimizer = self._optimizer
         clip = self._clipping(gradients[0])
         clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
-        rate = optimizer.learning_rate
         for column, of_column in enumerate(clipped):
             with self._columns.entered(column):
-                optimizer._apply_weight_decay(self._variables)
-                optimizer._backend_update_step(of_column, self._variables, rate)
-                self._update.constrain()
-                if optimizer.use_ema:
-                    self._average()
+                apply_by_device(self._optimizer, self._variables, of_column)
 
     def _clipping(self, gradients: Sequence[Any]) -> Callable[[Any], Any]:
         """Returns the clipping of the optimizer; `gradients` are those of the first column."""
@@ -133,26 +128,6 @@ class _Application:
             scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
             return lambda gradient: _times(gradient, tf.cast(scale, gradient.dtype))
         return lambda gradient: gradient
-
-    def _average(self) -> None:
-        """Updates the moving averages of the weights, and replaces the weights by them if it is time."""
-        optimizer = self._optimizer
-        pairs = list(zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True))
-        is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
-        for variable, average in pairs:
-            held = held_variable(variable)
-            with tf.device(held.device):
-                momentum = tf.cast(is_later, held.dtype) * optimizer.ema_momentum
-                held_variable(average).assign(momentum * held_variable(average) + (1 - momentum) * held)
-        if optimizer.ema_overwrite_frequency:
-            is_time = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
-
-            def overwrite() -> None:
-                for variable, average in pairs:
-                    with tf.device(held_variable(variable).device):
-                        held_variable(variable).assign(held_variable(average))
-
-            tf.cond(is_time, _doing(overwrite), _doing(lambda: None))
 
 
 def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
@@ -177,13 +152,3 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 def _sum_of_squares(gradient: Any) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(tf.square(getattr(gradient, "values", gradient))), tf.float32)
-
-
-def _doing(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
-    """Returns a branch of a condition, which must return a tensor."""
-
-    def branch() -> tf.Tensor:
-        function()
-        return tf.constant(True)
-
-    return branch

@@ -1,0 +1,106 @@
+"""Applies gradients to the variables of each device by one function, with Keras' own rules of the optimizer.
+
+TensorFlow optimizes each function separately. In one graph for all columns it rewrites the arithmetic of one column
+otherwise than that of another, so their weights would differ in the last bit.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.optimizers import OptimizerUpdate, has_own_update_step, has_own_weight_decay
+from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
+
+
+def apply_by_device(optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> None:
+    """Decays and updates variables, applies their constraints, and updates their moving averages.
+
+    Args:
+        optimizer: The optimizer, without its loss scale.
+        variables: Those that have a gradient.
+        gradients: Clipped, on the devices of their variables.
+    """
+    shared = [] if has_own_weight_decay(optimizer) else shared_optimizer_variables(optimizer)
+    values = [held_variable(one).read_value() for one in shared]
+    if has_own_update_step(optimizer):  # which must run once for all variables
+        return _update(optimizer, list(variables), list(gradients), [], [])
+    groups: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    for variable, gradient in zip(variables, gradients, strict=True):
+        group = groups[held_variable(variable).device]
+        group[0].append(variable)
+        group[1].append(gradient)
+    for device, (own, of_own) in groups.items():
+        with tf.device(device):
+            _update_function(optimizer, own, shared)(of_own, [tf.identity(value) for value in values])
+
+
+def _update_function(
+    optimizer: Any, variables: list[keras.Variable], shared: Sequence[keras.Variable]
+) -> Callable[[list[Any], list[tf.Tensor]], None]:
+    def update(gradients: list[Any], values: list[tf.Tensor]) -> None:
+        _update(optimizer, variables, gradients, shared, values)
+
+    return tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def _update(
+    optimizer: Any,
+    variables: list[keras.Variable],
+    gradients: list[Any],
+    shared: Sequence[keras.Variable],
+    values: Sequence[tf.Tensor],
+) -> None:
+    """Updates variables of one device; `values` are those of the scalars that all devices share."""
+    scope = keras.StatelessScope(list(zip(shared, values, strict=True))) if shared else None
+    if scope is None:
+        return _apply(optimizer, variables, gradients)
+    with scope:
+        _apply(optimizer, variables, gradients)
+    mapped = {id(one) for one in shared}
+    for variable in optimizer.variables:  # that the optimizer has assigned as Keras' variables
+        value = scope.get_current_value(variable)
+        if id(variable) not in mapped and value is not None:
+            held_variable(variable).assign(value)
+
+
+def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any]) -> None:
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
+    OptimizerUpdate(optimizer, variables).constrain()
+    if optimizer.use_ema:
+        _average(optimizer, variables)
+
+
+def _average(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """Updates the moving averages of weights, and replaces the weights by them if it is time."""
+    averages = optimizer._model_variables_moving_average
+    pairs = [
+        (held_variable(one), held_variable(averages[optimizer._get_variable_index(one)])) for one in variables
+    ]
+    is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
+    for held, average in pairs:
+        with tf.device(held.device):
+            momentum = tf.cast(is_later, held.dtype) * optimizer.ema_momentum
+            average.assign(momentum * average + (1 - momentum) * held)
+    if optimizer.ema_overwrite_frequency:
+        is_time = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
+
+        def overwrite() -> None:
+            for held, average in pairs:
+                with tf.device(held.device):
+                    held.assign(average)
+
+        tf.cond(is_time, doing(overwrite), doing(lambda: None))
+
+
+def doing(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
+    """Returns a branch of a condition, which must return a tensor."""
+
+    def branch() -> tf.Tensor:
+        function()
+        return tf.constant(True)
+
+    return branch
