@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.model_parallel.micro_batch_loss import current_stage_loss
 
@@ -16,5 +17,6 @@ def patch_keras_once(strategy_class: Any) -> None:
     if _is_patched:
         return
     patch_losses(current_stage_loss)
+    patch_rematerialization(lambda: current_stage_loss() is not None)
     patch_symbolic_build(lambda strategy: isinstance(strategy, strategy_class), lambda _: contextlib.nullcontext())
     _is_patched = True

@@ -199,6 +199,11 @@ class _Batch:
         with tf.device(self.devices[0][-1]):
             parts = [result.loss for result in results if result.loss is not None]
             losses = [tf.identity(part) for part in [*parts, *penalties]]
+            if not losses:
+                raise ValueError(
+                    "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. "
+                    "Expected: a `loss` in `compile`, or a layer with `add_loss`."
+                )
             of_outputs = [result.of_outputs for result in results if result.of_outputs]
             update_loss_metrics(
                 self._model,

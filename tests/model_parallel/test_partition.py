@@ -1,0 +1,27 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from tfdist.model_parallel.partition import balanced_starts, named_starts
+
+
+def test_the_largest_cost_is_the_least_possible() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        costs = rng.integers(0, 10, rng.integers(3, 9)).tolist()
+        stages = int(rng.integers(1, 4))
+
+        def largest(starts: tuple[int, ...], costs: list[int] = costs) -> int:
+            return max(sum(costs[a:b]) for a, b in itertools.pairwise([*starts, len(costs)]))
+
+        found = balanced_starts(costs, stages)
+        assert found[0] == 0 and len(set(found)) == stages and found == sorted(found)
+        options = itertools.combinations(range(1, len(costs)), stages - 1)
+        assert largest(tuple(found)) == min(largest((0, *rest)) for rest in options)
+
+
+@pytest.mark.parametrize(("cuts", "message"), [(["d"], "does not have"), (["c", "b"], "order"), (["a"], "empty")])
+def test_wrong_cuts_are_rejected(cuts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.* Received: .*Expected: "):
+        named_starts(["a", "b", "c"], cuts)
