@@ -153,6 +153,15 @@ class _Batch:
             with independent_calls():
                 run.run(orders, self._inputs, self._data)
             self.runs.append(run)
+        if self._kind.has_loss and not self._has_loss():
+            raise ValueError(
+                "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
+                "a `loss` in `compile`, a layer with `add_loss`, or a regularizer."
+            )
+
+    def _has_loss(self) -> bool:
+        regularized = any(getattr(one, "regularizer", None) for one in self._model.trainable_variables)
+        return regularized or any(one.loss is not None for run in self.runs for one in run.results.values())
 
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
@@ -199,11 +208,6 @@ class _Batch:
         with tf.device(self.devices[0][-1]):
             parts = [result.loss for result in results if result.loss is not None]
             losses = [tf.identity(part) for part in [*parts, *penalties]]
-            if not losses:
-                raise ValueError(
-                    "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. "
-                    "Expected: a `loss` in `compile`, or a layer with `add_loss`."
-                )
             of_outputs = [result.of_outputs for result in results if result.of_outputs]
             update_loss_metrics(
                 self._model,
