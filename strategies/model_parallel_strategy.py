@@ -16,8 +16,9 @@ from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.strategies.model_parallel_patches import patch_keras_once
 from tfdist.strategies.version_canaries import check_installed_versions
-from tfdist.tensorflow_internals.placed_strategy import PlacedExtended, resolved_device
+from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
+from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -139,7 +140,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         model, name = bound_step(fn)
         if model is None and is_predict_step(fn):
             model, name = predicting_model(fn), "predict_step"
-        if model is None:
+        if model is None or name is None:
             return super().run(fn, args, kwargs, options)
         check_model_for_stages(model, self, name)
         step = self._placed.step(model, keras.utils.unpack_x_y_sample_weight(args[0])[0])

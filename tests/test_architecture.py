@@ -24,8 +24,9 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals parameter_server training utils versions".split()
+        "cluster collectives compression internals model_parallel parameter_server training utils versions".split()
     ),
+    "model_parallel": frozenset({"internals", "utils"}),
     "training": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset({"internals", "utils"}),
@@ -390,6 +391,7 @@ BREAKS = [
     ("tfdist/parameter_server/chief.py", "from tfdist.training import x", "arrow: parameter_server -> training"),
     ("tfdist/doctor/check_runner.py", "from tfdist.launch import x", "arrow: doctor -> launch"),
     ("tfdist/doctor/check_runner.py", "def f():\n    import tensorflow", "framework: doctor uses tensorflow"),
+    ("tfdist/model_parallel/columns.py", "from tfdist.training import x", "arrow: model_parallel -> training"),
     ("tfdist/recovery/resume.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
     ("tfdist/recovery/resume.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
     ("strategies/a.py", "from tfdist.recovery import x", "arrow: strategies -> recovery"),

@@ -65,9 +65,7 @@ def loss_parts(
     try:
         if overrides_compute_loss(model):
             with keras.StatelessScope():  # in which layers have added no losses
-                loss = model._compute_loss(
-                    x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-                )
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         else:
             loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
     finally:

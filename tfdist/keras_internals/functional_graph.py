@@ -62,9 +62,7 @@ class FunctionalGraph:
         is_traced: Whether the graph is that of one call of a subclassed model.
     """
 
-    def __init__(
-        self, function: Any, standardize: Callable[[Any], list[Any]], *, is_traced: bool = False
-    ) -> None:
+    def __init__(self, function: Any, standardize: Callable[[Any], list[Any]], *, is_traced: bool = False) -> None:
         self.function = function  # keeps the symbolic tensors alive, whose ids are used
         self.inputs: Sequence[Any] = list(function.inputs)
         self.outputs: Sequence[Any] = list(function.outputs)

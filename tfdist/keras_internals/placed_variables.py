@@ -16,7 +16,7 @@ def held_variable(variable: keras.Variable) -> tf.Variable:
 
 
 def hold(variable: keras.Variable, held: tf.Variable) -> None:
-    """Makes `held` hold the value of `variable` from now on. It must have the same `_unique_id`, which optimizers use."""
+    """Makes `held`, which must have the `_unique_id` of the present one, hold the value of `variable` from now on."""
     variable._value = held
 
 

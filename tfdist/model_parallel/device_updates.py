@@ -77,9 +77,7 @@ def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any]
 def _average(optimizer: Any, variables: list[keras.Variable]) -> None:
     """Updates the moving averages of weights, and replaces the weights by them if it is time."""
     averages = optimizer._model_variables_moving_average
-    pairs = [
-        (held_variable(one), held_variable(averages[optimizer._get_variable_index(one)])) for one in variables
-    ]
+    pairs = [(held_variable(one), held_variable(averages[optimizer._get_variable_index(one)])) for one in variables]
     is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for held, average in pairs:
         with tf.device(held.device):

@@ -58,7 +58,9 @@ class StageValues:
     @property
     def states(self) -> dict[int, tf.Tensor]:
         """By the id of a variable, its state after the micro-batches; of a moving statistic this column's share."""
-        return {key: self._sums[key] if key in self._sums else self.current[self._positions[key]] for key in self._changed}
+        return {
+            key: self._sums[key] if key in self._sums else self.current[self._positions[key]] for key in self._changed
+        }
 
 
 def read_values(

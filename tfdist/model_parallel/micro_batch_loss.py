@@ -1,9 +1,9 @@
 """Scales the losses of a micro-batch so that the sum over all micro-batches is the loss of the batch.
 
-A mean over the samples is multiplied by the micro-batch's fraction of the samples, a sum by 1. A mean may also divide by
-something else, such as the number of valid entries of a mask, or the sum of weights. A stage computes the divisor of its
-micro-batch, but the backward pass of the first micro-batch begins before the last one has arrived. So the divisors of
-the batch are computed beforehand, from masks, targets and weights alone.
+A mean over the samples is multiplied by the micro-batch's fraction of the samples, a sum by 1. A mean may also divide
+by something else, such as the number of valid entries of a mask, or the sum of weights. A stage computes the divisor of
+its micro-batch, but the backward pass of the first micro-batch begins before the last one has arrived. So the divisors
+of the batch are computed beforehand, from masks, targets and weights alone.
 """
 
 import contextvars

@@ -70,9 +70,7 @@ class PlacedModels:
             colocated_with = self._strategy.extended.colocated_with
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)
-        return PipelineStep(
-            model, placed.stages, placed.columns, self._pipeline, self._chief, self._gradient_dtype
-        )
+        return PipelineStep(model, placed.stages, placed.columns, self._pipeline, self._chief, self._gradient_dtype)
 
 
 def _graph(model: Any, x: Any) -> FunctionalGraph:

@@ -46,7 +46,9 @@ class ModelStages:
         self.graph = graph
         ends = [*starts[1:], len(graph.calls)]
         parts = [tuple(graph.calls[start:end]) for start, end in zip(starts, ends, strict=True)]
-        self._maker = {id(tensor): index for index, part in enumerate(parts) for call in part for tensor in call.outputs}
+        self._maker = {
+            id(tensor): index for index, part in enumerate(parts) for call in part for tensor in call.outputs
+        }
         self.stages = tuple(self._stage(index, part, len(parts) - 1) for index, part in enumerate(parts))
         self.owner: dict[int, int] = {}
         for stage in self.stages:
@@ -64,10 +66,7 @@ class ModelStages:
     def _sent(self, index: int) -> tuple[Any, ...]:
         """The outputs of a stage that calls of later stages take, or that the model returns."""
         later = [
-            tensor
-            for call in self.graph.calls
-            if self._maker[id(call.outputs[0])] > index
-            for tensor in call.inputs
+            tensor for call in self.graph.calls if self._maker[id(call.outputs[0])] > index for tensor in call.inputs
         ]
         return _unique(tensor for tensor in [*later, *self.graph.outputs] if self._maker.get(id(tensor)) == index)
 

@@ -59,7 +59,12 @@ class _Application:
     """The update of all columns with given gradients."""
 
     def __init__(
-        self, update: OptimizerUpdate, optimizer: Any, variables: Sequence[keras.Variable], columns: Columns, factor: Any
+        self,
+        update: OptimizerUpdate,
+        optimizer: Any,
+        variables: Sequence[keras.Variable],
+        columns: Columns,
+        factor: Any,
     ) -> None:
         self._update, self._optimizer, self._variables, self._columns = update, optimizer, variables, columns
         self._factor = factor

@@ -5,26 +5,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
-
-_ONE_DEVICE = "tensorflow.python.distribute.one_device_strategy"
-_OneDeviceExtended = private(f"{_ONE_DEVICE}:OneDeviceExtended", "a strategy with one replica")
-_OneDeviceReplicaContext = private(f"{_ONE_DEVICE}:_OneDeviceReplicaContext", "its replica context")
-_UpdateContext = private("tensorflow.python.distribute.distribute_lib:UpdateContext", "the context of an update")
-resolved_device = private(
-    "tensorflow.python.distribute.device_util:resolve", "the full name of a device, as variables have it"
+from tfdist.tensorflow_internals.tensorflow_symbols import (
+    OneDeviceExtended,
+    OneDeviceReplicaContext,
+    ResourceVariable,
+    UpdateContext,
 )
-for _method, _why in {
-    "_create_variable": "creates all variables on one device",
-    "_update": "updates on one device",
-    "_call_for_each_replica": "runs on one device",
-    "_validate_colocate_with_variable": "accepts only variables of the strategy",
-}.items():
-    private(f"{_ONE_DEVICE}:OneDeviceExtended.{_method}", _why)
 
 
-class PlacedExtended(_OneDeviceExtended):
+class PlacedExtended(OneDeviceExtended):
     """One replica whose variables are on several devices.
 
     Attributes:
@@ -71,7 +60,7 @@ class PlacedExtended(_OneDeviceExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        with tf.device(var.device), _UpdateContext(var.device):
+        with tf.device(var.device), UpdateContext(var.device):
             return fn(var, *args, **kwargs)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -79,7 +68,7 @@ class PlacedExtended(_OneDeviceExtended):
             return fn(*args, **kwargs)
 
 
-class _PlacedReplicaContext(_OneDeviceReplicaContext):
+class _PlacedReplicaContext(OneDeviceReplicaContext):
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Returns `value`; TensorFlow would copy it to the device of the replica."""
         del reduce_op, options

@@ -50,6 +50,15 @@ record_operation = private(
 stop_recording = private("tensorflow.python.eager.record:stop_recording", "keeps that cast off the tape")
 variable_accessed = private("tensorflow.python.eager.tape:variable_accessed", "puts its variable on the tape")
 
+OneDeviceExtended = private(
+    f"{_DISTRIBUTE}.one_device_strategy:OneDeviceExtended", "the implementation of a strategy with one replica"
+)
+OneDeviceReplicaContext = private(
+    f"{_DISTRIBUTE}.one_device_strategy:_OneDeviceReplicaContext", "copies gradients to the device of the replica"
+)
+UpdateContext = private(f"{_DISTRIBUTE}.distribute_lib:UpdateContext", "the context of the update of a variable")
+resolved_device = private(f"{_DISTRIBUTE}.device_util:resolve", "the full name of a device, as variables on it have it")
+
 # Overridden private methods: if TensorFlow renamed one, the override would have no effect.
 for _method, _why in {
     "mirrored_strategy:MirroredExtended._use_merge_call": "decides between replica-context and merge-call reduction",
@@ -71,6 +80,10 @@ for _method, _why in {
     "parameter_server_strategy_v2:ParameterServerStrategyV2Extended._create_variable_round_robin": (
         "places variables one after another, regardless of their size"
     ),
+    "one_device_strategy:OneDeviceExtended._create_variable": "creates all variables on one device",
+    "one_device_strategy:OneDeviceExtended._update": "updates all variables on one device",
+    "one_device_strategy:OneDeviceExtended._call_for_each_replica": "enters its replica context",
+    "one_device_strategy:OneDeviceExtended._validate_colocate_with_variable": "rejects variables that were moved",
     "coordinator.values:RemoteValueImpl.get": "its copy of an output, not its status, shows that a function ended",
 }.items():
     private(f"{_DISTRIBUTE}.{_method}", _why)
