@@ -133,6 +133,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "recovery": (430, 225, "what a training consists of", "core"),
     "training": (665, 225, "a Keras step on replicas", "core"),
     "parameter_server": (890, 225, "chief, workers, servers", "core"),
+    "model_parallel": (1090, 225, "stages on several devices", "core"),
     "transport": (105, 330, "authenticated messages", ""),
     "checkpoint": (360, 330, "the store of checkpoints", ""),
     "data_position": (545, 330, "position in the data", "core"),
@@ -147,6 +148,7 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("doctor", "cluster"): [(204, 312), (204, 405)],
     ("callbacks", "cluster"): [(305, 200), (252, 310)],
     ("parameter_server", "cluster"): [(965, 277), (965, 512), (230, 512), (230, 487)],
+    ("model_parallel", "internals"): [(1090, 277), (1090, 526), (545, 526), (545, 487)],
     ("parameter_server", "internals"): [(833, 330), (833, 398)],
 }
 
@@ -187,7 +189,7 @@ def rooms() -> Picture:
     if unknown:
         raise SystemExit(f"{__file__}: give these rooms a place in ROOMS: {sorted(unknown)}")
     arrows = {room: others - set(COMMON) for room, others in table.items() if room in ROOMS}
-    picture = Picture(1000, 590, "The rooms of tfdist and which may import which")
+    picture = Picture(1200, 590, "The rooms of tfdist and which may import which")
     picture.text(20, 28, "Rooms of tfdist: an arrow means “may import”", "title")
     picture.box(340, 48, 180, 40, "examples, benchmarks")
     for room, (x, y, holds, kind) in ROOMS.items():

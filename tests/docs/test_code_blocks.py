@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-STRATEGY = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+STRATEGY = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
