@@ -9,7 +9,7 @@ from tfdist.model_parallel.partition import balanced_starts, named_starts
 def test_the_largest_cost_is_the_least_possible() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        costs = rng.integers(0, 10, rng.integers(3, 9)).tolist()
+        costs = rng.integers(0, 40, rng.integers(3, 9)).tolist()
         stages = int(rng.integers(1, 4))
 
         def largest(starts: tuple[int, ...], costs: list[int] = costs) -> int:
@@ -18,7 +18,15 @@ def test_the_largest_cost_is_the_least_possible() -> None:
         found = balanced_starts(costs, stages)
         assert found[0] == 0 and len(set(found)) == stages and found == sorted(found)
         options = itertools.combinations(range(1, len(costs)), stages - 1)
-        assert largest(tuple(found)) == min(largest((0, *rest)) for rest in options)
+        least = min(largest((0, *rest)) for rest in options)
+        assert largest(tuple(found)) == least
+        sent = rng.integers(0, 9, len(costs)).tolist()
+        allowed = [
+            sum(sent[start] for start in rest)
+            for rest in itertools.combinations(range(1, len(costs)), stages - 1)
+            if largest((0, *rest)) <= int(least * 1.05)
+        ]
+        assert sum(sent[start] for start in balanced_starts(costs, stages, sent)[1:]) == min(allowed)
 
 
 @pytest.mark.parametrize(("cuts", "message"), [(["d"], "does not have"), (["c", "b"], "order"), (["a"], "empty")])

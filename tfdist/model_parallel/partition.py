@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 
 
-def balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
+_SLACK = 0.05  # how much larger than necessary the largest cost may be, to send less
+
+
+def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | None = None) -> list[int]:
     """Returns where stages begin so that the largest sum of costs of a stage is as small as possible.
 
     Args:
         costs: By position, at least 0.
         stages: The number of contiguous parts; none is empty.
+        sent: By position, how much a cut before it sends. If it is given, the cuts send as little as possible while the
+            largest cost is at most 5 % above the smallest possible one.
 
     Returns:
         `stages` positions, the first of them 0.
@@ -18,39 +23,48 @@ def balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
 
     >>> balanced_starts([5, 1, 1, 1, 4, 4], 3)
     [0, 2, 5]
-    >>> balanced_starts([0, 0, 9], 3)
-    [0, 1, 2]
+    >>> balanced_starts([100, 1, 100], 2, [0, 9, 3])
+    [0, 2]
     """
     if stages > len(costs):
         raise ValueError("fewer costs than stages")
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
-        if len(_greedy_starts(costs, middle)) <= stages:
+        if _parts_needed(costs, middle) <= stages:
             high = middle
         else:
             low = middle + 1
-    return _split_further(_greedy_starts(costs, low), len(costs), stages)
+    if sent is None:
+        return _cheapest_starts(costs, stages, low, [0] * len(costs))
+    return _cheapest_starts(costs, stages, int(low * (1 + _SLACK)), sent)
 
 
-def _greedy_starts(costs: Sequence[int], capacity: int) -> list[int]:
-    """The starts of parts that each take as much as fits into `capacity`."""
-    starts, used = [0], 0
-    for position, cost in enumerate(costs):
+def _parts_needed(costs: Sequence[int], capacity: int) -> int:
+    """The number of parts that each take as much as fits into `capacity`."""
+    parts, used = 1, 0
+    for cost in costs:
         if used + cost > capacity:
-            starts.append(position)
-            used = 0
+            parts, used = parts + 1, 0
         used += cost
-    return starts
+    return parts
 
 
-def _split_further(starts: list[int], positions: int, stages: int) -> list[int]:
-    """Splits parts, the last ones first, until there are `stages` of them."""
-    chosen = set(starts)
-    free = (position for position in range(positions - 1, 0, -1) if position not in chosen)
-    while len(chosen) < stages:
-        chosen.add(next(free))
-    return sorted(chosen)
+def _cheapest_starts(costs: Sequence[int], stages: int, capacity: int, sent: Sequence[int]) -> list[int]:
+    """The cuts that send least, among those whose parts fit into `capacity`."""
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # by end of the parts so far
+    for stage in range(stages):
+        after: dict[int, tuple[int, list[int]]] = {}
+        for start, (total, starts) in best.items():
+            used, total = 0, total + sent[start] * (start > 0)
+            for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
+                used += costs[end - 1]
+                if used > capacity:
+                    break
+                if end not in after or total < after[end][0]:
+                    after[end] = total, [*starts, start]
+        best = after
+    return best[len(costs)][1]
 
 
 def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:

@@ -99,7 +99,22 @@ def stages_of(graph: FunctionalGraph, pipeline: Pipeline) -> ModelStages:
         )
     if pipeline.cuts is not None:
         return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts))
-    return ModelStages(graph, balanced_starts([estimated_cost(call) for call in graph.calls], pipeline.stages))
+    costs = [estimated_cost(call) for call in graph.calls]
+    return ModelStages(graph, balanced_starts(costs, pipeline.stages, _crossing_elements(graph)))
+
+
+def _crossing_elements(graph: FunctionalGraph) -> list[int]:
+    """Returns by position the elements per sample that are computed before it and used at it or later."""
+    last_use: dict[int, int] = {id(tensor): len(graph.calls) for tensor in graph.outputs}
+    for position, call in enumerate(graph.calls):
+        for tensor in call.inputs:
+            last_use[id(tensor)] = max(last_use.get(id(tensor), 0), position)
+    crossing = [0] * len(graph.calls)
+    for position, call in enumerate(graph.calls):
+        for tensor in call.outputs:
+            for later in range(position + 1, min(last_use.get(id(tensor), 0), len(graph.calls) - 1) + 1):
+                crossing[later] += elements_of(tensor)
+    return crossing
 
 
 def estimated_cost(call: LayerCall) -> int:
