@@ -122,6 +122,28 @@ def test_subclassed_model_is_traced() -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int) -> None:
+    def build() -> keras.Model:
+        tokens = keras.Input((runs.LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(runs.WORDS, 8, mask_zero=True)(tokens)
+        x = keras.layers.LSTM(8, return_sequences=True)(x)
+        first = keras.layers.Dense(runs.WORDS, name="first")(x)
+        return keras.Model(tokens, [first, keras.layers.Dense(1, name="second")(keras.layers.Dropout(0.0)(x))])
+
+    entropy = losses.SparseCategoricalCrossentropy(from_logits=True)
+    model, reference, logs = fit_both(
+        strategy_of(stages, 4 // stages),
+        build,
+        lambda m: m.compile(optimizers.Adam(1e-3), [entropy, "mse"], weighted_metrics=[["accuracy"], ["mae"]]),
+        runs.TOKENS,
+        [runs.TARGETS["words"], runs.INPUTS["features"][:, :1].repeat(runs.LENGTH, 1)[..., None]],
+        sample_weight=[runs.SAMPLE_WEIGHTS["words"], runs.SAMPLE_WEIGHTS["value"][:, None]],
+        batch_size=40,
+    )
+    assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
+
+
 def test_rows_of_a_shared_table_are_added_as_in_one_process() -> None:
     def build() -> keras.Model:
         ids = keras.Input((6,), dtype="int32")

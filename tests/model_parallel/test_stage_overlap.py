@@ -73,6 +73,8 @@ def test_a_stage_is_traced_once() -> None:
         step = tf.function(lambda: model.distribute_strategy.run(model.train_step, ((x, x),)))
         graph = step.get_concrete_function().graph
         functions = {op.get_attr("f").name for op in graph.get_operations() if "PartitionedCall" in op.type}
+        definitions = {one.signature.name: one for one in graph.as_graph_def().library.function}
+        assert all(definitions[name].attr["_noinline"].b for name in functions)
         return len(graph.get_operations()), functions
 
     (few, functions), (many, others) = operations(2), operations(8)
