@@ -116,6 +116,28 @@ def test_optimizers(optimizer: Any) -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and difference_of_columns(model) == 0.0
 
 
+class OwnLoss(keras.Model):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+        return ops.mean(ops.square(y_pred - y)) + 0.1 * ops.mean(ops.abs(x[:, :3] - y_pred))
+
+
+def test_own_loss_and_a_static_batch() -> None:
+    def build() -> keras.Model:
+        i = keras.Input((12,), batch_size=8)
+        x = keras.layers.Dense(8, "relu")(i)
+        return OwnLoss(i, keras.layers.Dense(3)(x))
+
+    model, reference, logs = fit_both(
+        strategy_of(2, micro_batches=2),
+        build,
+        lambda m: m.compile(optimizers.SGD(0.1), metrics=["mae"]),
+        runs.X[:48],
+        runs.VALUES[:48],
+        batch_size=8,
+    )
+    assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
+
+
 def test_subclassed_model_is_traced() -> None:
     compile_model = lambda m: runs.compile_classifier(m, optimizers.Adam(1e-2))  # noqa: E731
     model, reference, logs = fit_both(strategy_of(3), runs.Subclassed, compile_model)

@@ -24,6 +24,11 @@ class OwnLoss(keras.Model):
         return ops.mean(ops.square(y_pred - y))
 
 
+class OwnApply(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(gradient * 2, variable) for gradient, variable in grads_and_vars])
+
+
 class TensorFlowCall(keras.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +100,11 @@ def regularized(kind: type) -> keras.Model:
 CASES: list[tuple[Callable[[], keras.Model], str]] = [
     (lambda: compiled(chain(kind=OwnStep)), "its own train_step cannot be cut"),
     (lambda: regularized(OwnLoss), "its own compute_loss cannot have weight regularizers"),
+    (
+        lambda: compiled(chain(layers.Dense(4, activity_regularizer="l2"), kind=OwnLoss)),
+        "its own compute_loss cannot have layers with losses",
+    ),
+    (lambda: compiled(chain(), optimizer=OwnApply()), "its own apply_gradients cannot update stages"),
     (lambda: compiled(chain(), run_eagerly=True), "Stages run in a compiled function"),
     (lambda: compiled(chain(), jit_compile=True), "XLA cannot compile a step"),
     (lambda: compiled(TensorFlowCall()), "it is not a graph of layers"),

@@ -29,7 +29,7 @@ def overrides_compute_loss(model: Any) -> bool:
     return "compute_loss" in {name for base in _own_classes(model) for name in vars(base)}
 
 
-def overridden_step(model: Any, *names: str) -> str | None:
+def overridden_method(model: Any, *names: str) -> str | None:
     """Returns the first of the methods `names` that the class of the model overrides."""
     own = {name for base in _own_classes(model) for name in vars(base)}
     return next((name for name in names if name in own), None)

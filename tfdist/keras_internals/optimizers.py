@@ -204,6 +204,12 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
         thread.submit(build).result()
 
 
+def overridden_update(optimizer: Any) -> str | None:
+    """Returns the method of an optimizer's class, if any, that updates in another way, as MultiOptimizer does."""
+    names = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
+    return next((name for name in names if getattr(type(optimizer), name) is not getattr(TFOptimizer, name)), None)
+
+
 def has_own_update_step(optimizer: Any) -> bool:
     """Whether the class of an optimizer changes state once in the update of all variables, as Nadam does."""
     return type(optimizer)._backend_update_step is not TFOptimizer._backend_update_step

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-
 _SLACK = 0.05  # how much larger than necessary the largest cost may be, to send less
 
 

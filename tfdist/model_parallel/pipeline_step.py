@@ -183,6 +183,14 @@ class _Batch:
 
     def _output(self, symbolic: Any) -> tf.Tensor:
         index = self._stages.maker(symbolic)
+        if index < 0:
+            inputs = zip(self._stages.graph.inputs, self._inputs, strict=True)
+            return next(given for one, given in inputs if one is symbolic)
+        if not self._stages.has_samples(symbolic):
+            raise ValueError(
+                f"An output of a model in stages has no axis of samples. Received: {symbolic.name!r} of shape "
+                f"{tuple(symbolic.shape)}. Expected: outputs with a value for each sample."
+            )
         stage = self._stages.stages[index]
         position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
         results = [

@@ -1,6 +1,5 @@
 """The models of a strategy: their stages, and where their variables are."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
 from tfdist.model_parallel.placement import place
 from tfdist.model_parallel.stages import ModelStages, stages_of
+
+_ATTRIBUTE = "_tfdist_stages"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,15 @@ class PlacedModels:
         """
         self._strategy = strategy
         self._pipeline, self._devices, self._chief, self._gradient_dtype = pipeline, devices, chief, gradient_dtype
-        self._placed: weakref.WeakKeyDictionary[Any, _Placed] = weakref.WeakKeyDictionary()
 
     def stages_of(self, model: Any) -> ModelStages | None:
         """Returns the stages of a model of which a step was traced before, else None."""
-        placed = self._placed.get(model)
+        placed = self._placed(model)
         return None if placed is None else placed.stages
+
+    def _placed(self, model: Any) -> _Placed | None:
+        owner, placed = vars(model).get(_ATTRIBUTE, (None, None))
+        return placed if owner is self else None
 
     def step(self, model: Any, x: Any) -> PipelineStep:
         """Returns the steps of a model whose variables, also new ones, are in their place.
@@ -63,10 +67,11 @@ class PlacedModels:
         """
         with tf.init_scope(), tf.device(None), self._strategy.scope():
             graph = _graph(model, x)
-            signature, placed = graph.signature(), self._placed.get(model)
+            signature, placed = graph.signature(), self._placed(model)
             if placed is None or placed.signature != signature:
                 placed = _Placed(signature, stages_of(graph, self._pipeline), Columns(self._devices))
-                self._placed[model] = placed
+                # An attribute, as the stages refer to the model. Keras does not track it.
+                object.__setattr__(model, _ATTRIBUTE, (self, placed))
             colocated_with = self._strategy.extended.colocated_with
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)

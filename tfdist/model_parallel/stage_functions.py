@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts
+from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
 from tfdist.model_parallel.stages import ModelStages, Stage
@@ -90,7 +90,7 @@ class StageFunction:
         self._model, self._stages, self._stage, self._kind = model, stages, stage, kind
         traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
         with tf.init_scope(), tf.device(None):
-            self._function = traced.get_concrete_function(_specs(stage, example, kind))
+            self._function = traced.get_concrete_function(_specs(stages, stage, example, kind))
         _check_captures(self._function, stage)
 
     def __call__(self, inputs: StageInputs) -> StageResult:
@@ -99,13 +99,14 @@ class StageFunction:
 
     def _run(self, given: StageInputs) -> StageResult:
         stage = self._stage
-        samples = _samples(stage, given)
+        samples = _samples(self._stages, stage, given)
         loss = MicroBatchLoss(given.fraction, given.is_real, samples[0], given.divisors)
         scope = keras.StatelessScope(list(zip(stage.variables, given.values, strict=True)), collect_losses=True)
         before = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
         with loss.running(samples[1]), scope:
             values = _computed(stage, given, training=self._kind.training)
             parts = [tf.cast(loss.as_part(one, is_mean=True), tf.float32) for one in scope.losses]
+            _check_added_losses(self._model, stage, parts)
             of_outputs: list[tf.Tensor] = []
             if given.data is not None and self._kind.has_loss and has_compiled_loss(self._model):
                 compiled, of_outputs = self._compiled_loss(loss, given.data, values)
@@ -148,9 +149,11 @@ def _computed(stage: Stage, given: StageInputs, *, training: bool) -> dict[int, 
     return values
 
 
-def _samples(stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:
+def _samples(stages: ModelStages, stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:
     """Returns the number of rows of the micro-batch, and the tensors whose first axis holds the samples."""
-    inputs = [tensor for symbolic, tensor in zip(stage.inputs, given.tensors, strict=True) if has_samples(symbolic)]
+    inputs = [
+        tensor for symbolic, tensor in zip(stage.inputs, given.tensors, strict=True) if stages.has_samples(symbolic)
+    ]
     masks = [mask for mask in given.masks if mask is not None]
     data = [leaf for leaf in tf.nest.flatten(given.data) if leaf is not None and leaf.shape.rank]
     tensors = [*inputs, *masks, *data]
@@ -158,12 +161,7 @@ def _samples(stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:
     return tf.shape(tensors[0])[0] if static is None else static, tensors
 
 
-def has_samples(symbolic: Any) -> bool:
-    """Whether the first axis of a symbolic tensor holds the samples of a batch."""
-    return bool(len(symbolic.shape)) and symbolic.shape[0] is None
-
-
-def _specs(stage: Stage, example: StageInputs, kind: StageKind) -> StageInputs:
+def _specs(stages: ModelStages, stage: Stage, example: StageInputs, kind: StageKind) -> StageInputs:
     """Returns the specs of the arguments of all micro-batches, of which `example` is one."""
 
     def spec(leaf: Any, *, has_rows: bool = False) -> Any:
@@ -173,13 +171,25 @@ def _specs(stage: Stage, example: StageInputs, kind: StageKind) -> StageInputs:
 
     return StageInputs(
         values=[spec(value) for value in example.values],
-        tensors=[spec(one, has_rows=has_samples(s)) for s, one in zip(stage.inputs, example.tensors, strict=True)],
+        tensors=[
+            spec(one, has_rows=stages.has_samples(s)) for s, one in zip(stage.inputs, example.tensors, strict=True)
+        ],
         masks=[spec(mask, has_rows=True) for mask in example.masks],
         data=tf.nest.map_structure(lambda leaf: spec(leaf, has_rows=True), example.data),
         fraction=spec(example.fraction),
         is_real=spec(example.is_real),
         divisors=tf.TensorSpec([None], tf.float32),
     )
+
+
+def _check_added_losses(model: Any, stage: Stage, losses: list[tf.Tensor]) -> None:
+    """Rejects losses of layers if the model computes its loss itself, and may or may not add them."""
+    if losses and overrides_compute_loss(model):
+        raise ValueError(
+            "A model with its own `compute_loss` cannot have layers with losses in stages, because its loss is "
+            f"computed on the last stage. Received: {type(model).__name__}.compute_loss and a loss of a layer among "
+            f"{', '.join(call.name for call in stage.calls)}. Expected: one of them. Give `compile` a loss instead."
+        )
 
 
 def _check_updates(scope: keras.StatelessScope, stage: Stage) -> None:

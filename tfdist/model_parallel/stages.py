@@ -74,6 +74,10 @@ class ModelStages:
         """Returns the stage that computes a symbolic tensor; -1 for an input of the model."""
         return self._maker.get(id(tensor), -1)
 
+    def has_samples(self, tensor: Any) -> bool:
+        """Whether the first axis of a symbolic tensor holds the samples of a batch."""
+        return bool(len(tensor.shape)) and tensor.shape[0] == self.graph.inputs[0].shape[0]
+
     @cached_property
     def variables(self) -> tuple[keras.Variable, ...]:
         """The variables of all stages, each once, by owner."""

@@ -6,8 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_loss import overridden_step, overrides_compute_loss
+from tfdist.keras_internals.compiled_loss import overridden_method, overrides_compute_loss
 from tfdist.keras_internals.model_introspection import is_made_under
+from tfdist.keras_internals.optimizers import overridden_update
+from tfdist.keras_internals.placed_variables import optimizers_of
 
 
 def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
@@ -32,15 +34,17 @@ def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
             "XLA cannot compile a step whose stages are on several devices. Received: jit_compile=True. Expected: "
             "jit_compile=False in `compile`, or the default."
         )
-    own = overridden_step(model, step)
+    own = overridden_method(model, step)
     if own is not None:
         raise ValueError(
             f"A model with its own `{own}` cannot be cut into stages, because that method computes the complete model "
             f"at once. Received: {type(model).__name__}.{own}. Expected: the method of keras.Model. Move the loss into "
             "`compile` or `add_loss`, or use a data-parallel strategy."
         )
+    if step != "predict_step":
+        _check_own_loss(model)
     if step == "train_step":
-        _check_training(model, strategy)
+        _check_optimizer(model, strategy)
     for reason, layer in _unsupported_layers(model):
         raise ValueError(
             f"A layer cannot compute a batch in micro-batches: {reason}. Received: {type(layer).__name__} "
@@ -49,18 +53,20 @@ def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
         )
 
 
-def _check_training(model: Any, strategy: Any) -> None:
+def _check_optimizer(model: Any, strategy: Any) -> None:
     if model.optimizer is None or not is_made_under(model.optimizer, strategy):
         raise ValueError(
             "The optimizer was created outside the strategy's scope. Received: "
             f"{'no optimizer' if model.optimizer is None else repr(model.optimizer.name)}. Expected: the model, the "
             "optimizer and `model.compile` within one `with strategy.scope():` block. Move them there."
         )
-    if overrides_compute_loss(model) and any(getattr(one, "regularizer", None) for one in model.trainable_variables):
+    optimizer, _ = optimizers_of(model.optimizer)
+    method = overridden_update(optimizer)
+    if method is not None:
         raise ValueError(
-            "A model with its own `compute_loss` cannot have weight regularizers in stages, because its loss is "
-            f"computed on the last stage. Received: {type(model).__name__}.compute_loss and a regularizer. Expected: "
-            "one of them. Use weight decay of the optimizer instead of regularizers, or a loss in `compile`."
+            f"An optimizer with its own `{method}` cannot update stages, because each stage updates its own variables. "
+            f"Received: {type(optimizer).__name__}.{method}. Expected: an optimizer that overrides `update_step` "
+            "only."
         )
     overwritten = [one.path for one in model.trainable_variables if getattr(one, "overwrite_with_gradient", False)]
     if overwritten:
@@ -68,6 +74,15 @@ def _check_training(model: Any, strategy: Any) -> None:
             "Variables of float8 layers cannot be trained in stages. Received: "
             f"{overwritten[0]!r}, whose gradient is its new value. Expected: layers in float32, bfloat16 or float16. "
             "Do not quantize layers to float8."
+        )
+
+
+def _check_own_loss(model: Any) -> None:
+    if overrides_compute_loss(model) and any(getattr(one, "regularizer", None) for one in model.trainable_variables):
+        raise ValueError(
+            "A model with its own `compute_loss` cannot have weight regularizers in stages, because its loss is "
+            f"computed on the last stage. Received: {type(model).__name__}.compute_loss and a regularizer. Expected: "
+            "one of them. Use weight decay of the optimizer instead of regularizers, or a loss in `compile`."
         )
 
 
