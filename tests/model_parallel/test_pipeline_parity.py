@@ -195,10 +195,10 @@ def test_states_of_layers_and_random_numbers() -> None:
         i = keras.Input((12,))
         x = keras.layers.BatchNormalization(momentum=0.5)(i)
         x = dropout(keras.layers.Dense(16, "relu")(x))
-        return keras.Model(i, keras.layers.Dense(5)(dropout(keras.layers.Dense(16)(x))))
+        return keras.Model(i, keras.layers.Dense(5)(dropout(keras.layers.Dense(16, name="second")(x))))
 
     def trained(**options: Any) -> keras.Model:
-        with strategy_of(2, **options).scope():
+        with strategy_of(2, cuts=["second"], **options).scope():
             model = runs.made(build, lambda m: runs.compile_classifier(m, optimizers.SGD(0.1)))
         model.fit(runs.X[:48], runs.CLASSES[:48], batch_size=16, shuffle=False, verbose=0)
         return model

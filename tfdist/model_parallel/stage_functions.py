@@ -105,7 +105,9 @@ class StageFunction:
         before = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
         with loss.running(samples[1]), scope:
             values = _computed(stage, given, training=self._kind.training)
-            parts = [tf.cast(loss.as_part(one, is_mean=True), tf.float32) for one in scope.losses]
+            added = [tf.reduce_sum(loss.as_part(one, is_mean=True)) for one in scope.losses]
+            parts = [tf.cast(one, tf.float32) for one in added]
+            _check_divisors(loss, stage)
             _check_added_losses(self._model, stage, parts)
             of_outputs: list[tf.Tensor] = []
             if given.data is not None and self._kind.has_loss and has_compiled_loss(self._model):
@@ -189,6 +191,16 @@ def _check_added_losses(model: Any, stage: Stage, losses: list[tf.Tensor]) -> No
             "A model with its own `compute_loss` cannot have layers with losses in stages, because its loss is "
             f"computed on the last stage. Received: {type(model).__name__}.compute_loss and a loss of a layer among "
             f"{', '.join(call.name for call in stage.calls)}. Expected: one of them. Give `compile` a loss instead."
+        )
+
+
+def _check_divisors(loss: MicroBatchLoss, stage: Stage) -> None:
+    """Rejects losses of layers that divide by more than the number of samples: those of the batch are not known."""
+    if loss.num_divisors:
+        raise ValueError(
+            f"A layer computes a masked or weighted loss. Received: such a loss in stage {stage.index} "
+            f"({', '.join(call.name for call in stage.calls)}). Expected: these losses in `compile`, or losses in "
+            "layers that are means over the samples or sums."
         )
 
 

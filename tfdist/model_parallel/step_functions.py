@@ -38,15 +38,7 @@ class StepFunctions:
             function = StageFunction(self._model, self.stages, self.stages.stages[index], self._kind, given)
             self._functions[index] = function
             if function.num_divisors:
-                self._divisors = self._computed_divisors(index, function.num_divisors)
+                with tf.control_dependencies(None), tf.device(self._chief):
+                    number = function.num_divisors
+                    self._divisors = divisors_of(self._model, self.stages.graph, self._batch, self._kind, number)
         return function, given._replace(divisors=self._divisors) if function.num_divisors else given
-
-    def _computed_divisors(self, index: int, number: int) -> tf.Tensor:
-        if index < len(self.stages.stages) - 1:
-            layers = ", ".join(call.name for call in self.stages.stages[index].calls)
-            raise ValueError(
-                f"A layer computes a masked or weighted loss. Received: such a loss in stage {index} ({layers}). "
-                "Expected: these losses in `compile`, or in layers of the last stage. Choose other `cuts`."
-            )
-        with tf.control_dependencies(None), tf.device(self._chief):
-            return divisors_of(self._model, self.stages.graph, self._batch, self._kind, number)

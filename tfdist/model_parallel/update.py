@@ -156,4 +156,5 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 
 def _sum_of_squares(gradient: Any) -> tf.Tensor:
-    return tf.cast(tf.reduce_sum(tf.square(getattr(gradient, "values", gradient))), tf.float32)
+    # Dense, so that rows of the same index are added first.
+    return tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient))), tf.float32)
