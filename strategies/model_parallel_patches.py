@@ -3,6 +3,9 @@
 import contextlib
 from typing import Any
 
+import tensorflow as tf
+
+from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
@@ -16,6 +19,13 @@ def patch_keras_once(strategy_class: Any) -> None:
     global _is_patched
     if _is_patched:
         return
+
+
+    def name_lost_workers(strategy: Any, error: BaseException) -> None:
+        if isinstance(strategy, strategy_class) and isinstance(error, tf.errors.OpError) and strategy.servers:
+            strategy.servers.explain(error)
+
+    patch_errors_of_steps(name_lost_workers)
     patch_losses(current_stage_loss)
     patch_rematerialization(lambda: current_stage_loss() is not None)
     patch_symbolic_build(lambda strategy: isinstance(strategy, strategy_class), lambda _: contextlib.nullcontext())

@@ -14,6 +14,8 @@ from tfdist.model_parallel.placed_models import PlacedModels
 from tfdist.model_parallel.stage_table import stage_table
 from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
+from tfdist.strategies.cluster_resolver import start_timeout_of
+from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
 from tfdist.strategies.model_parallel_patches import patch_keras_once
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
@@ -29,10 +31,12 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
     """Training of a model that is cut into stages, each of them on a separate device.
 
     `fit`, `evaluate` and `predict` compute each batch in micro-batches, so that the stages work at the same time.
-    The result is that of one process on the complete batch.
+    The result is that of one process on the complete batch. The devices are those of workers
+    (`tfdist run --chief --workers N script.py`) or of this process. Under another launcher that sets `TF_CONFIG`, run the
+    script as every task: in the process of a worker this constructor serves until the chief has ended, then exits.
 
     ```python
-    strategy = ModelParallelStrategy(devices=["GPU:0", "GPU:1"], pipeline=Pipeline(stages=2, micro_batches=8))
+    strategy = ModelParallelStrategy(pipeline=Pipeline(stages=2, micro_batches=8))
     with strategy.scope():
         model = build_model()
         model.compile("adam", loss=...)
@@ -42,27 +46,34 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
     Attributes:
         pipeline: The options of the pipeline.
         columns: By column and stage, the full name of the device.
+        servers: Notices that a worker is lost; None without workers.
     """
 
     def __init__(
         self,
-        devices: Sequence[str],
+        devices: Sequence[str] | None = None,
         *,
         pipeline: Pipeline,
         data_parallel: int = 1,
         compression: str | None = None,
+        start_timeout_seconds: float | None = None,
     ) -> None:
         """Creates the strategy.
 
         Args:
             devices: `stages` devices for each column, column after column: "CPU:0", "GPU:1", or a device of another
-                task ("/job:worker/task:1/device:CPU:0").
+                task ("/job:worker/task:1/device:CPU:0"). By default those of all workers in their order, or without
+                workers those of this process: of each process its GPUs, or its CPU devices if it has none.
             pipeline: How the model is cut, and in which order micro-batches are computed.
             data_parallel: The number of columns: copies of all stages, each of which computes a part of every batch.
             compression: As what columns send gradients to each other: "bf16", "fp16", or `None` for unchanged.
+            start_timeout_seconds: How long to wait for workers. By default the value of
+                `tfdist run --start-timeout`, or 300.
 
         Raises:
-            ValueError: An argument is invalid, or there are too few devices.
+            ValueError: An argument is invalid, there are too few or too many devices, or the environment describes a
+                cluster of other jobs than a chief and workers.
+            TimeoutError: Workers did not start in time; the message names them.
         """
         if not isinstance(pipeline, Pipeline):
             raise ValueError(
@@ -74,18 +85,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
                 f"Invalid `compression` of a model-parallel strategy. Received: compression={compression!r}. Expected: "
                 "'bf16', 'fp16' or None. Other methods exist for data-parallel strategies only."
             )
-        if isinstance(devices, str) or len(devices) != pipeline.stages * data_parallel:
-            raise ValueError(
-                f"The number of devices differs from stages times columns. Received: devices={devices!r}, "
-                f"stages={pipeline.stages}, data_parallel={data_parallel}. Expected: a list of "
-                f"{pipeline.stages * data_parallel} devices."
-            )
-        resolved = [resolved_device(device) for device in devices]
-        if len(set(resolved)) != len(resolved):
-            raise ValueError(
-                f"Two stages have the same device. Received: devices={list(devices)}. Expected: different devices. "
-                "Several CPU devices of one process are created by `tf.config.set_logical_device_configuration`."
-            )
+        self.servers = connect_to_workers(start_timeout_of(start_timeout_seconds))
+        resolved = _checked_devices(devices, pipeline.stages, data_parallel)
         self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
         stages = pipeline.stages
         self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
@@ -165,3 +166,28 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         stages = self._placed.stages_of(model) or stages_of(graph_of(model), self.pipeline)
         for line in stage_table(stages, self.pipeline, self.columns):
             (print_fn or print)(line)
+
+
+def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int) -> list[str]:
+    """Returns the full names of the devices."""
+    given = default_devices() if devices is None else devices
+    if isinstance(given, str) or len(given) != stages * columns:
+        raise ValueError(
+            f"The number of devices differs from stages times columns. Received: {stages} stages, data_parallel="
+            f"{columns}, and the devices {given!r}{'' if devices is not None else ', all that there are'}. Expected: "
+            f"{stages * columns} devices. Start as many workers (tfdist run --chief --workers {stages * columns}), change "
+            "the stages or `data_parallel`, or name the `devices`."
+        )
+    resolved = [resolved_device(device) for device in given]
+    if len(set(resolved)) != len(resolved):
+        raise ValueError(
+            f"Two stages have the same device. Received: devices={list(given)}. Expected: different devices. "
+            "Several CPU devices of one process are created by `tf.config.set_logical_device_configuration`."
+        )
+    existing = {device.name for device in tf.config.list_logical_devices()}
+    if unknown := sorted(set(resolved) - existing):
+        raise ValueError(
+            f"There are no such devices. Received: {unknown}. Expected: some of {sorted(existing)}. Correct `devices`, "
+            "or start the workers that have them (tfdist run --chief --workers N)."
+        )
+    return resolved

@@ -12,9 +12,10 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.variable_creation import keras_creates_variable
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
-from tfdist.parameter_server.server_process import serve, wait_for_servers
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
+from tfdist.servers.server_monitor import wait_for_servers
+from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
 from tfdist.strategies.parameter_server_patches import patch_keras_once
 from tfdist.strategies.replicated_strategy import Compression

@@ -24,13 +24,14 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals model_parallel parameter_server training utils versions".split()
+        "cluster collectives compression internals model_parallel parameter_server servers training utils versions".split()
     ),
     "model_parallel": frozenset({"internals", "utils"}),
     "training": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset({"internals", "utils"}),
-    "parameter_server": frozenset({"cluster", "compression", "internals", "utils"}),
+    "parameter_server": frozenset({"compression", "internals", "servers", "utils"}),
+    "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
         "checkpoint cluster collectives data_position internals recovery training utils versions".split()
     ),

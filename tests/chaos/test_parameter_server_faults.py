@@ -83,7 +83,7 @@ def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_pa
     def environ_of(job):
         return child_environment(TF_CONFIG=json.dumps({"cluster": addresses, "task": {"type": job, "index": 0}}))
 
-    serve = [sys.executable, "-m", "tfdist.parameter_server"]
+    serve = [sys.executable, "-m", "tfdist.servers"]
     servers = [subprocess.Popen(serve, env=environ_of(job), stderr=subprocess.DEVNULL) for job in ("worker", "ps")]
     try:
         plan = [{"whom": "ps", "at": "on_train_batch_end", "count": 5, "do": "SIGKILL"}]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.utils.formatting import counted
 
-SERVER_COMMAND = (sys.executable, "-m", "tfdist.parameter_server")
+SERVER_COMMAND = (sys.executable, "-m", "tfdist.servers")
 _NOUNS = {"chief": "chief", "worker": "worker", "ps": "parameter server"}
 
 
@@ -16,7 +16,7 @@ class Role:
     """What one process of a run is.
 
     The run ends when no process that runs the script is left. A worker beside parameter servers is restarted alone. A
-    parameter server that exits is a failure, because its variables are lost.
+    process that holds variables for the chief must not exit, because they are lost with it.
 
     Args:
         task: Its task in the cluster.
@@ -24,8 +24,9 @@ class Role:
         label: Prefix of its output lines.
         log_name: Name of its log file.
         runs_script: Whether it runs the user's script; otherwise it runs TensorFlow's server
-            (`tfdist.parameter_server`).
+            (`tfdist.servers`).
         is_restarted_alone: Whether it is restarted when it exits, while the other processes continue.
+        computes: Whether it needs cores of its own.
     """
 
     task: Task
@@ -34,11 +35,12 @@ class Role:
     log_name: str
     runs_script: bool = True
     is_restarted_alone: bool = False
+    computes: bool = True
 
     @property
     def is_server(self) -> bool:
-        """Whether it holds variables, which are lost when it exits."""
-        return self.task.type == "ps"
+        """Whether it holds variables, which are lost when it exits: a parameter server, or a worker with stages."""
+        return not self.runs_script and not self.is_restarted_alone
 
 
 def worker_roles(workers: int, first_rank: int = 0) -> dict[int, Role]:
@@ -63,26 +65,46 @@ def parameter_server_roles(workers: int, servers: int) -> dict[int, Role]:
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
     tasks = [*(Task("worker", index) for index in range(workers)), *(Task("ps", index) for index in range(servers))]
-    roles = [
-        Role(Task("chief", 0), "chief", "chief", "chief.log"),
-        *(
-            Role(
-                task,
-                name=str(task),
-                label=str(task),
-                log_name=f"{task.type}-{task.index}.log",
-                runs_script=False,
-                is_restarted_alone=task.type == "worker",
-            )
-            for task in tasks
-        ),
-    ]
-    return dict(enumerate(roles))
+    return _with_chief(Role(Task("chief", 0), "chief", "chief", "chief.log"), tasks, restarted_alone="worker")
+
+
+def chief_and_worker_roles(workers: int) -> dict[int, Role]:
+    """Returns the roles of a chief, which runs the script, and of workers, which hold the stages of its model, by rank.
+
+    >>> [role.name for role in chief_and_worker_roles(2).values()]
+    ['chief', 'worker 0', 'worker 1']
+    """
+    chief = Role(Task("chief", 0), "chief", "chief", "chief.log", computes=False)  # its workers hold the model
+    return _with_chief(chief, [Task("worker", index) for index in range(workers)])
+
+
+def _with_chief(chief: Role, tasks: Iterable[Task], restarted_alone: str = "") -> dict[int, Role]:
+    servers = (
+        Role(
+            task,
+            name=str(task),
+            label=str(task),
+            log_name=f"{task.type}-{task.index}.log",
+            runs_script=False,
+            is_restarted_alone=task.type == restarted_alone,
+        )
+        for task in tasks
+    )
+    return dict(enumerate([chief, *servers]))
 
 
 def count_workers(roles: Mapping[int, Role]) -> int:
     """Returns the number of workers, without chief and parameter servers."""
     return sum(role.task.type == "worker" for role in roles.values())
+
+
+def count_computing(roles: Mapping[int, Role]) -> int:
+    """Returns the number of processes that share the cores.
+
+    >>> count_computing(chief_and_worker_roles(2)), count_computing(parameter_server_roles(2, 1))
+    (2, 4)
+    """
+    return sum(role.computes for role in roles.values())
 
 
 def cluster_spec(roles: Iterable[Role], addresses: Sequence[str]) -> ClusterSpec:

@@ -91,6 +91,7 @@ class RunConfig:
         restart_delay: Seconds from a failure to the next start, after an attempt without progress.
         start_timeout: Seconds to wait for missing nodes.
         timeouts: When workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too.
+        has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server.
     """
 
     run_id: str
@@ -100,6 +101,7 @@ class RunConfig:
     restart_delay: float
     start_timeout: float
     timeouts: Timeouts
+    has_chief: bool = False
 
     @property
     def heartbeat_timeout(self) -> float:

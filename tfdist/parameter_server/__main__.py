@@ -1,25 +1,7 @@
-"""`python -m tfdist.parameter_server`: runs the server of the task that TF_CONFIG describes."""
+"""`python -m tfdist.parameter_server`: the name of `python -m tfdist.servers` in release 0.1.0, for scripts that use it."""
 
 import sys
 
-from tfdist import cluster
-from tfdist.parameter_server.server_process import serve
+from tfdist.servers.__main__ import main
 
-
-def main() -> int:
-    """Serves until the chief has ended; returns the exit code."""
-    config = cluster.detect()
-    if config is None or config.task.type not in ("worker", "ps"):
-        received = "no TF_CONFIG" if config is None else f"the task {config.task.type} {config.task.index}"
-        sys.stderr.write(
-            f"This process has nothing to serve. Received: {received}. Expected: TF_CONFIG with a task of the job "
-            "worker or ps. `tfdist run --workers N --parameter-servers M script.py` starts workers and servers "
-            "itself.\n"
-        )
-        return 2
-    serve(dict(config.cluster.jobs), config.task.type, config.task.index)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

@@ -19,7 +19,7 @@ from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_wi
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.result_packing import ResultPacking
 from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.parameter_server.server_process import ServerMonitor, explains_lost_servers
+from tfdist.servers.server_monitor import ServerMonitor, explains_lost_servers
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
@@ -49,7 +49,7 @@ class ChiefTraining:
         self._model, self._stats = model, stats
         self._strategy = strategy = model.distribute_strategy
         self._mode, self._workers = strategy.mode, strategy.num_workers
-        self.servers = ServerMonitor(strategy.server_addresses)
+        self.servers = ServerMonitor("ps", strategy.server_addresses)
         self._scheduler = Scheduler(strategy.coordinator, self.servers.check)
         self._sums = MetricSums(model)
         self._packing = ResultPacking()

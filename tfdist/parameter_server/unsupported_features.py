@@ -5,7 +5,7 @@ from typing import Any
 
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.model_introspection import computes_over_all_replicas
-from tfdist.parameter_server.server_process import is_reachable
+from tfdist.servers.server_monitor import is_reachable
 
 
 def reject_unsupported_model(model: Any) -> None:

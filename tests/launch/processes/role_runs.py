@@ -1,6 +1,6 @@
 """A chief that runs the script, workers that come and go, and parameter servers that must stay.
 
-Where the launcher starts `tfdist.parameter_server`, a plain script of the test runs instead: `sitecustomize` of a
+Where the launcher starts `tfdist.servers`, a plain script of the test runs instead: `sitecustomize` of a
 directory on PYTHONPATH sees what the interpreter was asked for.
 """
 
@@ -8,7 +8,7 @@ import os
 
 _SITE = """
 import os, sys
-if sys.orig_argv[1:] == ["-m", "tfdist.parameter_server"]:
+if sys.orig_argv[1:] == ["-m", "tfdist.servers"]:
     os.execv(sys.executable, [sys.executable, os.path.join(os.getcwd(), "server.py")])
 """
 

@@ -31,10 +31,10 @@ class Hosts:
     """A coordinator and its nodes. Heartbeat timeout 8 s, patience 5 s, grace to save 25 s."""
 
     def __init__(
-        self, *, nodes=2, max_restarts=3, min_workers=None, delay=0.0, start_timeout=60.0, silence=8.0
+        self, *, nodes=2, max_restarts=3, min_workers=None, delay=0.0, start_timeout=60.0, silence=8.0, chief=False
     ) -> None:
         self.config = RunConfig(
-            "f00d", nodes, max_restarts, min_workers, delay, start_timeout, Timeouts(None, silence, 0.0)
+            "f00d", nodes, max_restarts, min_workers, delay, start_timeout, Timeouts(None, silence, 0.0), chief
         )
         self.now = 0.0
         self.coordinator = Coordinator(self.config, now=0.0)
@@ -43,7 +43,7 @@ class Hosts:
     def join(self, rank, *, workers=1, address="127.0.0.1", seen_as="127.0.0.1", **changed):
         connection = FakeConnection(seen_as)
         same = {"--nodes": self.config.nodes, "--max-restarts": self.config.max_restarts}
-        options = {**same, "--min-workers": self.config.min_workers}
+        options = {**same, "--min-workers": self.config.min_workers, "--chief": self.config.has_chief}
         message = {
             "node": rank,
             "host": f"h{rank}",
@@ -78,7 +78,7 @@ class Hosts:
         self.look()
         for rank, connection in self.connections.items():
             for prepare in connection.take("prepare"):
-                ports = [1000 * (rank + 1) + index for index in range(prepare["workers"])]
+                ports = [1000 * (rank + 1) + index for index in range(prepare["processes"])]
                 self.tell(rank, "ready", round=prepare["round"], ports=ports)
 
     def start(self, **workers):
@@ -92,6 +92,7 @@ class Hosts:
         ends = [
             {
                 "rank": first + index,
+                "task": "",
                 "returncode": code,
                 "last_lines": list(lines),
                 "was_signalled": signalled,

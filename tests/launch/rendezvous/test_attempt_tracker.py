@@ -117,7 +117,7 @@ def test_node_of_a_worker_that_fails_twice_leaves_one_out():
     hosts = Hosts(min_workers=2, max_restarts=9).start(w0=2, w1=2)
     for attempt, expected in enumerate([(2, 2), (1, 2), (2, 2)]):
         failed_on(hosts, 0, attempt)
-        prepared = tuple(hosts.connections[rank].sent[-1]["workers"] for rank in (0, 1))
+        prepared = tuple(hosts.connections[rank].sent[-1]["processes"] for rank in (0, 1))
         assert prepared == expected
         hosts.get_ready()
 

@@ -11,12 +11,12 @@ def test_attempt_starts_when_all_nodes_are_ready():
     hosts.look(59.0)
     assert not hosts.connections[0].take("prepare")
     hosts.join(1, workers=3)
-    assert [hosts.connections[rank].sent[-1]["workers"] for rank in range(3)] == [1, 3, 2]
+    assert [hosts.connections[rank].sent[-1]["processes"] for rank in range(3)] == [1, 3, 2]
     hosts.get_ready()
     starts = [hosts.connections[rank].take("start")[0] for rank in range(3)]
     assert [start["first_rank"] for start in starts] == [0, 1, 4]
     ports = [1000, 2000, 2001, 2002, 3000, 3001]
-    assert all(start["workers"] == [f"127.0.0.1:{port}" for port in ports] for start in starts)
+    assert all(start["addresses"] == [f"127.0.0.1:{port}" for port in ports] for start in starts)
     assert all((start["attempt"], start["all_workers"], start["may_restart"]) == (0, 6, True) for start in starts)
 
 
@@ -31,7 +31,7 @@ def test_ready_for_an_earlier_round():
     hosts.get_ready()
     hosts.tell(0, "ready", round=early["round"], ports=[9])
     hosts.tell(0, "ready", round=late["round"], ports=[1000])
-    assert hosts.connections[0].take("start")[0]["workers"][0] == "127.0.0.1:1000"
+    assert hosts.connections[0].take("start")[0]["addresses"][0] == "127.0.0.1:1000"
 
 
 @pytest.mark.parametrize("ports", [[], [1, 2], [0], [65_536], ["a"], 7])
@@ -60,7 +60,7 @@ def test_node_0_with_a_loopback_address_is_reached_at_the_address_of_the_coordin
     hosts.join(0, address="127.0.1.1")
     hosts.join(1, address="10.0.0.2", seen_as="10.0.0.1")
     hosts.get_ready()
-    assert hosts.connections[0].take("start")[0]["workers"] == ["10.0.0.1:1000", "10.0.0.2:2000"]
+    assert hosts.connections[0].take("start")[0]["addresses"] == ["10.0.0.1:1000", "10.0.0.2:2000"]
 
 
 def test_given_addresses_are_kept():
@@ -68,7 +68,7 @@ def test_given_addresses_are_kept():
     hosts.join(0, address="fd00::1")
     hosts.join(1, address="node1", seen_as="10.0.0.1")
     hosts.get_ready()
-    assert hosts.connections[0].take("start")[0]["workers"] == ["[fd00::1]:1000", "node1:2000"]
+    assert hosts.connections[0].take("start")[0]["addresses"] == ["[fd00::1]:1000", "node1:2000"]
 
 
 def test_messages_of_a_node_that_is_done_are_ignored():
@@ -106,7 +106,7 @@ def test_silent_node_may_be_replaced_before_it_is_lost():
     before = hosts.connections[1]
     connection = FakeConnection()
     message = {"node": 1, "host": "h1", "workers": 1, "address": "127.0.0.1"}
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None}
+    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False}
     assert hosts.coordinator.join(connection, {**message, "options": options}, now=hosts.now + 2.0) is not None
     assert before.take("closed")
     hosts.look()
@@ -152,7 +152,7 @@ def test_node_that_was_left_out_is_needed_when_the_other_one_is_lost():
     hosts.coordinator.lose(hosts.nodes.pop(1), "gone", now=hosts.now)
     del hosts.connections[1]
     hosts.look(12.0)
-    assert [message["workers"] for message in hosts.connections[0].take("prepare")] == [1]
+    assert [message["processes"] for message in hosts.connections[0].take("prepare")] == [1]
 
 
 def test_min_workers_when_a_node_is_lost():
@@ -166,7 +166,7 @@ def test_min_workers_when_a_node_is_lost():
     hosts.coordinator.lose(hosts.nodes.pop(1), "gone", now=hosts.now)
     del hosts.connections[1]
     hosts.look(12.0)
-    assert [[message["workers"] for message in hosts.connections[rank].take("prepare")] for rank in (0, 2)] == [
+    assert [[message["processes"] for message in hosts.connections[rank].take("prepare")] for rank in (0, 2)] == [
         [1],
         [1],
     ]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from tfdist import cluster
 from tfdist.launch.cli.node_options import read_node_options
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
-from tfdist.launch.process_roles import Role, describe_jobs, parameter_server_roles, worker_roles
+from tfdist.launch.process_roles import Role, chief_and_worker_roles, count_computing, describe_jobs, parameter_server_roles, worker_roles
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.network_namespace import choose_network
@@ -49,10 +49,10 @@ def execute(options: argparse.Namespace) -> int:
     command = _worker_command(options)
     node = read_node_options(options, os.environ)
     _check_no_cluster(os.environ, is_one_host=node is None)
-    _check_parameter_servers(options)
-    roles = _roles(options, options.workers)
+    _check_roles(options)
+    roles = _own_roles(options)
     threads = ThreadShare(
-        len(roles),
+        count_computing(roles),
         usable_cores(),
         options.threads_per_worker,
         os.environ,
@@ -131,17 +131,38 @@ def _run_config(
         options.restart_delay,
         start_timeout,
         timeouts,
+        options.chief,
     )
+
+
+def _own_roles(options: argparse.Namespace) -> dict[int, Role]:
+    """Returns the roles of this host's processes. The chief runs on node 0."""
+    roles = _roles(options, options.workers)
+    return {rank: role for rank, role in roles.items() if not options.node_rank or role.task.type != "chief"}
 
 
 def _roles(options: argparse.Namespace, workers: int) -> Mapping[int, Role]:
     if options.parameter_servers:
         return parameter_server_roles(workers, options.parameter_servers)
+    if options.chief:
+        return chief_and_worker_roles(workers)
     return worker_roles(workers)
 
 
-def _check_parameter_servers(options: argparse.Namespace) -> None:
+def _check_roles(options: argparse.Namespace) -> None:
     servers = options.parameter_servers
+    if options.chief and servers:
+        raise UsageError(
+            "Parameter servers have a chief already, and no stages of models. Received: --chief --parameter-servers "
+            f"{servers}. Expected: one of them. Remove --chief for ParameterServerStrategy, --parameter-servers for "
+            "ModelParallelStrategy."
+        )
+    if options.chief and options.min_workers is not None:
+        raise UsageError(
+            "--min-workers does not apply to workers that hold the stages of a model: each stage needs its worker. "
+            f"Received: --chief --min-workers {options.min_workers}. Expected: no --min-workers. Remove it; a run with "
+            "fewer stages or columns resumes from the same checkpoints."
+        )
     if not servers:
         if options.worker_restarts is not None:
             raise UsageError(

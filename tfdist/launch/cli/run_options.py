@@ -22,15 +22,20 @@ With --max-restarts all workers are then restarted; a script with tfdist.callbac
 newest checkpoint. SIGTERM and SIGUSR1 announce the end of the host: they are passed on, such a script saves and exits
 with 75, and so does this command.
 
-With --parameter-servers M one more process, the chief, runs the script. The N workers and M parameter servers run
-TensorFlow's server for it. The run ends when the chief exits. If the chief or a parameter server fails, the attempt
-fails; a worker that exits or is frozen is restarted alone while the training continues."""
+With --chief one more process, the chief, runs the script, and the N workers run TensorFlow's server for it: they hold
+the stages of its model (ModelParallelStrategy). The run ends when the chief exits; if any process fails, the attempt
+fails.
+
+With --parameter-servers M a chief runs the script, too. The N workers and M parameter servers run TensorFlow's server
+for it. If the chief or a parameter server fails, the attempt fails; a worker that exits or is frozen is restarted alone
+while the training continues."""
 
 _EPILOG = """\
 examples:
   tfdist run --workers 2 train.py --epochs 10
   tfdist run --workers 4 --max-restarts 3 --log-dir logs -m my_package.train --epochs 10
   tfdist run --workers 2 --network host download_and_train.py
+  tfdist run --chief --workers 4 train_in_stages.py
   tfdist run --workers 2 --parameter-servers 1 train.py
 
 All arguments after the script (or after -m MODULE) are passed to the script."""
@@ -46,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="N",
         help="number of workers to start",
+    )
+    parser.add_argument(
+        "--chief",
+        action="store_true",
+        help="start one more process, which runs the script; the N workers hold the stages of its model",
     )
     parser.add_argument(
         "--parameter-servers",
@@ -66,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="also write DIR/rank-<rank>.log; with parameter servers chief.log, worker-0.log, ps-0.log (default: none)",
+        help="also write DIR/rank-<rank>.log; with a chief chief.log, worker-0.log, ps-0.log (default: none)",
     )
     parser.add_argument(
         "--start-timeout",

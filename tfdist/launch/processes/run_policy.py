@@ -51,11 +51,13 @@ class ShutdownOrder:
         reason: Message for the user.
         stop_signal: The signal that one of the supervisors received; None after a failure.
         kill: Whether to kill the workers immediately.
+        only_script: Whether to end only processes that run the script, which may need the others to save.
     """
 
     reason: str
     stop_signal: int | None = None
     kill: bool = False
+    only_script: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

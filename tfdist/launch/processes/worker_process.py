@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
-from tfdist.launch.process_roles import cluster_spec
+from tfdist.launch.process_roles import cluster_spec, count_computing
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.linux_syscalls import die_with_parent, pidfd_open
 from tfdist.launch.processes.run_policy import AttemptStart
@@ -164,7 +164,7 @@ class WorkerEnvironments:
     def __call__(self, start: AttemptStart) -> dict[int, dict[str, str]]:
         """Returns the environments of an attempt, by rank."""
         roles = start.local_roles
-        share = ThreadShare(len(roles), usable_cores(), self._threads_per_worker, self._environ)
+        share = ThreadShare(count_computing(roles), usable_cores(), self._threads_per_worker, self._environ)
         spec = cluster_spec(start.roles.values(), start.addresses)
         common = {
             **{name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE},

@@ -66,6 +66,8 @@ class WorkerSupervisor:
         self._policy, self._policy_fd = policy, policy.descriptor
         self._group, self._shutdown = group, GroupShutdown(group)
         self._outcome = OutcomeBuilder(start.attempt, self._roles)
+        # On a host without such a process the other hosts decide when the attempt ends.
+        self._runs_script = any(role.runs_script for role in self._roles.values())
         self._events = EventLoop(self._read_heartbeats, self._collect)
         # Set if the only failures so far are preemptions, lost peers, or exceptions reported by heartbeat.
         self._patience_until: float | None = None
@@ -242,7 +244,7 @@ class WorkerSupervisor:
 
     def _end_if_complete(self) -> None:
         """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""
-        if self._shutdown.all_signalled or self._group.runs_script:
+        if self._shutdown.all_signalled or self._group.runs_script or not self._runs_script:
             return
         running = self._group.running
         if running and not self._shutdown.has_begun and self._outcome.reports_lost_peer:
@@ -280,8 +282,10 @@ class WorkerSupervisor:
         if not self._shutdown.has_begun:
             self._console.say(f"ending the workers: {order.reason}")
             self._outcome.stop_signal = order.stop_signal
+        if not self._shutdown.has_begun or not (order.only_script or self._shutdown.all_signalled):
             is_failure = order.stop_signal is None
-            self._shutdown.terminate(self._grace_periods.failure if is_failure else self._grace_periods.stop)
+            grace_seconds = self._grace_periods.failure if is_failure else self._grace_periods.stop
+            self._shutdown.terminate(grace_seconds, only_script=order.only_script)
         if order.kill and not self._shutdown.has_killed:
             self.kill()
 

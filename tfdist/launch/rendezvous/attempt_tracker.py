@@ -2,9 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome
@@ -17,16 +18,17 @@ class AttemptTracker:
     Args:
         number: Number of the attempt, from 0.
         nodes: The nodes that take part.
+        roles: The processes of all nodes, by rank.
         now: Time in seconds.
     """
 
-    def __init__(self, number: int, nodes: list[Node], *, now: float) -> None:
+    def __init__(self, number: int, nodes: list[Node], roles: Mapping[int, Role], *, now: float) -> None:
         self.number = number
         self.order: ShutdownOrder | None = None
         self.ordered_at: float | None = None  # time of the order
         self.is_stopped = False  # a supervisor received a signal, before or after a failure
         self._nodes = list(nodes)
-        self._workers = sum(node.share for node in nodes)
+        self._roles = roles
         self._failed_ranks: list[int] = []  # nodes, in the order of their first failures
         self._lost_peer = ""  # a failure that only reports a lost peer
         self._lost_peer_from = now  # when it counts as the cause, unless another failure is reported
@@ -59,7 +61,8 @@ class AttemptTracker:
         """Records a signal to a supervisor."""
         self.is_stopped = True
         if self.order is None:
-            self._order(ShutdownOrder(text, stop_signal=number), now)
+            has_chief = any(node.has_chief for node in self._nodes)
+            self._order(ShutdownOrder(text, stop_signal=number, only_script=has_chief), now)
         elif again and not self.order.kill:
             self.order = dataclasses.replace(self.order, kill=True)
 
@@ -74,9 +77,12 @@ class AttemptTracker:
             now: Time in seconds.
         """
         node.outcome = outcome
+        first = outcome.root_cause
+        has_saved = first is not None and first.is_preempted
+        if node.has_chief and (has_saved or self.order is not None or not outcome.has_failed):
+            self._end_servers(now)
         if self.order is not None or not outcome.has_failed:
             return
-        first = outcome.root_cause
         if first is not None and first.is_preempted:
             self._saved_until = self._saved_until or now + grace_periods.stop
         elif first is not None and first.reports_lost_peer:
@@ -108,11 +114,18 @@ class AttemptTracker:
         return _merge(
             [node.outcome for node in nodes if node.outcome is not None],
             attempt=self.number,
-            workers=self._workers,
+            workers=count_workers(self._roles),
+            roles=self._roles,
             started_at=self._started_at,
             seconds=(now if self.ordered_at is None else self.ordered_at) - self._began,
             **more,
         )
+
+    def _end_servers(self, now: float) -> None:
+        """Ends the workers of other nodes when the chief, for which they run TensorFlow's server, has ended."""
+        self._order(ShutdownOrder("the chief has ended"), now)
+        if self.order is not None and self.order.only_script:
+            self.order = dataclasses.replace(self.order, only_script=False)
 
     def _order(self, order: ShutdownOrder, now: float) -> None:
         if self.order is None:

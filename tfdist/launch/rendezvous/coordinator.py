@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
+from tfdist.launch.process_roles import chief_and_worker_roles, describe_jobs, worker_roles
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.attempt_tracker import AttemptTracker
 from tfdist.launch.rendezvous.membership import (
@@ -101,7 +102,7 @@ class Coordinator:
             self._stop(node, int(message["signal"]), bool(message["again"]), now)
         elif kind == "ready" and self._phase is _Phase.PREPARING and message["round"] == self._round:
             ports = tuple(int(port) for port in message["ports"])
-            if len(ports) != node.share or not all(0 < port < 65_536 for port in ports):
+            if len(ports) != node.processes or not all(0 < port < 65_536 for port in ports):
                 raise ValueError("invalid ports")
             node.ports = ports
         elif kind in ("failed", "lost_peer", "done") and tracker is not None and message["attempt"] == self._attempt:
@@ -176,9 +177,9 @@ class Coordinator:
         for node in self._membership.nodes:
             node.share = self._share_of(node)
             node.first_rank, node.ports, node.outcome, node.suspects = first_rank, None, None, False
-            first_rank += node.share
+            first_rank += node.processes
             if node.share:
-                self._send(node, {"type": "prepare", "round": self._round, "workers": node.share})
+                self._send(node, {"type": "prepare", "round": self._round, "processes": node.processes})
         if first_rank:
             self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
 
@@ -201,20 +202,23 @@ class Coordinator:
                 delay_seconds=self._config.restart_delay,
             )
             self._evaluator = AttemptEvaluator(policy, self._config.run_id)
-        self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, now=now), None
+        workers = sum(node.share for node in nodes)
+        roles = chief_and_worker_roles(workers) if self._config.has_chief else worker_roles(workers)
+        self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
         self._phase = _Phase.RUNNING
         start = {
             "type": "start",
             "attempt": self._attempt,
-            "workers": self._membership.worker_addresses(),
+            "addresses": self._membership.addresses(),
             "all_workers": all_workers,
+            "has_chief": self._config.has_chief,
             "may_restart": self._evaluator.may_restart,
         }
         for node in nodes:
             self._send(node, {**start, "first_rank": node.first_rank})
         shares = ", ".join(f"{node.name}: {node.share}" for node in nodes)
-        workers = sum(node.share for node in nodes)
-        self._broadcast({"type": "notice", "text": f"attempt {self._attempt}: {workers} workers ({shares})"})
+        text = f"attempt {self._attempt}: {describe_jobs(roles.values())} ({shares})"
+        self._broadcast({"type": "notice", "text": text})
 
     def _watch(self, tracker: AttemptTracker, now: float) -> None:
         running = [node for node in self._membership.nodes if node.is_running]
@@ -223,7 +227,12 @@ class Coordinator:
         tracker.check(suspects=suspects, now=now)
         if tracker.order is not None and tracker.order != self._sent_order:
             self._sent_order = order = tracker.order
-            details = {"reason": order.reason, "signal": order.stop_signal, "kill": order.kill}
+            details = {
+                "reason": order.reason,
+                "signal": order.stop_signal,
+                "kill": order.kill,
+                "only_script": order.only_script,
+            }
             for node in running:
                 self._send(node, {"type": "shut_down", "attempt": self._attempt, **details})
         if tracker.is_over and self._phase is _Phase.RUNNING:
@@ -274,7 +283,7 @@ class Coordinator:
 
     def _leave_out(self, nodes: list[Node], failed_rank: int | None, count: int) -> dict[int, int]:
         """Returns how many workers each node leaves out: first the node of the failed worker, then the last nodes."""
-        failed = [node for node in nodes if failed_rank in range(node.first_rank, node.first_rank + node.share)]
+        failed = [node for node in nodes if failed_rank in range(node.first_rank, node.first_rank + node.processes)]
         left_out: dict[int, int] = {}
         for node in [*failed, *reversed(self._membership.nodes)]:
             taken = min(count, node.workers - left_out.get(node.rank, 0))

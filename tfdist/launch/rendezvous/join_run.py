@@ -59,6 +59,7 @@ def join_run(
                     "--nodes": config.nodes,
                     "--max-restarts": config.max_restarts,
                     "--min-workers": config.min_workers,
+                    "--chief": config.has_chief,
                 },
             }
         )

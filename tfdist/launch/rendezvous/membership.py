@@ -39,8 +39,9 @@ class Node:
     heard_at: float  # time of its last message
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
-    first_rank: int = 0  # rank of its first worker
-    ports: tuple[int, ...] | None = None  # of its workers
+    has_chief: bool = False  # whether a chief runs there, beside its workers
+    first_rank: int = 0  # rank of its first process
+    ports: tuple[int, ...] | None = None  # of its processes
     outcome: Outcome | None = None
 
     @property
@@ -51,6 +52,15 @@ class Node:
         'node 1 (b)'
         """
         return f"node {self.rank} ({self.host})"
+
+    @property
+    def processes(self) -> int:
+        """Number of its processes in the attempt.
+
+        >>> Node(0, "a", "10.0.0.1", 2, None, 0.0, share=2, has_chief=True).processes
+        3
+        """
+        return self.share + (self.has_chief and self.share > 0)
 
     @property
     def is_running(self) -> bool:
@@ -115,6 +125,7 @@ class Membership:
             "--nodes": config.nodes,
             "--max-restarts": config.max_restarts,
             "--min-workers": config.min_workers,
+            "--chief": config.has_chief,
         }
         differing = [option for option, value in ours.items() if theirs[option] != value]
         if differing:
@@ -135,6 +146,7 @@ class Membership:
                 "different rank, or end the other tfdist run first."
             )
         node = Node(rank, str(message["host"])[:255], str(message["address"]), workers, connection, now)
+        node.has_chief = config.has_chief and rank == 0
         self._nodes[rank] = node
         self._sizes[rank] = workers
         return node, before
@@ -144,8 +156,8 @@ class Membership:
         if self._nodes.get(node.rank) is node:
             del self._nodes[node.rank]
 
-    def worker_addresses(self) -> list[str]:
-        """Returns `host:port` of all workers of the attempt, by rank.
+    def addresses(self) -> list[str]:
+        """Returns `host:port` of all processes of the attempt, by rank.
 
         If node 0 knows only its loopback address, because /etc/hosts maps its hostname to it, other nodes reach its
         workers at the address at which they reach the coordinator.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import worker_roles
+from tfdist.launch.process_roles import chief_and_worker_roles, worker_roles
 from tfdist.launch.processes.active_clock import ActiveClock
 from tfdist.launch.processes.cores_and_ports import ReservedPorts
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
@@ -178,7 +178,7 @@ class NodeClient(RunPolicy):
             self._say(str(message["text"]))
         elif kind == "prepare":
             self._release_ports()
-            self._reserved = ReservedPorts(int(message["workers"]))
+            self._reserved = ReservedPorts(int(message["processes"]))
             self._send({"type": "ready", "round": message["round"], "ports": list(self._reserved.ports)})
         elif kind == "start":
             self._start = self._attempt_start(message)
@@ -188,7 +188,9 @@ class NodeClient(RunPolicy):
         elif kind == "shut_down" and message["attempt"] == self._attempt:
             number = message["signal"]
             stop_signal = None if number is None else int(number)
-            self.shutdown_order = ShutdownOrder(str(message["reason"]), stop_signal, bool(message["kill"]))
+            self.shutdown_order = ShutdownOrder(
+                str(message["reason"]), stop_signal, kill=bool(message["kill"]), only_script=bool(message["only_script"])
+            )
         elif kind in ("attempt_over", "run_over"):
             self._say(*(str(line) for line in message["lines"]))
             if message["entry"] is not None:
@@ -199,11 +201,12 @@ class NodeClient(RunPolicy):
                 self.shutdown_order = self.shutdown_order or ShutdownOrder("the run is over")
 
     def _attempt_start(self, message: Mapping[str, Any]) -> AttemptStart:
-        addresses = tuple(str(address) for address in message["workers"])
+        addresses = tuple(str(address) for address in message["addresses"])
+        has_chief = bool(message["has_chief"])
         first, count = int(message["first_rank"]), 0 if self._reserved is None else len(self._reserved.ports)
         return AttemptStart(
             int(message["attempt"]),
-            worker_roles(len(addresses)),
+            chief_and_worker_roles(len(addresses) - 1) if has_chief else worker_roles(len(addresses)),
             local_ranks=range(first, first + count),
             addresses=addresses,
             full_workers=int(message["all_workers"]),

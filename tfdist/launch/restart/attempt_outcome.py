@@ -211,6 +211,7 @@ def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
 def _encode_exit(worker_exit: WorkerExit, lines: int) -> dict[str, Any]:
     return {
         "rank": worker_exit.rank,
+        "task": worker_exit.task,
         "returncode": worker_exit.returncode,
         "last_lines": [line[:_MAX_LINE_CHARACTERS] for line in worker_exit.last_lines[-lines:]],
         "was_signalled": worker_exit.was_signalled,
@@ -227,6 +228,7 @@ def _decode_exit(message: Mapping[str, Any], host: str) -> WorkerExit:
         was_signalled=bool(message["was_signalled"]),
         failure_reason=str(message["failure_reason"]),
         at=float(message["at"]),
+        task=str(message["task"]),
         host=host,
     )
 

@@ -1,9 +1,6 @@
-"""Processes of workers and parameter servers: serve until the chief ends, wait for them, detect lost servers."""
+"""What a chief knows of its servers: whether all have started, and which one is lost."""
 
 import functools
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,52 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import why_unreachable
-from tfdist.cluster.heartbeat import Heartbeat
 
 _CONNECT_SECONDS = 1.0
 _POLL_SECONDS = 0.5
-_CHIEF_LOST_SECONDS = 10.0
 _CHECK_INTERVAL_SECONDS = 1.0
 _CHECKS_UNTIL_LOST = 3  # a loaded host may miss one
-
-
-def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
-    """Runs the server of a task; returns when the chief, once seen, cannot be reached for 10 s.
-
-    SIGTERM ends the process with exit code 0.
-
-    Args:
-        cluster: The addresses of each job.
-        job: "worker" or "ps".
-        index: The task's index in the job, from 0.
-    """
-    if threading.current_thread() is threading.main_thread():
-        # TensorFlow's server prevents an orderly exit of the interpreter.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    config = tf.compat.v1.ConfigProto()
-    config.experimental.share_session_state_in_clusterspec_propagation = True
-    config.inter_op_parallelism_threads = max(4, len(cluster.get("worker", ())) + 1)
-    server = tf.distribute.Server(
-        tf.train.ClusterSpec({name: list(addresses) for name, addresses in cluster.items()}),
-        job_name=job,
-        task_index=index,
-        protocol="grpc",
-        config=config,
-        start=True,
-    )
-    heartbeat = Heartbeat.from_environment()
-    if heartbeat is not None:
-        heartbeat.start()
-        heartbeat.ready()
-    chief = cluster.get("chief", [None])[0]
-    if chief is None:
-        server.join()
-        return
-    seen_at: float | None = None
-    while seen_at is None or time.monotonic() - seen_at < _CHIEF_LOST_SECONDS:
-        if is_reachable(chief):
-            seen_at = time.monotonic()
-        time.sleep(_POLL_SECONDS)
+_TITLES = {"ps": "parameter server", "worker": "worker"}
 
 
 def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float) -> None:
@@ -78,7 +35,7 @@ def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float)
             raise TimeoutError(
                 f"The cluster was not complete after {limit_seconds:g} s. Received: no answer from {named}. Expected: "
                 "a process there that serves (tfdist run starts them; without it, run the script as every task, or "
-                "python -m tfdist.parameter_server with the task's TF_CONFIG). Start them, open their ports, or raise "
+                "python -m tfdist.servers with the task's TF_CONFIG). Start them, open their ports, or raise "
                 "start_timeout_seconds."
             )
         time.sleep(_POLL_SECONDS)
@@ -90,11 +47,16 @@ def is_reachable(address: str) -> bool:
 
 
 class ServerMonitor:
-    """Checks whether the parameter servers still accept connections."""
+    """Checks whether the tasks that hold variables still accept connections."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        """Monitors `addresses`, the "host:port" of each server."""
-        self._addresses = list(addresses)
+    def __init__(self, job: str, addresses: Sequence[str]) -> None:
+        """Monitors the tasks of a job.
+
+        Args:
+            job: "ps" or "worker".
+            addresses: The "host:port" of each task.
+        """
+        self._job, self._addresses = job, list(addresses)
         self._checked_at = time.monotonic()
         self._misses = [0] * len(self._addresses)
 
@@ -126,12 +88,12 @@ class ServerMonitor:
         return [index for index, address in enumerate(self._addresses) if not is_reachable(address)]
 
     def _error(self, lost: Sequence[int]) -> tf.errors.UnavailableError:
-        named = ", ".join(f"ps {index} at {self._addresses[index]}" for index in lost)
+        named = ", ".join(f"{self._job} {index} at {self._addresses[index]}" for index in lost)
         return tf.errors.UnavailableError(
             None,
             None,
-            f"A parameter server was lost, with the variables that it held. Received: no answer from {named}. "
-            f"Expected: all {len(self._addresses)} servers until the training ends. Start the training again: "
+            f"A {_TITLES[self._job]} was lost, with the variables that it held. Received: no answer from {named}. "
+            f"Expected: all {len(self._addresses)} of them until the training ends. Start the training again: "
             "FailureRecovery resumes it from the newest complete checkpoint; tfdist run --max-restarts R restarts it "
             "automatically.",
         )

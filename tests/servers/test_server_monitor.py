@@ -6,8 +6,8 @@ import socket
 import pytest
 import tensorflow as tf
 
-from tfdist.parameter_server import server_process
-from tfdist.parameter_server.server_process import ServerMonitor, explains_lost_servers
+from tfdist.servers import server_monitor
+from tfdist.servers.server_monitor import ServerMonitor, explains_lost_servers
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -37,23 +37,23 @@ def check_after(servers, clock, seconds):
 
 
 def test_a_server_that_misses_three_checks_is_lost(listening, monkeypatch):
-    monkeypatch.setattr(server_process, "time", clock := Clock())
+    monkeypatch.setattr(server_monitor, "time", clock := Clock())
     (_, one), (listener, other) = listening(), listening()
-    servers = ServerMonitor([one, other])
+    servers = ServerMonitor("worker", [one, other])
     check_after(servers, clock, 1.1)
     listener.close()
     for _ in range(20):
         check_after(servers, clock, 0.1)  # two checks in two seconds
     with pytest.raises(tf.errors.UnavailableError) as caught:
         check_after(servers, clock, 1.1)
-    assert f"no answer from ps 1 at {other}. Expected: all 2 servers until" in caught.value.message
+    assert f"no answer from worker 1 at {other}. Expected: all 2 of them until" in caught.value.message
 
 
 def test_a_server_that_answers_again_is_not_lost(monkeypatch):
-    monkeypatch.setattr(server_process, "time", clock := Clock())
+    monkeypatch.setattr(server_monitor, "time", clock := Clock())
     answers = iter([False, False, True, False, False, True])
-    monkeypatch.setattr(server_process, "is_reachable", lambda address: next(answers))
-    servers = ServerMonitor(["somewhere:1"])
+    monkeypatch.setattr(server_monitor, "is_reachable", lambda address: next(answers))
+    servers = ServerMonitor("ps", ["somewhere:1"])
     for _ in range(6):
         check_after(servers, clock, 1.1)
     with pytest.raises(StopIteration):
@@ -62,7 +62,7 @@ def test_a_server_that_answers_again_is_not_lost(monkeypatch):
 
 class Trains:
     def __init__(self, address):
-        self.servers = ServerMonitor([address])
+        self.servers = ServerMonitor("ps", [address])
 
     @explains_lost_servers
     def train(self, error):

@@ -1,0 +1,54 @@
+"""Serves TensorFlow operations of a chief until it ends."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.servers.server_monitor import is_reachable
+
+_POLL_SECONDS = 0.5
+_CHIEF_LOST_SECONDS = 10.0
+
+
+def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
+    """Runs the server of a task; returns when the chief, once seen, cannot be reached for 10 s.
+
+    SIGTERM ends the process with exit code 0.
+
+    Args:
+        cluster: The addresses of each job.
+        job: "worker" or "ps".
+        index: The task's index in the job, from 0.
+    """
+    if threading.current_thread() is threading.main_thread():
+        # TensorFlow's server prevents an orderly exit of the interpreter.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.share_session_state_in_clusterspec_propagation = True
+    config.inter_op_parallelism_threads = max(4, len(cluster.get("worker", ())) + 1)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec({name: list(addresses) for name, addresses in cluster.items()}),
+        job_name=job,
+        task_index=index,
+        protocol="grpc",
+        config=config,
+        start=True,
+    )
+    heartbeat = Heartbeat.from_environment()
+    if heartbeat is not None:
+        heartbeat.start()
+        heartbeat.ready()
+    chief = cluster.get("chief", [None])[0]
+    if chief is None:
+        server.join()
+        return
+    seen_at: float | None = None
+    while seen_at is None or time.monotonic() - seen_at < _CHIEF_LOST_SECONDS:
+        if is_reachable(chief):
+            seen_at = time.monotonic()
+        time.sleep(_POLL_SECONDS)
