@@ -45,19 +45,25 @@ ALL = ("worker-0", "worker-1", "ps-0")
 QUICK = ("--heartbeat-timeout", "1", "--grace", "0.5")
 
 
+def serve_by(server, tmp_path, root):
+    """Lets servers run a script instead of TensorFlow's server; returns the environment for `tfdist run`."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_SITE)
+    (tmp_path / "task.py").write_text(_TASK)
+    lines = [line.removeprefix(" " * 8) for line in server.splitlines()]
+    (tmp_path / "server.py").write_text(_SERVE + "\n".join([*lines, "serve()"]))
+    return {"PYTHONPATH": f"{site}:{root}:{os.environ.get('PYTHONPATH', '')}"}
+
+
 def roles_starter(start, tmp_path, root):
-    """Returns `begin(chief's script, *options, server=script)`: 2 workers and 1 parameter server."""
+    """Returns `begin(chief's script, *options, server=script)`: 2 workers and 1 parameter server, or none."""
 
     def begin(script, *options, server="", workers=2, servers=1, **more):
-        site = tmp_path / "site"
-        site.mkdir()
-        (site / "sitecustomize.py").write_text(_SITE)
-        (tmp_path / "task.py").write_text(_TASK)
-        lines = [line.removeprefix(" " * 8) for line in server.splitlines()]
-        (tmp_path / "server.py").write_text(_SERVE + "\n".join([*lines, "serve()"]))
-        env = {"PYTHONPATH": f"{site}:{root}:{os.environ.get('PYTHONPATH', '')}", **more.pop("env", {})}
+        env = {**serve_by(server, tmp_path, root), **more.pop("env", {})}
         chief = "from task import *\n" + "\n".join(line.removeprefix(" " * 8) for line in script.splitlines())
-        return start(chief, "--parameter-servers", str(servers), *options, workers=workers, env=env, **more)
+        roles = ("--parameter-servers", str(servers)) if servers else ("--chief",)
+        return start(chief, *roles, *options, workers=workers, env=env, **more)
 
     return begin
 

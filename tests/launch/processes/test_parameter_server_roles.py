@@ -206,6 +206,7 @@ def test_only_the_chief_has_a_warm_spare(run_roles, tmp_path):
         (("--min-workers", "1"), "does not apply to workers beside.*--min-workers 1 --parameter-servers 1.*Remove it"),
         (("--parameter-servers", "0", "--worker-restarts", "1"), "--worker-restarts 1 without --parameter-servers"),
         (("--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1"), "Parameter servers run on one host"),
+        (("--chief",), "Received: --chief --parameter-servers 1. Expected: one of them"),
     ],
 )
 def test_options_that_do_not_go_together(run_roles, options, message):
