@@ -20,7 +20,6 @@ def patch_keras_once(strategy_class: Any) -> None:
     if _is_patched:
         return
 
-
     def name_lost_workers(strategy: Any, error: BaseException) -> None:
         if isinstance(strategy, strategy_class) and isinstance(error, tf.errors.OpError) and strategy.servers:
             strategy.servers.explain(error)

@@ -32,8 +32,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
 
     `fit`, `evaluate` and `predict` compute each batch in micro-batches, so that the stages work at the same time.
     The result is that of one process on the complete batch. The devices are those of workers
-    (`tfdist run --chief --workers N script.py`) or of this process. Under another launcher that sets `TF_CONFIG`, run the
-    script as every task: in the process of a worker this constructor serves until the chief has ended, then exits.
+    (`tfdist run --chief --workers N script.py`) or of this process. Under another launcher that sets `TF_CONFIG`, run
+    the script as every task: in the process of a worker this constructor serves until the chief has ended, then exits.
 
     ```python
     strategy = ModelParallelStrategy(pipeline=Pipeline(stages=2, micro_batches=8))
@@ -175,8 +175,8 @@ def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int) -
         raise ValueError(
             f"The number of devices differs from stages times columns. Received: {stages} stages, data_parallel="
             f"{columns}, and the devices {given!r}{'' if devices is not None else ', all that there are'}. Expected: "
-            f"{stages * columns} devices. Start as many workers (tfdist run --chief --workers {stages * columns}), change "
-            "the stages or `data_parallel`, or name the `devices`."
+            f"{stages * columns} devices. Start as many workers (tfdist run --chief --workers {stages * columns}), "
+            "change the stages or `data_parallel`, or name the `devices`."
         )
     resolved = [resolved_device(device) for device in given]
     if len(set(resolved)) != len(resolved):
@@ -184,7 +184,7 @@ def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int) -
             f"Two stages have the same device. Received: devices={list(given)}. Expected: different devices. "
             "Several CPU devices of one process are created by `tf.config.set_logical_device_configuration`."
         )
-    existing = {device.name for device in tf.config.list_logical_devices()}
+    existing = {resolved_device(device.name) for device in tf.config.list_logical_devices()}
     if unknown := sorted(set(resolved) - existing):
         raise ValueError(
             f"There are no such devices. Received: {unknown}. Expected: some of {sorted(existing)}. Correct `devices`, "

@@ -138,6 +138,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "checkpoint": (360, 330, "the store of checkpoints", ""),
     "data_position": (545, 330, "position in the data", "core"),
     "collectives": (735, 330, "gradient exchange", "core"),
+    "servers": (940, 330, "TensorFlow's servers", ""),
     "cluster": (230, 435, "TF_CONFIG, Slurm, …", ""),
     "internals": (545, 435, "private symbols", ""),
     "compression": (820, 435, "how a gradient is encoded", "core"),
@@ -147,7 +148,7 @@ ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 BENDS: dict[tuple[str, str], list[Point]] = {
     ("doctor", "cluster"): [(204, 312), (204, 405)],
     ("callbacks", "cluster"): [(305, 200), (252, 310)],
-    ("parameter_server", "cluster"): [(965, 277), (965, 512), (230, 512), (230, 487)],
+    ("servers", "cluster"): [(965, 382), (965, 512), (230, 512), (230, 487)],
     ("model_parallel", "internals"): [(1090, 277), (1090, 526), (545, 526), (545, 487)],
     ("parameter_server", "internals"): [(833, 330), (833, 398)],
 }

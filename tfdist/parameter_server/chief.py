@@ -19,10 +19,10 @@ from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_wi
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.result_packing import ResultPacking
 from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.servers.server_monitor import ServerMonitor, explains_lost_servers
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
+from tfdist.servers.server_monitor import ServerMonitor, explains_lost_servers
 
 _QUEUED_PER_WORKER = 2
 

@@ -35,13 +35,23 @@ def test_suspicion_is_reported_at_once(ends):
     assert beats == [False, True, False]
 
 
-START = {"type": "start", "attempt": 0, "addresses": ["a:1"], "has_chief": False, "all_workers": 1, "first_rank": 0, "may_restart": True}
+START = {
+    "type": "start",
+    "attempt": 0,
+    "addresses": ["a:1"],
+    "has_chief": False,
+    "all_workers": 1,
+    "first_rank": 0,
+    "may_restart": True,
+}
 
 
 def test_order_right_behind_the_start(ends):
     client, coordinator = ends
     coordinator.send(START)
-    coordinator.send({"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False})
+    coordinator.send(
+        {"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False}
+    )
     client.poll()
     start = client.next_attempt(signals=None)
     assert (start.attempt, client.shutdown_order.reason) == (0, "why")
@@ -63,7 +73,9 @@ def test_next_start_right_behind_the_end_of_an_attempt(ends):
 def test_reports_and_orders_belong_to_one_attempt(ends):
     client, coordinator = ends
     coordinator.send(START)
-    coordinator.send({"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False})
+    coordinator.send(
+        {"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False}
+    )
     client.poll()
     assert client.report_lost_peer("first") and client.report_lost_peer("again"), "the coordinator decides"
     coordinator.send({"type": "attempt_over", "lines": [], "entry": None})

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from tfdist import cluster
 from tfdist.launch.cli.node_options import read_node_options
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
-from tfdist.launch.process_roles import Role, chief_and_worker_roles, count_computing, describe_jobs, parameter_server_roles, worker_roles
+from tfdist.launch.process_roles import (
+    Role,
+    chief_and_worker_roles,
+    count_computing,
+    describe_jobs,
+    parameter_server_roles,
+    worker_roles,
+)
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.network_namespace import choose_network

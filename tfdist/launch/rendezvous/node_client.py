@@ -189,7 +189,10 @@ class NodeClient(RunPolicy):
             number = message["signal"]
             stop_signal = None if number is None else int(number)
             self.shutdown_order = ShutdownOrder(
-                str(message["reason"]), stop_signal, kill=bool(message["kill"]), only_script=bool(message["only_script"])
+                str(message["reason"]),
+                stop_signal,
+                kill=bool(message["kill"]),
+                only_script=bool(message["only_script"]),
             )
         elif kind in ("attempt_over", "run_over"):
             self._say(*(str(line) for line in message["lines"]))
