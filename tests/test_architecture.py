@@ -24,7 +24,8 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals model_parallel parameter_server servers training utils versions".split()
+        "cluster collectives compression internals model_parallel parameter_server servers training utils "
+        "versions".split()
     ),
     "model_parallel": frozenset({"internals", "utils"}),
     "training": frozenset({"collectives", "compression", "internals"}),

@@ -105,7 +105,7 @@ def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_pa
     assert len(both) == 6
     assert all(np.array_equal(both[f"arr_{index}"], both[f"arr_{index + 1}"]) for index in (0, 2, 4))
     error = chief.stderr.strip().splitlines()[-1]
-    assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A parameter server was lost")
+    assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A server was lost")
     assert f"no answer from ps 0 at {addresses['ps'][0]}" in error and "FailureRecovery" in error
 
 

@@ -26,7 +26,7 @@ class Role:
         runs_script: Whether it runs the user's script; otherwise it runs TensorFlow's server
             (`tfdist.servers`).
         is_restarted_alone: Whether it is restarted when it exits, while the other processes continue.
-        computes: Whether it needs cores of its own.
+        computes: Whether it shares the cores with the others.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""`python -m tfdist.parameter_server`: the name of `python -m tfdist.servers` in release 0.1.0, for scripts that use it."""
+"""`python -m tfdist.parameter_server`: the name of `python -m tfdist.servers` in release 0.1.0."""
 
 import sys
 

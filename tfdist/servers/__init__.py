@@ -1,1 +1,1 @@
-"""Processes that run TensorFlow's server for a chief: they serve until it ends, and the chief notices when one is lost."""
+"""Processes that run TensorFlow's server for a chief, until it ends, and how the chief notices that one is lost."""

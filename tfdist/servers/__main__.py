@@ -13,8 +13,8 @@ def main() -> int:
         received = "no TF_CONFIG" if config is None else f"the task {config.task.type} {config.task.index}"
         sys.stderr.write(
             f"This process has nothing to serve. Received: {received}. Expected: TF_CONFIG with a task of the job "
-            "worker or ps. `tfdist run --workers N --parameter-servers M script.py` and `tfdist run --chief --workers N "
-            "script.py` start workers and servers themselves.\n"
+            "worker or ps. `tfdist run --workers N --parameter-servers M script.py` and `tfdist run --chief --workers "
+            "N script.py` start workers and servers themselves.\n"
         )
         return 2
     serve(dict(config.cluster.jobs), config.task.type, config.task.index)

@@ -1,4 +1,4 @@
-"""What a chief knows of its servers: whether all have started, and which one is lost."""
+"""Waits until all servers of a chief have started, and names those that are lost."""
 
 import functools
 import time
@@ -13,7 +13,6 @@ _CONNECT_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 _CHECK_INTERVAL_SECONDS = 1.0
 _CHECKS_UNTIL_LOST = 3  # a loaded host may miss one
-_TITLES = {"ps": "parameter server", "worker": "worker"}
 
 
 def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float) -> None:
@@ -92,10 +91,9 @@ class ServerMonitor:
         return tf.errors.UnavailableError(
             None,
             None,
-            f"A {_TITLES[self._job]} was lost, with the variables that it held. Received: no answer from {named}. "
-            f"Expected: all {len(self._addresses)} of them until the training ends. Start the training again: "
-            "FailureRecovery resumes it from the newest complete checkpoint; tfdist run --max-restarts R restarts it "
-            "automatically.",
+            f"A server was lost, with the variables that it held. Received: no answer from {named}. Expected: all "
+            f"{len(self._addresses)} of them until the training ends. Start the training again: FailureRecovery "
+            "resumes it from the newest complete checkpoint; tfdist run --max-restarts R restarts it automatically.",
         )
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tfdist.launch.processes.run_policy import RunEnd
+from tfdist.launch.processes.run_policy import RunEnd, ShutdownOrder
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
@@ -35,6 +35,7 @@ def test_suspicion_is_reported_at_once(ends):
     assert beats == [False, True, False]
 
 
+SHUT_DOWN = {"type": "shut_down", "attempt": 0, **ShutdownOrder("why").as_message()}
 START = {
     "type": "start",
     "attempt": 0,
@@ -49,9 +50,7 @@ START = {
 def test_order_right_behind_the_start(ends):
     client, coordinator = ends
     coordinator.send(START)
-    coordinator.send(
-        {"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False}
-    )
+    coordinator.send(SHUT_DOWN)
     client.poll()
     start = client.next_attempt(signals=None)
     assert (start.attempt, client.shutdown_order.reason) == (0, "why")
@@ -73,9 +72,7 @@ def test_next_start_right_behind_the_end_of_an_attempt(ends):
 def test_reports_and_orders_belong_to_one_attempt(ends):
     client, coordinator = ends
     coordinator.send(START)
-    coordinator.send(
-        {"type": "shut_down", "attempt": 0, "reason": "why", "signal": None, "kill": False, "only_script": False}
-    )
+    coordinator.send(SHUT_DOWN)
     client.poll()
     assert client.report_lost_peer("first") and client.report_lost_peer("again"), "the coordinator decides"
     coordinator.send({"type": "attempt_over", "lines": [], "entry": None})

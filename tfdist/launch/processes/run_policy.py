@@ -5,7 +5,7 @@ import dataclasses
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tfdist.launch.process_roles import Role
 from tfdist.launch.processes.cores_and_ports import ReservedPorts
@@ -58,6 +58,10 @@ class ShutdownOrder:
     stop_signal: int | None = None
     kill: bool = False
     only_script: bool = False
+
+    def as_message(self) -> dict[str, Any]:
+        """Returns the fields of a message to other hosts."""
+        return {"reason": self.reason, "signal": self.stop_signal, "kill": self.kill, "only_script": self.only_script}
 
 
 @dataclasses.dataclass(frozen=True)

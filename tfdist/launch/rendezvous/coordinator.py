@@ -202,8 +202,7 @@ class Coordinator:
                 delay_seconds=self._config.restart_delay,
             )
             self._evaluator = AttemptEvaluator(policy, self._config.run_id)
-        workers = sum(node.share for node in nodes)
-        roles = chief_and_worker_roles(workers) if self._config.has_chief else worker_roles(workers)
+        roles = (chief_and_worker_roles if self._config.has_chief else worker_roles)(sum(node.share for node in nodes))
         self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
         self._phase = _Phase.RUNNING
         start = {
@@ -227,14 +226,8 @@ class Coordinator:
         tracker.check(suspects=suspects, now=now)
         if tracker.order is not None and tracker.order != self._sent_order:
             self._sent_order = order = tracker.order
-            details = {
-                "reason": order.reason,
-                "signal": order.stop_signal,
-                "kill": order.kill,
-                "only_script": order.only_script,
-            }
             for node in running:
-                self._send(node, {"type": "shut_down", "attempt": self._attempt, **details})
+                self._send(node, {"type": "shut_down", "attempt": self._attempt, **order.as_message()})
         if tracker.is_over and self._phase is _Phase.RUNNING:
             self._evaluate(tracker, now)
 
