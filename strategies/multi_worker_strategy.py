@@ -171,8 +171,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.num_workers > 1:
             name = f"tfdist/cpu/{self._collective_key_base}"
             set_key_value(f"{name}/{self.rank}", str(cpu_instructions()))
-            if len({wait_for_key_value(f"{name}/{rank}") for rank in range(self.num_workers)}) > 1:
-                leave_xla_to_users()
+            cpus = [wait_for_key_value(f"{name}/{rank}") for rank in range(self.num_workers)]
+            if others := [rank for rank, cpu in enumerate(cpus) if cpu != cpus[0]]:
+                leave_xla_to_users(others)
 
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.

@@ -40,7 +40,7 @@ _FLOATS = {
     tf.float16: (0x3FF, 0x3C00, tf.uint16),
     tf.bfloat16: (0x7F, 0x3F80, tf.uint16),
 }
-_cpus_are_alike = True
+_other_cpus: tuple[int, ...] = ()  # workers whose CPUs differ from that of worker 0
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
 
 
@@ -128,17 +128,22 @@ def _is_known_to_xla(operation_type: str) -> bool:
 
 def compiles_on_cpus() -> bool:
     """Whether TensorFlow has XLA, CPUs are all the devices of this process, and those of all workers are alike."""
-    return _cpus_are_alike and _has_cpus_only() and _register_kernels()
+    return not _other_cpus and _has_cpus_only() and _register_kernels()
 
 
-def leave_xla_to_users() -> None:
-    """Makes `compiles_on_cpus` false from now on, because workers have different CPUs.
+def leave_xla_to_users(workers: Sequence[int]) -> None:
+    """Makes `compiles_on_cpus` false from now on, because `workers` have other CPUs than worker 0.
 
     XLA uses all instructions of a CPU, so its results, and with them the weights of workers, would differ in the last
     bit. TensorFlow's kernels for values one by one are the same on all CPUs.
     """
-    global _cpus_are_alike
-    _cpus_are_alike = False
+    global _other_cpus
+    _other_cpus = tuple(workers)
+
+
+def workers_with_other_cpus() -> tuple[int, ...]:
+    """Returns the workers on whose CPUs XLA's results may differ from those of worker 0; none if GPUs compute."""
+    return _other_cpus if _has_cpus_only() else ()
 
 
 def cpu_instructions() -> int:

@@ -1,12 +1,17 @@
 """Checks, before a step is traced, that a model can run on several replicas."""
 
+import functools
+import logging
 from typing import Any
 
 from tfdist.keras_internals.model_introspection import first_variable_outside, is_made_under
+from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
+
+_log = logging.getLogger("tfdist")
 
 
 def check_model(model: Any, strategy: Any, *, training: bool) -> None:
-    """Raises an error if a step of `model` cannot run under `strategy`.
+    """Raises an error if a step of `model` cannot run under `strategy`; warns if its replicas may diverge.
 
     Args:
         model: A compiled Keras model.
@@ -33,3 +38,17 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             f"{type(strategy).__name__}.scope(). Expected: the model, the optimizer and `model.compile` within one "
             "`with strategy.scope():` block. Move them there."
         )
+    # "auto" leaves these workers without XLA.
+    if training and model.jit_compile and strategy.rank == 0 and (others := workers_with_other_cpus()):
+        _warn_of_other_cpus(others)
+
+
+@functools.cache  # once
+def _warn_of_other_cpus(workers: tuple[int, ...]) -> None:
+    differ = f"worker {workers[0]}" if len(workers) == 1 else f"workers {', '.join(map(str, workers))}"
+    _log.warning(
+        "The weights of the workers may differ in the last bit: `jit_compile=True`, and XLA uses all instructions of "
+        "each CPU. Received: %s with other CPU instructions than worker 0. Expected: equal ones on all workers. "
+        "Compile with `model.compile(..., jit_compile=False)`, or use machines of one type.",
+        differ,
+    )
