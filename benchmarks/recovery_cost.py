@@ -1,6 +1,7 @@
 """Measures the cost of recovery: a save, a training with saves, and a restart.
 
     python benchmarks/recovery_cost.py
+    python benchmarks/recovery_cost.py --overhead-of "8 MB"    # a part of it; the other results in the file stay
 
 - **A save** of a model of 50 MB (with Adam's state): how much longer a step is than in a training that does not save,
   and how much longer it would be if the write, with checksums and flush to disk, were not in the background.
@@ -90,24 +91,26 @@ def measure_saves(folder: Path) -> dict[str, float]:
     return {name: statistics.median(seconds) - without for name, seconds in steps.items()}
 
 
-def measure_overhead(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns, by training, by how many seconds a save lengthens 100 steps, and the ratio."""
-    found = {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(_TRAININGS)}
+def measure_overhead(folder: Path, words: str = "") -> dict[str, dict[str, Any]]:
+    """Returns by how many seconds and by what ratio a save lengthens 100 steps, if the name has `words`."""
+    names = [name for name in _TRAININGS if words in name]
+    found = {name: _overhead(folder / f"overhead-{n}", *_TRAININGS[name]) for n, name in enumerate(names)}
     command = [
         sys.executable,
         __file__,
         "--leave-a-core",
         str(folder),
+        words,
     ]  # another process, as the number of threads is set at its start
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return found | {f"{name}, a core left": of for name, of in json.loads(output.splitlines()[-1]).items()}
 
 
-def leave_a_core(folder: Path) -> None:
+def leave_a_core(folder: Path, words: str) -> None:
     """Prints the same for the trainings with short steps, with TensorFlow on one thread."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    short = (name for name in _TRAININGS if name != _LONG_STEPS)
+    short = (name for name in _TRAININGS if name != _LONG_STEPS and words in name)
     print(json.dumps({name: _overhead(folder / f"alone-{n}", *_TRAININGS[name]) for n, name in enumerate(short)}))
 
 
@@ -131,7 +134,7 @@ def _overhead(folder: Path, layers: list[int], units: int, batch: int, saves: in
         costs.append(sum(clock.steps[save : save + _BESIDE]) - _BESIDE * lengths[-1])
         ratios.append(costs[-1] / (_EVERY * lengths[-1]))
     step = statistics.median(lengths)
-    writes = sorted(recovery._writer.seconds)
+    writes = sorted(recovery._writer.job_seconds)
     if writes[len(writes) * 9 // 10] > (_BESIDE - 1) * step:
         raise RuntimeError(f"Writes take longer than {_BESIDE} steps. Received: {writes}, and steps of {step} s.")
     return {
@@ -235,13 +238,23 @@ def main() -> int:
     parser.add_argument(
         "--work", nargs=2, metavar=("DIRECTORY", "SIGNAL"), help="internal: train as a worker in this directory"
     )
-    parser.add_argument("--leave-a-core", metavar="DIRECTORY", help="internal: measure with one thread")
+    parser.add_argument("--leave-a-core", nargs=2, metavar=("DIRECTORY", "WORDS"), help="internal: with one thread")
+    parser.add_argument("--overhead-of", metavar="WORDS", help="only the overhead, for trainings with these words")
     arguments = parser.parse_args()
     if arguments.work:
         work(Path(arguments.work[0]), arguments.work[1])
         return 0
     if arguments.leave_a_core:
-        leave_a_core(Path(arguments.leave_a_core))
+        leave_a_core(Path(arguments.leave_a_core[0]), arguments.leave_a_core[1])
+        return 0
+    if arguments.overhead_of:
+        with tempfile.TemporaryDirectory() as folder:
+            overhead = measure_overhead(Path(folder), arguments.overhead_of)
+        result = json.loads(_FILE.read_text())
+        result["overhead"] |= overhead
+        _FILE.write_text(json.dumps(result, indent=1) + "\n")
+        for name, of in overhead.items():
+            print(f"| {name}; {of['step'] * 1e3:.1f} ms per step | {_percent(of)} |")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         restarts = measure_restarts(Path(folder))

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from conftest import check_complete, make_save
 
@@ -54,15 +55,16 @@ def killed_before(number: int, directory: Path, action: Callable[[], object]) ->
 
 def save_half(store: CheckpointStore, sequence: int, num_ranks: int, name: str) -> None:
     """Dies when `name` is half written."""
-    save_file = shard_module.save_file
+    write_direct = shard_module.write_direct
 
-    def half(tensors: object, path: Path, metadata: object) -> None:
-        save_file(tensors, path, metadata)
+    def half(path: Path, parts: Any) -> str:
+        checksum = write_direct(path, parts)
         if path.name == name:
             os.truncate(path, path.stat().st_size // 2)
             os._exit(KILLED)
+        return checksum
 
-    shard_module.save_file = half  # type: ignore[assignment]
+    shard_module.write_direct = half
     make_save(store, sequence, num_ranks=num_ranks)
 
 

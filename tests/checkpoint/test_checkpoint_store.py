@@ -129,7 +129,7 @@ def test_the_failure_of_a_rank_is_reported_at_once(store, save, assert_complete,
         if path.name == "rank-2.safetensors":
             path.write_text("half of it")
             raise OSError(28, "No space left on device")
-        write(path, encoded)
+        return write(path, encoded)
 
     monkeypatch.setattr(sharded_save, "write_shard", fail)
     patient = CheckpointStore(store.directory, peer_timeout_seconds=3600)

@@ -39,12 +39,13 @@ class Checkpoint:
         size_bytes: The size of its files without the manifest.
     """
 
-    def __init__(self, path: Path, *, verify_checksums: bool = True) -> None:
+    def __init__(self, path: Path, *, verify_checksums: bool = True, written: Manifest | None = None) -> None:
         """Opens a checkpoint.
 
         Args:
             path: The directory.
             verify_checksums: Whether to compute all checksums, which reads every byte, or only to compare sizes.
+            written: The manifest of a checkpoint that this process has just written, of which nothing is read again.
 
         Raises:
             CorruptCheckpointError: If it is corrupt. The message says why, without the path of the checkpoint.
@@ -52,7 +53,7 @@ class Checkpoint:
             OSError: If this user may not read it, or the file system does not respond.
         """
         self.path = path
-        self._manifest = _read_manifest(path)
+        self._manifest = _read_manifest(path) if written is None else written
         self.sequence = self._manifest.sequence
         self.num_ranks = self._manifest.num_ranks
         self.metadata: Json = self._manifest.metadata
@@ -63,7 +64,7 @@ class Checkpoint:
         if set(self._manifest.files) != {SHARED_FILE, *map(rank_file, range(self.num_ranks))}:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
-        for name in self._manifest.files:
+        for name in self._manifest.files if written is None else ():
             self._check(name, verify_checksums=verify_checksums)
 
     def read_shared(self) -> Shard:

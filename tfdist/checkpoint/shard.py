@@ -1,32 +1,41 @@
 """A shard of a checkpoint: what one rank saves, stored as one safetensors file."""
 
+import functools
 import json
-import os
-import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from tfdist.checkpoint.direct_file import write_direct
 from tfdist.checkpoint.errors import CorruptCheckpointError
 
 Json = dict[str, Any]
 _Array = npt.NDArray[Any]
-_NATIVE_DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64".split()
-)
+# The names in the format of the dtypes that it has.
+_CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
 _ESCAPE_PREFIX = "json:"
-_RESERVED_NAME = "__metadata__"
-# safetensors hides the error number in its message.
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-# Upper bound of the header's size per tensor, without the name.
-_HEADER_BYTES_PER_TENSOR = 512
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000  # what readers accept
+_ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -45,65 +54,70 @@ class Shard:
 
 @dataclass(frozen=True)
 class EncodedShard:
-    """A shard in terms of safetensors.
+    """The content of a safetensors file.
 
     Attributes:
-        tensors: Arrays under the names of the file, with dtypes of the format. They share the shard's memory.
-        header: The metadata and the names of other dtypes, as JSON.
+        header: The size of what follows of it, then names, dtypes, shapes and positions of the tensors, and the
+            metadata, as JSON.
+        tensors: C-contiguous arrays in the order of the file, which follow the header without gaps. They share the
+            shard's memory.
     """
 
-    tensors: Mapping[str, _Array]
-    header: Mapping[str, str]
+    header: bytes
+    tensors: tuple[_Array, ...]
 
     @property
-    def max_bytes(self) -> int:
-        """Upper bound of the size of the file."""
-        tensors = sum(tensor.nbytes for tensor in self.tensors.values())
-        header = sum(map(len, self.tensors)) + sum(map(len, self.header.values()))
-        return tensors + 2 * header + _HEADER_BYTES_PER_TENSOR * (len(self.tensors) + 8)
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 def encode_shard(shard: Shard) -> EncodedShard:
     """Checks that a shard can be written and prepares it for `write_shard`.
 
     Raises:
-        ValueError: If the dtype of a tensor is not numeric, or the metadata is not JSON.
+        ValueError: If the dtype of a tensor is not numeric, the metadata is not JSON, or names and metadata are too
+            large.
     """
     metadata = dump_metadata(shard.metadata)
-    tensors, dtypes = {}, {}
+    tensors: dict[str, tuple[str, _Array]] = {}
+    dtypes: dict[str, str] = {}
     for name, tensor in shard.tensors.items():
-        _check_tensor(name, tensor)
         array = np.asarray(tensor, order="C")
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        if array.dtype.name not in _NATIVE_DTYPES:
+        stored = _stored_dtype(array.dtype)
+        if stored is None or not isinstance(name, str):
+            raise ValueError(
+                f"A tensor of a checkpoint cannot be written. Received: {name!r} of dtype {array.dtype}. Expected: a "
+                "string as name, and a numeric dtype of NumPy, bool, or a dtype of ml_dtypes. Store strings and "
+                "objects in the metadata, as JSON."
+            )
+        array = array.astype(stored.dtype, copy=False)
+        if stored.is_bytes:
             dtypes[name] = array.dtype.name
             array = array.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
-        tensors[_to_stored_name(name)] = array
-    return EncodedShard(tensors, {"metadata": metadata, "dtypes": json.dumps(dtypes)})
+        tensors[_to_stored_name(name)] = (stored.code, array)
+    # Large items first, as safetensors has them, so that all are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
+    content: Json = {_METADATA: {"metadata": metadata, "dtypes": json.dumps(dtypes)}}
+    end = 0
+    for name, (code, array) in ordered:
+        begin, end = end, end + array.nbytes
+        content[name] = {"dtype": code, "shape": array.shape, "data_offsets": (begin, end)}
+    return EncodedShard(_encode_header(content), tuple(array for _, (_, array) in ordered))
 
 
-def write_shard(path: Path, encoded: EncodedShard) -> None:
-    """Writes a shard to a new file. The data may still be in the page cache afterwards.
+def write_shard(path: Path, encoded: EncodedShard) -> str:
+    """Writes a shard to a new file and flushes it to the disk. Other threads run while it is written.
+
+    Returns:
+        The XXH3 checksum of the content, see `write_direct`.
 
     Raises:
         OSError: If the file cannot be written, with the error number of the system.
         FileExistsError: If the file exists.
-        ValueError: If names and metadata are too large.
     """
-    # safetensors creates files that only their owner may read; this one gets the permissions of any new file.
-    with open(path, "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    try:
-        save_file(dict(encoded.tensors), path, dict(encoded.header))
-    except SafetensorError as error:
-        number = _OS_ERROR.search(str(error))
-        if number is None:
-            raise ValueError(
-                f"A part of a checkpoint cannot be written. Received: {error}. Expected: names and metadata of less "
-                "than 100 MB in total, the limit of safetensors. Store large metadata as tensors."
-            ) from error
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    os.chmod(path, mode)
+    header = np.frombuffer(encoded.header, np.uint8)
+    return write_direct(path, (header, *encoded.tensors))
 
 
 def read_shard(path: Path) -> Shard:
@@ -148,18 +162,34 @@ def dump_metadata(metadata: Json) -> str:
     )
 
 
-def _check_tensor(name: Any, tensor: Any) -> None:
-    dtype = np.asarray(tensor).dtype
-    try:
-        is_known = dtype.newbyteorder("=") == _dtype_named(dtype.name)
-    except (TypeError, AttributeError):
-        is_known = False
-    if not is_known or not isinstance(name, str):
+def _encode_header(content: Json) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(
-            f"A tensor of a checkpoint cannot be written. Received: {name!r} of dtype {dtype}. Expected: a string as "
-            "name, and a numeric dtype of NumPy, bool, or a dtype of ml_dtypes. Store strings and objects in the "
-            "metadata, as JSON."
+            f"A part of a checkpoint cannot be written. Received: names and metadata of {len(text):,} bytes. "
+            f"Expected: at most {_MAX_HEADER_BYTES:,}, the limit of safetensors. Store large metadata as tensors."
         )
+    return len(text).to_bytes(8, "little") + text
+
+
+class _StoredDtype(NamedTuple):
+    code: str  # the name in the format
+    dtype: np.dtype[Any]  # to which arrays are converted first: other byte orders
+    is_bytes: bool  # whether the format lacks the dtype, so that bytes are stored
+
+
+@functools.lru_cache(maxsize=100)
+def _stored_dtype(dtype: np.dtype[Any]) -> _StoredDtype | None:
+    """Returns how arrays of `dtype` are stored, `None` if they are not numeric."""
+    try:
+        if dtype.newbyteorder("=") != _dtype_named(dtype.name):
+            return None
+    except (TypeError, AttributeError):
+        return None
+    if dtype.name not in _CODES:
+        return _StoredDtype("U8", dtype.newbyteorder("="), is_bytes=True)
+    return _StoredDtype(_CODES[dtype.name], dtype.newbyteorder("<"), is_bytes=False)
 
 
 def _with_dtype(array: _Array, dtype: str | None) -> _Array:
@@ -182,7 +212,7 @@ def _dtype_named(name: str) -> np.dtype[Any]:
 def _to_stored_name(name: str) -> str:
     """Returns the name of a tensor in the file; names that are reserved or that UTF-8 cannot encode are escaped."""
     encodable = name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
-    is_plain = encodable and name != _RESERVED_NAME and not name.startswith(_ESCAPE_PREFIX)
+    is_plain = encodable and name != _METADATA and not name.startswith(_ESCAPE_PREFIX)
     return name if is_plain else _ESCAPE_PREFIX + json.dumps(name)
 
 

@@ -71,11 +71,11 @@ class ShardedSave:
             ValueError: If something cannot be saved, or this rank has saved this number in this attempt.
         """
         parts = self._encode(rank_shard, shared_shard)
-        dump_metadata(metadata)
+        metadata = json.loads(dump_metadata(metadata))  # as it will be read
         try:
             if self._rank == 0:
                 self._remove_corrupt()
-            self._check_space(sum(part.max_bytes for part in parts.values()))
+            self._check_space(sum(part.size_bytes for part in parts.values()))
             atomic_files.make_directory(self._unfinished)
             records = {name: self._write(name, part) for name, part in parts.items()}
             if self._rank != 0:
@@ -138,17 +138,18 @@ class ShardedSave:
             )
 
     def _write(self, name: str, part: EncodedShard) -> FileRecord:
-        write_shard(self._unfinished / name, part)
-        atomic_files.flush(self._unfinished / name)
-        return FileRecord.of(self._unfinished / name)
+        return FileRecord(part.size_bytes, write_shard(self._unfinished / name, part))
 
     def _commit(self, manifest: Manifest) -> Checkpoint:
-        atomic_files.write(self._unfinished / MANIFEST_FILE, manifest.to_bytes())
+        with open(self._unfinished / MANIFEST_FILE, "xb") as file:  # the renaming below is what must be atomic
+            file.write(manifest.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
         atomic_files.flush(self._unfinished)
         path = self._directory / directory_name(self._sequence)
         os.rename(self._unfinished, path)
         atomic_files.flush(self._directory)
-        return Checkpoint(path, verify_checksums=False)
+        return Checkpoint(path, written=manifest)
 
     def _clean_up(self, error: BaseException) -> None:
         """Frees the space after a failure, and reports the failure to rank 0."""

@@ -5,6 +5,7 @@ keys here consist of a layer's position in the model and its class: `3.Dense/0` 
 layer.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,13 +114,21 @@ def _within(owner: Any) -> list[Any]:
     waiting.reverse()
     while waiting:
         value = waiting.pop()
-        if value is None or isinstance(value, _PLAIN):  # most attributes; the check for a mapping takes longer
-            continue
-        if not isinstance(value, Mapping | list | tuple):
+        # Not `type`: TensorFlow's proxies of dictionaries and lists name the class of what they wrap.
+        kind = _searched_as(value.__class__)
+        if kind is object:
             found.append(value)
-        elif len(value) <= _MOST_ITEMS:
-            waiting.extend(reversed(list(value.values()) if isinstance(value, Mapping) else value))
+        elif kind is not None and len(value) <= _MOST_ITEMS:
+            waiting.extend(reversed(list(value.values()) if kind is Mapping else value))
     return found
+
+
+@functools.lru_cache(maxsize=1000)  # every save asks for each attribute of each layer
+def _searched_as(kind: type) -> type | None:
+    """Returns `Mapping` or `list` if the items of such a value are searched, `None` if it is ignored, else `object`."""
+    if issubclass(kind, (type(None), *_PLAIN)):
+        return None
+    return Mapping if issubclass(kind, Mapping) else list if issubclass(kind, list | tuple) else object
 
 
 class OptimizerState:
