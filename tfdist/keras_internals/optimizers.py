@@ -14,23 +14,15 @@ import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.shared_functions import call_shared
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
 LARGE_UPDATE = 200_000
-# Updates of a variable that use its own slots alone, so that the order of the variables does not matter.
-_UPDATES = tuple(
-    getattr(keras.optimizers, name).update_step
-    for name in "Adadelta Adagrad Adam Adamax AdamW Lion RMSprop SGD".split()
-)
-
-_METHODS_OF_AN_UPDATE = (
-    "_apply_weight_decay _backend_update_step _distributed_tf_update_step _get_current_learning_rate _use_weight_decay "
-    "assign assign_add assign_sub learning_rate update_step"
-).split()
 
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
@@ -166,7 +158,19 @@ class OptimizerUpdate:
                 )
 
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        with shared_operations() if self._is_of_keras() else contextlib.nullcontext():
+        optimizer = self._optimizer
+        if is_equal_on_replicas(optimizer) and call_shared(
+            lambda given: self._update_parts(given, variables),
+            list(gradients),
+            [getattr(variable, "_value", variable) for variable in (*optimizer.variables, *variables)],
+            (id(optimizer), id(optimizer._learning_rate), settings(optimizer)),
+            held=(optimizer, optimizer._learning_rate),
+        ):
+            return
+        self._update_parts(gradients, variables)
+
+    def _update_parts(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        with shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
             self._update_each(gradients, variables)
 
     def _update_each(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -177,15 +181,9 @@ class OptimizerUpdate:
         finally:
             _reduced.reset(token)
 
-    def _is_of_keras(self) -> bool:
-        """Whether the methods of an update are Keras' own, so that it may be computed in parts."""
-        kinds = type(self._optimizer).__mro__
-        own = next(kind for kind in kinds if kind.__module__.startswith("keras."))
-        return all(getattr(kinds[0], name) is getattr(own, name) for name in _METHODS_OF_AN_UPDATE)
-
     def _large(self, gradients: Sequence[Any]) -> list[int]:
         """The positions of the gradients of large variables whose updates XLA can compile."""
-        if type(self._optimizer).update_step not in _UPDATES or not self._is_of_keras() or not compiles_on_cpus():
+        if not is_of_each_variable(self._optimizer) or not compiles_on_cpus():
             return []
         sizes = [gradient.shape.num_elements() if is_symbolic(gradient) else None for gradient in gradients]
         return [position for position, size in enumerate(sizes) if size and size >= LARGE_UPDATE]

@@ -56,7 +56,7 @@ def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) 
         if_true: Called on every replica, for its effects, if the predicate is true.
         if_false: Called likewise if it is false.
     """
-    if not _needs_merge_call():
+    if not needs_merge_call():
         tf.cond(predicate, if_true, if_false)
         return
 
@@ -74,7 +74,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     `steps_per_execution`) does not pass them on. So replicas that meet add up on the first one's device, and send back.
     """
     context = tf.distribute.get_replica_context()
-    if not _needs_merge_call():
+    if not needs_merge_call():
         return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
     def add(strategy: tf.distribute.Strategy, *values: Any) -> Any:
@@ -85,7 +85,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     return list(context.merge_call(add, args=tuple(tensors)))
 
 
-def _needs_merge_call() -> bool:
+def needs_merge_call() -> bool:
     """Whether this replica is a thread that reduces in merge calls, while a function is traced."""
     is_thread = isinstance(tf.distribute.get_replica_context(), _ThreadContext)
     return is_thread and not tf.executing_eagerly() and not _reduces_in_replicas()
