@@ -34,10 +34,12 @@ def no_late_signal() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cpus() -> list[str]:
     """Four logical CPU devices. Every test that uses TensorFlow in this process requests this fixture."""
+    import shared_iterator_functions
     import tensorflow as tf
     import without_autotuning
 
     without_autotuning.install()
+    shared_iterator_functions.install()
     physical = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * 4)
     return [f"CPU:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from comparison import largest_difference
+from one_process import in_one_process
 
 Outcome = dict[str, Any]
 Program = Callable[[Any], Outcome]
@@ -88,15 +89,6 @@ def compared(
         return {"difference": largest_difference(outcome, alone)}
 
     CASES[name] = run
-
-
-def in_one_process(program: Callable[[Any], Any]) -> Any:
-    """What a program returns without a cluster: eagerly, since its few steps take less time than their tracing."""
-    tf.config.run_functions_eagerly(True)
-    try:
-        return program(tf.distribute.get_strategy())
-    finally:
-        tf.config.run_functions_eagerly(False)
 
 
 def classifier() -> keras.Model:

@@ -3,7 +3,8 @@
 Keras and TensorFlow import scikit-learn, Matplotlib, IPython and SciPy merely because the tests or examples have them
 installed, each only for a feature that no test uses. Here they are not importable while Keras or TensorFlow is being
 imported; before and afterwards, they are. Nor is garbage collected meanwhile: the imports create a million objects and
-discard few, and the objects that they create stay out of later collections.
+discard few, and the objects that they create stay out of later collections, which are rarer than by default, too:
+tracing creates many objects that live as long as its graph.
 """
 
 import gc
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+_ALLOCATIONS_BEFORE_A_COLLECTION = 10_000  # Python's default: 700
 _FRAMEWORKS = frozenset({"keras", "tensorflow"})
 _OPTIONAL = frozenset({"IPython", "matplotlib", "scipy", "sklearn"})
 
@@ -51,3 +53,4 @@ def install() -> None:
     """Hides the packages in this process."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+        gc.set_threshold(_ALLOCATIONS_BEFORE_A_COLLECTION, *gc.get_threshold()[1:])
