@@ -21,3 +21,11 @@ def elastic_workers(tmp_path_factory):
 def workers_of_two_devices(tmp_path_factory):
     """Two workers of two logical devices each."""
     return launch_once(tmp_path_factory, "workers of two devices", _HERE / "on_workers.py", options=["--workers", "2"])
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What XLA has compiled: of layers and losses, and of updates."""
+    from xla_counts import count_compiled
+
+    return count_compiled(monkeypatch)
