@@ -102,13 +102,9 @@ def fitted(strategy, optimizer, *, epochs=3, run_eagerly=False):
 def everything(strategy):
     """What one optimizer may ask for at once."""
     with strategy.scope():
-        optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9)
-    return fitted(strategy, optimizer)
-
-
-def accumulating(strategy):
-    with strategy.scope():
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+        optimizer = keras.optimizers.Adam(
+            0.01, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=3
+        )
     return fitted(strategy, optimizer)
 
 
@@ -132,7 +128,7 @@ def adversaries(strategy):
     }
 
 
-PROGRAMS = {program.__name__: program for program in (everything, accumulating, eagerly, adversaries)}
+PROGRAMS = {program.__name__: program for program in (everything, eagerly, adversaries)}
 
 
 def compressed(strategy):
