@@ -36,12 +36,16 @@ def test_mlp(optimizer: Any, options: dict[str, Any]) -> None:
         assert difference_of_columns(model) == 0.0
 
 
+def _averaging() -> Any:
+    return optimizers.SGD(0.1, clipnorm=0.1, use_ema=True, ema_overwrite_frequency=3)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
         (lambda: optimizers.Adam(1e-3), {"stages": 4, "cuts": ["norm", "attention", "up"]}),
         (lambda: optimizers.Adam(1e-3, global_clipnorm=1.0, weight_decay=0.01), {"stages": 2, "columns": 2}),
-        (lambda: optimizers.SGD(0.1, clipnorm=0.1, use_ema=True, ema_overwrite_frequency=3), {"stages": 2}),
+        pytest.param(_averaging, {"stages": 2}, marks=pytest.mark.long),  # `test_optimizers` has it, too
     ],
 )
 def test_transformer_with_everything(optimizer: Any, options: dict[str, Any], tmp_path: Any) -> None:
@@ -78,8 +82,8 @@ def _masked_mean(y: Any, y_pred: Any) -> Any:
     ("loss", "options"),
     [
         (losses.MeanSquaredError(reduction="mean_with_sample_weight"), {"sample_weight": runs.WEIGHTS}),
-        (losses.MeanSquaredError(reduction="sum"), {"sample_weight": runs.WEIGHTS}),
-        (lambda y, y_pred: ops.mean(ops.square(y - y_pred)), {}),
+        pytest.param(losses.MeanSquaredError(reduction="sum"), {"sample_weight": runs.WEIGHTS}, marks=pytest.mark.long),
+        pytest.param(lambda y, y_pred: ops.mean(ops.square(y - y_pred)), {}, marks=pytest.mark.long),
         (lambda y, y_pred: ops.sum(ops.square(y - y_pred)), {}),
         (_masked_mean, {}),
     ],
@@ -101,10 +105,11 @@ def test_losses_with_fewer_samples_than_micro_batches(loss: Any, options: dict[s
         lambda: optimizers.Adam(1e-2, gradient_accumulation_steps=3, global_clipnorm=0.1),
         lambda: optimizers.LossScaleOptimizer(optimizers.Adam(1e-2), initial_scale=2.0**8, dynamic_growth_steps=3),
         lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), loss_scale_factor=8.0),
-        lambda: optimizers.Nadam(1e-2, clipvalue=0.01),
+        pytest.param(lambda: optimizers.Nadam(1e-2, clipvalue=0.01), marks=pytest.mark.long),
         lambda: optimizers.Muon(1e-2),
+        _averaging,
     ],
-    ids=["accumulation", "loss scale", "schedule", "nadam", "muon"],
+    ids=["accumulation", "loss scale", "schedule", "nadam", "muon", "averaging"],
 )
 def test_optimizers(optimizer: Any) -> None:
     model, reference, _ = fit_both(
@@ -144,7 +149,7 @@ def test_subclassed_model_is_traced() -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int) -> None:
     def build() -> keras.Model:
         tokens = keras.Input((runs.LENGTH,), dtype="int32")

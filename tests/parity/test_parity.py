@@ -16,12 +16,19 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
                 _WORKERS_ONLY[_node.name] = any(keyword.arg == "workers_only" for keyword in _decorator.keywords)
 
 # What differs from the other cases within Keras alone, and what tests/training has, too (losses of users, two
-# optimizers): left to `make parity`, as time is short.
+# optimizers): left to `make parity`.
 _LEFT_OUT = set(
     "added_losses_of_static_batches adamw clipnorm clipvalue constraints ema embedding_with_clipvalue "
     "generative_adversarial_networks loss_function_that_averages metrics_of_binary_classifiers metrics_of_classifiers "
     "metrics_of_regressors own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples "
     "sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
+)
+# Contained in other cases (accumulation, arrays, overflows), or by default on two workers. `make matrix` runs XLA.
+_LONG_ON_REPLICAS = set(
+    "accumulation_by_callback adam class_weights compiled_by_xla convolutions_without_samples "
+    "embedding_with_global_clipnorm global_clipnorm last_batch_of_one_sample last_partial_batch "
+    "lookups_without_samples loss_scale run_eagerly stateful_layers step_of_the_guide "
+    "steps_per_execution sum_reduction".split()
 )
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "
@@ -34,6 +41,13 @@ _OF_SEVERAL_DEVICES_A_WORKER = set(
     "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays static_sizes uneven_workers_of_known_size "
     "uneven_workers_of_static_size".split()
 )
+# On several devices, tests/strategies/test_multi_worker_strategy.py trains with static sizes, and uneven workers have
+# batches of a static size.
+_LONG = {
+    SETUPS[0]: _LONG_ON_REPLICAS,
+    SETUPS[1]: {"uneven_workers_of_static_size"},
+    SETUPS[2]: {"static_sizes", "uneven_workers_of_known_size"},
+}
 
 
 def _runs_on(name: str, setup: Setup) -> bool:
@@ -45,7 +59,13 @@ def _runs_on(name: str, setup: Setup) -> bool:
     return _WORKERS_ONLY[name] or name in _ON_WORKERS
 
 
-_PAIRS = [(setup, name) for setup in SETUPS for name in sorted(_WORKERS_ONLY) if _runs_on(name, setup)]
+_LONG_MARKS = [pytest.mark.long, pytest.mark.version_matrix]
+_PAIRS = [
+    pytest.param(setup, name, marks=_LONG_MARKS if name in _LONG[setup] else [])
+    for setup in SETUPS
+    for name in sorted(_WORKERS_ONLY)
+    if _runs_on(name, setup)
+]
 
 
 @pytest.fixture(scope="module")
