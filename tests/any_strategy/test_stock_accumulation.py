@@ -108,7 +108,7 @@ def test_large_batch_overflows_once_per_epoch(one_process):
 @pytest.mark.parametrize(
     ("program", "strategy", "jit_compile", "steps_per_execution"),
     [
-        (everything, "mirrored", False, 1),
+        pytest.param(everything, "mirrored", False, 1, marks=pytest.mark.long),
         (everything, "mirrored", False, 4),
         (everything, "one device", True, 1),
         pytest.param(everything, "one device", False, 4, marks=pytest.mark.long),
@@ -116,7 +116,7 @@ def test_large_batch_overflows_once_per_epoch(one_process):
         (embedding, "mirrored", "auto", 4),
         (embedding, "mirrored, one device", True, 1),
         pytest.param(embedding, "one device", False, 1, marks=pytest.mark.long),
-        (embedding, "one device", True, 4),
+        pytest.param(embedding, "one device", True, 4, marks=pytest.mark.long),
         (embedding, "one worker", False, 1),
         (embedding, "TPU, faked", True, 1),
         (embedding, "none", True, 1),

@@ -13,6 +13,8 @@ from stock_trainings import CASES, train
 from training import differences
 
 pytestmark = pytest.mark.usefixtures("cpus")
+# What each is about, other cases have, too: XLA, and the `fit` of one process.
+LONG = ("mirrored, one device, compiled", "one device", "none, compiled")
 KILLED = "mirrored, accumulating", "one device, accumulating, compiled"
 
 
@@ -28,7 +30,7 @@ def undisturbed(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
 def test_fit_resumes_within_the_epoch_after_an_exception(tmp_path, undisturbed, case):
     count = 3 if "steps_per_execution" in CASES[case][2] else 5  # the last step of the first epoch, or the one before
     with pytest.raises(Interrupted):

@@ -29,8 +29,16 @@ TRAININGS = {
     "two replicas": {"strategy": mirrored()},
     "two replicas, stock": {"strategy": lambda: stock_mirrored(["CPU:0", "CPU:1"])},
 }
-# Others do more: `test_every_moment` has one process, tests/any_strategy the stock strategies.
-LONG = ("one process", "unknown cardinality", "PyDataset", "two replicas", "two replicas, stock")
+# Others do more: `test_every_moment` has one process, tests/any_strategy the stock strategies, tests/data_position the
+# kinds of data.
+LONG = (
+    "one process",
+    "unknown cardinality",
+    "PyDataset",
+    "PyDataset with threads",
+    "two replicas",
+    "two replicas, stock",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +68,8 @@ def test_a_compressed_training_with_a_report_of_communication(tmp_path):
     def report(folder, *callbacks):
         reporting = CommunicationReport(print_table=False)
         strategy = mirrored(compression="powersgd:2")
-        result = train(folder, callbacks=[reporting, *callbacks], strategy=strategy, accumulation=2, every_steps=3)
-        return result, reporting.table()
+        arguments = {"strategy": strategy, "accumulation": 2, "every_steps": 3, "epochs": 2}
+        return train(folder, callbacks=[reporting, *callbacks], **arguments), reporting.table()
 
     expected, table = report(tmp_path / "undisturbed")
     with pytest.raises(Interrupted):

@@ -57,7 +57,15 @@ def trained(directory, *callbacks, replicas, with_call, wrapped=False):
     return model.fit(data, epochs=2, verbose=0, callbacks=callbacks), model.get_weights()
 
 
-@pytest.mark.parametrize(("replicas", "with_call", "wrapped"), [(1, True, False), (2, True, True), (2, False, False)])
+@pytest.mark.parametrize(
+    ("replicas", "with_call", "wrapped"),
+    [
+        (1, False, False),
+        (2, True, True),
+        pytest.param(1, True, False, marks=pytest.mark.long),
+        pytest.param(2, False, False, marks=pytest.mark.long),
+    ],
+)
 def test_optimizers_that_the_first_step_builds(tmp_path, replicas, with_call, wrapped):
     how = {"replicas": replicas, "with_call": with_call, "wrapped": wrapped}
     with pytest.raises(Interrupted):

@@ -84,17 +84,16 @@ def test_what_may_change_is_accepted():
     restore(model(optimizer=numbers), saved(model()))
 
 
-@pytest.mark.parametrize(
-    ("compression", "expected"), [("powersgd:1", r"shape \(16, 1\)|shape \(3, 1\)"), (None, "no such state")]
-)
-def test_another_compression_is_rejected(cpus, compression, expected):
+def test_another_compression_is_rejected(cpus):
     trained = made("accumulation", "powersgd")
     steps(trained, 0, 2)
-    policy = Policy(compression, dense_below=0, dense_steps=1)
-    with MirroredStrategy(cpus[:2], compression=policy).scope():
-        other = trainings.CASES["accumulation"]()
-    with pytest.raises(ValueError, match=rf"the compression of gradients \('compression/.*Expected: ({expected})"):
-        restore(other, saved(trained))
+    state = saved(trained)
+    for compression, expected in (("powersgd:1", r"shape \(16, 1\)|shape \(3, 1\)"), (None, "no such state")):
+        policy = Policy(compression, dense_below=0, dense_steps=1)
+        with MirroredStrategy(cpus[:2], compression=policy).scope():
+            other = trainings.CASES["accumulation"]()
+        with pytest.raises(ValueError, match=rf"the compression of gradients \('compression/.*Expected: ({expected})"):
+            restore(other, state)
 
 
 def test_a_model_that_cannot_be_built_says_what_is_missing():

@@ -40,7 +40,8 @@ def entries(strategy, name):
     ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+# Other tests, of this file and of tests/recovery, restore PowerSGD.
+@pytest.mark.parametrize("name", [pytest.param("powersgd", marks=pytest.mark.long), "momentum"])
 def test_training_goes_on_as_if_it_had_not_been_interrupted(cpus, name, tmp_path):
     strategy = MirroredStrategy(cpus[:2], compression=POLICIES[name]())
     model = compiled(strategy)
@@ -100,7 +101,7 @@ def test_two_models_with_variables_of_one_path_keep_states_of_their_own(cpus):
         np.testing.assert_array_equal(model.get_weights()[0], alone.get_weights()[0])
 
 
-@pytest.mark.parametrize("units", [24, 16])
+@pytest.mark.parametrize("units", [24, pytest.param(16, marks=pytest.mark.long)])
 def test_a_model_that_is_gone_leaves_no_residuals_to_the_next_one(cpus, units):
     strategy = MirroredStrategy(cpus[:2], compression=POLICIES["momentum"]())
     fit(compiled(strategy, 24))

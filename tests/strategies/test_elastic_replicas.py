@@ -4,6 +4,7 @@ import elastic_programs
 import numpy as np
 import pytest
 from elastic_training import Fault, train
+from one_process import in_one_process
 
 from tfdist.strategies import MirroredStrategy
 
@@ -15,8 +16,9 @@ TOLERANCE = 2e-5
 
 @pytest.fixture(scope="module")
 def undisturbed(cpus, tmp_path_factory):
+    """Of one process: any number of replicas computes the same."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return elastic_programs.flat({"": train(MirroredStrategy(cpus[:3]), folder, **PLAIN)})
+    return elastic_programs.flat({"": in_one_process(train, folder, **PLAIN)})
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])

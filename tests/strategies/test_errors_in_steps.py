@@ -59,12 +59,12 @@ def unequal_variables(model, strategy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "step", "accumulated"), [("mirrored", 0, None), ("mirrored", 3, 2), ("one worker", 2, None)]
+    ("kind", "steps", "accumulated"), [("mirrored", (0, 0, 3, 3), 2), ("one worker", (2, 2), None)]
 )
-def test_training_continues_after_an_error_on_the_last_replica(cpus, kind, step, accumulated):
+def test_training_continues_after_an_error_on_the_last_replica(cpus, kind, steps, accumulated):
     strategy = STRATEGIES[kind](cpus)
     model = compiled(strategy, gradient_accumulation_steps=accumulated)
-    for _ in range(2):
+    for step in steps:
         with pytest.raises(tf.errors.InvalidArgumentError, match="bad input"):
             model.fit(batches(8 * step + 7), verbose=0, shuffle=False)
         assert unequal_variables(model, strategy) == []

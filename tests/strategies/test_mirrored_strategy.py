@@ -59,7 +59,9 @@ def test_one_replica_is_enough(cpus):
     assert not np.array_equal(before, model.get_weights()[0])
 
 
-@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(0, 1), (1, 6), (4 * 64 * 32, 2)])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "buckets"), [pytest.param(0, 1, marks=pytest.mark.long), (1, 6), (4 * 64 * 32, 2)]
+)
 def test_bucket_bytes_decides_how_many_collectives_carry_an_update(cpus, bucket_bytes, buckets):
     strategy = MirroredStrategy(cpus[:2], bucket_bytes=bucket_bytes)
     model = compiled(strategy)

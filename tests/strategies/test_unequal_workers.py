@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import elastic_programs
 import numpy as np
 import pytest
-import tensorflow as tf
 import unequal_programs
 from launched_runs import launch_once
+from one_process import in_one_process
 
 from tfdist.tensorflow_internals import strategy_extended
 
@@ -33,7 +33,7 @@ def of(arrays, program):
 class TestOnWorkers:
     @pytest.mark.parametrize("program", sorted(unequal_programs.PROGRAMS))
     def test_weights_losses_metrics_and_predictions_are_those_of_one_process(self, workers, program):
-        one = elastic_programs.flat({program: unequal_programs.PROGRAMS[program](tf.distribute.get_strategy())})
+        one = elastic_programs.flat({program: in_one_process(unequal_programs.PROGRAMS[program])})
         for outcomes in workers[0]:
             assert_close(of(outcomes, program), of(one, program))
 
@@ -49,7 +49,7 @@ class TestOnWorkers:
             assert_close(of(outcomes, program), of(outcomes, "accumulating"))
 
     def test_compression_sums_by_worker_first(self, workers):
-        one = elastic_programs.flat({"compressed": elastic_programs.compressed(tf.distribute.get_strategy())})
+        one = elastic_programs.flat({"compressed": in_one_process(elastic_programs.compressed)})
         for outcomes in workers[0]:
             ours = of(outcomes, "compressed")
             assert ours["exchanges/1"] > 0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from one_process import in_one_process
 
 from tfdist.keras_internals import loss_warnings
 from tfdist.strategies import MirroredStrategy
@@ -247,7 +248,7 @@ def test_exact_losses(cpus, is_static):
     """Sums of float32 in another order: 1e-5 is ten times the largest difference that was seen."""
     arguments = {"batch_size": 8 if is_static else 7, "is_static": is_static}
     weights, logs, said = trained(MirroredStrategy(cpus[:2]), EXACT, **arguments)
-    reference, own, _ = trained(tf.distribute.get_strategy(), EXACT, **arguments)
+    reference, own, _ = in_one_process(trained, EXACT, **arguments)
     assert not said
     wrong = {name: value for name, value in differences(weights, reference).items() if not value <= 1e-5}
     assert not wrong
@@ -266,7 +267,7 @@ def test_losses_that_are_not_linear_in_the_samples_are_warned_of(cpus, is_static
 def test_literals_that_may_be_numbers_of_samples_are_warned_of(cpus):
     arguments = {"batch_size": 8, "is_static": True}
     weights, _, said = trained(MirroredStrategy(cpus[:2]), AMBIGUOUS, **arguments)
-    reference, *_ = trained(tf.distribute.get_strategy(), AMBIGUOUS, **arguments)
+    reference, *_ = in_one_process(trained, AMBIGUOUS, **arguments)
     assert len(said) == len(AMBIGUOUS)
     assert all("divided by a number that equals" in text for text in said)
     found = differences(weights, reference)
@@ -284,5 +285,5 @@ def test_what_is_warned_of_counts_as_a_mean(cpus, monkeypatch):
     arguments = {"batch_size": 8, "is_static": True}
     weights, _, said = trained(MirroredStrategy(cpus[:2]), losses, **arguments)
     assert len(said) == len(losses)
-    found = differences(weights, trained(tf.distribute.get_strategy(), losses, **arguments)[0])
+    found = differences(weights, in_one_process(trained, losses, **arguments)[0])
     assert max(found.values()) <= 1e-5

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_process import in_one_process
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MirroredStrategy
@@ -81,18 +82,26 @@ def assert_equal(one, other):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("metrics", [[], ["mae"]])
+@pytest.mark.parametrize(
+    ("is_built", "metrics"),
+    [
+        (True, []),
+        (False, ["mae"]),
+        pytest.param(True, ["mae"], marks=pytest.mark.long),
+        pytest.param(False, [], marks=pytest.mark.long),
+    ],
+)
 def test_a_model_without_call_trains_as_in_one_process(cpus, is_built, metrics):
     arguments = {"is_built": is_built, "metrics": metrics}
     ours = trained(MirroredStrategy(cpus[:2]), **arguments)
-    assert_equal(ours, trained(tf.distribute.get_strategy(), **arguments))
+    assert_equal(ours, in_one_process(trained, **arguments))
 
 
 def test_the_compiled_loss_is_built_in_the_first_step(cpus):
-    assert_equal(trained(MirroredStrategy(cpus[:2]), loss="mse"), trained(tf.distribute.get_strategy(), loss="mse"))
+    assert_equal(trained(MirroredStrategy(cpus[:2]), loss="mse"), in_one_process(trained, loss="mse"))
 
 
+@pytest.mark.long  # tests/callbacks/test_failure_recovery_optimizers.py recovers one, too
 def test_it_is_recovered(cpus, tmp_path):
     whole = trained(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "whole"), epochs=2)
     trained(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"), epochs=1)
@@ -101,10 +110,10 @@ def test_it_is_recovered(cpus, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("is_built", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_step_may_call_the_model_on_other_inputs_than_those_of_fit(cpus, is_built):
     ours = translated(MirroredStrategy(cpus[:2]), is_built=is_built)
-    assert_equal(ours, translated(tf.distribute.get_strategy(), is_built=is_built))
+    assert_equal(ours, in_one_process(translated, is_built=is_built))
 
 
 def test_a_model_that_its_step_calls_on_other_inputs_is_recovered(cpus, tmp_path):
