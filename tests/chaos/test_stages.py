@@ -110,8 +110,8 @@ def assert_as_undisturbed(folder, undisturbed):
     ],
 )
 def test_lost_process(cpus, tmp_path, task, number, cause):
-    undisturbed = on_stages.trained(tmp_path, 4, 0.0, cpus[:2])
-    with Run(tmp_path / "run", 4, 0.05, "--heartbeat-timeout", "3") as run:
+    undisturbed = on_stages.trained(tmp_path, 12, 0.0, cpus[:2])
+    with Run(tmp_path / "run", 12, 0.02, "--heartbeat-timeout", "3") as run:
         run.wait(lambda: run.steps() > on_stages.STEPS + 1)  # in the middle of an epoch, after a checkpoint
         run.strike(task, number, run.processes())
         said = run.end()

@@ -104,7 +104,20 @@ class ColumnVariable(ResourceVariable):
             for copy in self.copies:
                 with tf.device(copy.device):
                     copy.assign(value)
+                _finish_assignment(copy)
+        _finish_assignment(self)
         return result
+
+
+def _finish_assignment(variable: tf.Variable) -> None:
+    """Waits for an eager assignment in another process.
+
+    TensorFlow does not wait for it, and a function that is called next may read the earlier value: a metric that is
+    reset before the first step of an epoch would keep the count of the last one.
+    """
+    if tf.executing_eagerly() and "/job:localhost/" not in variable.device:
+        # Operations of a task run in their order, so the assignment precedes this one, whose result is small.
+        tf.raw_ops.VariableShape(input=variable.handle).numpy()
 
 
 def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
