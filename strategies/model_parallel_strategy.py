@@ -6,9 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import CommunicationStats
+from tfdist.collectives import CommunicationStats, CompressionState
+from tfdist.compression import Policy
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
+from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.placed_models import PlacedModels
 from tfdist.model_parallel.stage_table import stage_table
@@ -17,14 +19,13 @@ from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
 from tfdist.strategies.model_parallel_patches import patch_keras_once
+from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import check_whole_number
-
-_GRADIENT_DTYPES = {None: None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
@@ -55,7 +56,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         *,
         pipeline: Pipeline,
         data_parallel: int = 1,
-        compression: str | None = None,
+        compression: Compression = None,
         start_timeout_seconds: float | None = None,
     ) -> None:
         """Creates the strategy.
@@ -66,7 +67,10 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
                 workers those of this process: of each process its GPUs, or its CPU devices if it has none.
             pipeline: How the model is cut, and in which order micro-batches are computed.
             data_parallel: The number of columns: copies of all stages, each of which computes a part of every batch.
-            compression: As what columns send gradients to each other: "bf16", "fp16", or `None` for unchanged.
+            compression: The compression of the gradients that columns send to each other, with residuals for each
+                column: a `tfdist.compression.Compressor`, its name ("int8", "powersgd:4"), a mapping from regular
+                expressions over variable paths to these, or a `tfdist.compression.Policy`. No compression by default.
+                See `docs/compression.md`.
             start_timeout_seconds: How long to wait for workers. By default the value of
                 `tfdist run --start-timeout`, or 300.
 
@@ -80,11 +84,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
                 f"Invalid `pipeline`. Received: {pipeline!r}. Expected: tfdist.strategies.Pipeline(stages=...)."
             )
         check_whole_number("data_parallel", data_parallel, at_least=1)
-        if compression not in _GRADIENT_DTYPES:
-            raise ValueError(
-                f"Invalid `compression` of a model-parallel strategy. Received: compression={compression!r}. Expected: "
-                "'bf16', 'fp16' or None. Other methods exist for data-parallel strategies only."
-            )
+        policy = compression if isinstance(compression, Policy) else Policy(compression)
         self.servers = connect_to_workers(start_timeout_of(start_timeout_seconds))
         resolved = _checked_devices(devices, pipeline.stages, data_parallel)
         self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
@@ -92,7 +92,10 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
         self._chief = resolved_device("CPU:0")
         super().__init__(PlacedExtended(self, self._chief, self.columns[0]))
-        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, _GRADIENT_DTYPES[compression])
+        first_devices = [column[0] for column in self.columns] if policy.compresses else []
+        self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
+        reduction = ColumnReduction(policy, self._compression_state)
+        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction)
         patch_keras_once(ModelParallelStrategy)
         exclude_from_autograph()
         check_installed_versions(is_chief=True)
@@ -123,9 +126,9 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return None
 
     @property
-    def compression_state(self) -> None:
-        """None: casts have no state."""
-        return None
+    def compression_state(self) -> CompressionState:
+        """The state that the compressors keep from step to step, for each column; those of its stages are on them."""
+        return self._compression_state
 
     @property
     def worker_stats(self) -> tuple[()]:

@@ -88,7 +88,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
         self._reduction_context = ReductionContext()
-        self._compression_state = CompressionState()
+        self._compression_state = CompressionState(policy if policy.compresses else None)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         context, state = self._reduction_context, self._compression_state
 

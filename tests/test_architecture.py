@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "cluster collectives compression internals model_parallel parameter_server servers training utils "
         "versions".split()
     ),
-    "model_parallel": frozenset({"internals", "utils"}),
+    "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
     "training": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset({"internals", "utils"}),

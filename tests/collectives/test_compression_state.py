@@ -159,3 +159,14 @@ def test_a_checkpoint_without_compression_is_refused(tmp_path):
     prefix = tf.train.Checkpoint(step=tf.Variable(1)).save(tmp_path / "state")
     with pytest.raises(ValueError, match=r"no compression state\. Received: .*state-1.*compression=strategy"):
         made([0], 1).restore([prefix])
+
+
+def test_a_state_moves_to_the_device_of_its_variable():
+    replica = CompressionState(devices=["CPU:0", "CPU:1"]).replica_state(0, "CPU:0")
+    residual = replica.of("kernel", MOMENTUM, SHAPE)["residual"]
+    residual.assign(np.ones(SHAPE))
+    device = residual.device.replace("CPU:0", "CPU:2")
+    moved = replica.of("kernel", MOMENTUM, SHAPE, device)["residual"]
+    assert moved.device == device and moved.numpy().min() == 1.0
+    assert replica.of("kernel", MOMENTUM, SHAPE, device)["residual"] is moved
+    assert replica.of("kernel", MOMENTUM, SHAPE)["residual"] is moved

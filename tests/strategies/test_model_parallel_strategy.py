@@ -36,7 +36,7 @@ def test_arguments_are_checked(cpus: list[str]) -> None:
         ({"devices": cpus[:2], "pipeline": 2}, "Invalid `pipeline`"),
         ({"devices": cpus[:3], "pipeline": two}, "number of devices differs"),
         ({"devices": ["CPU:0", "/cpu:0"], "pipeline": two}, "Two stages have the same device"),
-        ({"devices": cpus[:2], "pipeline": two, "compression": "int8"}, "Invalid `compression`"),
+        ({"devices": cpus[:2], "pipeline": two, "compression": "int9"}, "Unknown compressor name"),
         ({"devices": cpus[:2], "pipeline": two, "data_parallel": 0}, "Invalid `data_parallel`"),
     ]
     for arguments, message in wrong:

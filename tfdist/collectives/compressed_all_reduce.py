@@ -14,7 +14,7 @@ from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed
 from tfdist.compression import Compressor, Dense, Group, Policy
 from tfdist.compression.compressor import Wrapper
 
-_ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CompressedReduction:
         by_compressor: dict[Compressor, list[int]] = {}
         for position, gradient in enumerate(gradients):
             if not isinstance(gradient, tf.IndexedSlices):
-                can_be_encoded = gradient.dtype in _ENCODED_DTYPES and gradient.shape.num_elements() is not None
+                can_be_encoded = gradient.dtype in ENCODED_DTYPES and gradient.shape.num_elements() is not None
                 compressor: Compressor = Dense()
                 if can_be_encoded:
                     compressor, _ = self._policy.resolve(paths[position], gradient.shape)

@@ -1,11 +1,11 @@
 """The state that compressors keep from step to step: variables of each replica, which checkpoints save."""
 
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression import Compressor
+from tfdist.compression import Compressor, Policy
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 # Entries whose sum over the replicas matters. All others are equal on all replicas.
@@ -22,17 +22,24 @@ class ReplicaState(tf.Module):
         # A UserDict, because a dict would become a part of checkpoints.
         self._pending: UserDict[str, dict[str, tf.Tensor]] = UserDict()
 
-    def of(self, path: str, compressor: Compressor, shape: Sequence[int]) -> dict[str, tf.Variable]:
-        """Returns the variables with the state of `compressor` for the variable at `path`; creates missing ones."""
-        with tf.init_scope(), tf.device(self._device):
+    def of(
+        self, path: str, compressor: Compressor, shape: Sequence[int], device: str | None = None
+    ) -> dict[str, tf.Variable]:
+        """Returns the variables with the state of `compressor` for the variable at `path`; creates missing ones.
+
+        With a `device`, those on other devices are replaced by equal ones on it; otherwise new ones are on the device
+        of the replica.
+        """
+        with tf.init_scope(), tf.device(device or self._device):
             initial = compressor.initial_state(shape)
             if path not in self.entries:
                 self.entries[path] = {}  # Not `setdefault`, which TensorFlow's dict wrapper does not track.
             known = self.entries[path]
             for name, value in initial.items():
-                if name not in known:
-                    value = self._pending.get(path, {}).pop(name, value)
-                    known[name] = ResourceVariable(value, trainable=False, name=f"compression_{name}")
+                is_elsewhere = name in known and device is not None and known[name].device != device
+                if name not in known or is_elsewhere:
+                    value = known[name] if is_elsewhere else self._pending.get(path, {}).pop(name, value)
+                    known[name] = ResourceVariable(tf.identity(value), trainable=False, name=f"compression_{name}")
         return {name: known[name] for name in initial}
 
     def load(self, values: Mapping[str, Mapping[str, tf.Tensor]]) -> None:
@@ -60,10 +67,19 @@ class CompressionState(tf.Module):
     model from any of the checkpoints, and calls `restore` with the prefixes of all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy | None = None, devices: Sequence[str] = ()) -> None:
+        """Creates an empty state.
+
+        Args:
+            policy: Chooses the compressors that keep it; None if there are none.
+            devices: Those of the replicas that keep a state, if all are in this process and are not the replicas of
+                the strategy.
+        """
         super().__init__(name="compression_state")
+        self.policy = policy
+        self.devices: UserList[str] = UserList(devices)
         self.replicas: dict[str, ReplicaState] = {}
-        self.num_replicas = 1  # Replicas of all workers that keep a state.
+        self.num_replicas = max(len(devices), 1)  # Replicas of all workers that keep a state.
         self._saved: UserDict[int, dict[str, dict[str, tf.Tensor]]] = UserDict()
 
     def replica_state(self, number: int, device: str) -> ReplicaState:

@@ -56,13 +56,12 @@ class Columns:
             ColumnVariable.follows = True
 
 
-def summed_over_columns(gradients: Sequence[Any], devices: Sequence[str], dtype: tf.DType | None) -> list[Any]:
+def summed_over_columns(gradients: Sequence[Any], devices: Sequence[str]) -> list[Any]:
     """Returns for each column the sum of all columns' gradients of a variable, bit-identical.
 
     Args:
         gradients: By column, dense or `tf.IndexedSlices`; None if a column has none.
         devices: By column, where the variable is.
-        dtype: As what gradients are sent; None to send them unchanged.
     """
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     if not present:
@@ -71,7 +70,7 @@ def summed_over_columns(gradients: Sequence[Any], devices: Sequence[str], dtype:
         return list(gradients)
     given = [gradients[index] for index in present]
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in given):
-        return _gathered_rows(given, [devices[index] for index in present], devices, dtype)
+        return _gathered_rows(given, devices)
     own = [devices[index] for index in present]
     dense = []
     for gradient, device in zip(given, own, strict=True):
@@ -79,51 +78,43 @@ def summed_over_columns(gradients: Sequence[Any], devices: Sequence[str], dtype:
             dense.append(tf.convert_to_tensor(gradient))
     elements = dense[0].shape.num_elements()
     if len(devices) == 2 or elements is None or elements < _SLICED_FROM:
-        return _sums_of_all(dense, own, devices, dtype)
-    return _sums_of_slices(dense, own, devices, dtype)
+        return _sums_of_all(dense, devices)
+    return _sums_of_slices(dense, own, devices)
 
 
-def _sums_of_all(tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+def _sums_of_all(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[Any]:
     """Each column receives the gradients of all others, and adds them in the same order."""
-    sent = [_encoded(tensor, device, dtype) for tensor, device in zip(tensors, own, strict=True)]
     sums = []
     for device in devices:
         with tf.device(device):
-            sums.append(tf.add_n([tf.cast(tensor, tensors[0].dtype) for tensor in sent]))
+            sums.append(tf.add_n(list(tensors)))
     return sums
 
 
-def _sums_of_slices(tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+def _sums_of_slices(tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str]) -> list[Any]:
     """Each column adds one slice of all gradients and sends the sum to the others: 2 (K - 1) / K of the size."""
     count, shape, elements = len(devices), tensors[0].shape, int(tensors[0].shape.num_elements())
     sizes = [elements * (index + 1) // count - elements * index // count for index in range(count)]
     slices = []
     for tensor, device in zip(tensors, own, strict=True):
         with tf.device(device):
-            slices.append(tf.split(tf.reshape(_encoded(tensor, device, dtype), [-1]), sizes))
+            slices.append(tf.split(tf.reshape(tensor, [-1]), sizes))
     partial = []
     for index, device in enumerate(devices):
         with tf.device(device):
-            total = tf.add_n([tf.cast(of_column[index], tensors[0].dtype) for of_column in slices])
-            partial.append(_encoded(total, device, dtype))
+            partial.append(tf.add_n([of_column[index] for of_column in slices]))
     sums = []
     for device in devices:
         with tf.device(device):
-            sums.append(tf.reshape(tf.cast(tf.concat(partial, 0), tensors[0].dtype), shape))
+            sums.append(tf.reshape(tf.concat(partial, 0), shape))
     return sums
 
 
-def _gathered_rows(rows: Sequence[Any], own: Sequence[str], devices: Sequence[str], dtype: Any) -> list[Any]:
+def _gathered_rows(rows: Sequence[Any], devices: Sequence[str]) -> list[Any]:
     """Each column receives the rows of all others."""
-    sent = [_encoded(one.values, device, dtype) for one, device in zip(rows, own, strict=True)]
     gathered = []
     for device in devices:
         with tf.device(device):
-            values = tf.cast(tf.concat(sent, 0), rows[0].values.dtype)
-            gathered.append(tf.IndexedSlices(values, tf.concat([one.indices for one in rows], 0), rows[0].dense_shape))
+            values, indices = (tf.concat([getattr(one, name) for one in rows], 0) for name in ("values", "indices"))
+            gathered.append(tf.IndexedSlices(values, indices, rows[0].dense_shape))
     return gathered
-
-
-def _encoded(tensor: tf.Tensor, device: str, dtype: tf.DType | None) -> tf.Tensor:
-    with tf.device(device):
-        return tensor if dtype is None or not tensor.dtype.is_floating else tf.cast(tensor, dtype)

@@ -10,10 +10,12 @@ import tensorflow as tf
 from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
+from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
+from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.model_parallel.column_run import ColumnRun, added
-from tfdist.model_parallel.columns import Columns, summed_over_columns
+from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
@@ -21,7 +23,7 @@ from tfdist.model_parallel.regularization import regularization_losses
 from tfdist.model_parallel.stage_functions import StageKind
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.update import loss_scale_of, update_columns
+from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -35,7 +37,7 @@ class PipelineStep:
         columns: Columns,
         pipeline: Pipeline,
         chief: str,
-        gradient_dtype: tf.DType | None,
+        reduction: ColumnReduction,
     ) -> None:
         """Prepares the steps.
 
@@ -45,20 +47,29 @@ class PipelineStep:
             columns: Their devices and copies.
             pipeline: The options.
             chief: The device of batches and scalars.
-            gradient_dtype: As what columns exchange gradients; None for the dtype of the gradients.
+            reduction: Sums the gradients of the columns.
         """
         self._model, self._stages, self._columns = model, stages, columns
-        self._pipeline, self._chief, self._gradient_dtype = pipeline, chief, gradient_dtype
+        self._pipeline, self._chief, self._reduction = pipeline, chief, reduction
 
     def train(self, data: Any) -> Any:
         """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
         batch = _Batch(self, data, StageKind(training=True, has_loss=True))
         scale = loss_scale_of(self._model.optimizer)
         batch.run(scale)
-        gradients, penalties = self._gradients(batch, scale)
+        gradients = self._gradients(batch)
+        penalties, of_weights = self._regularization()
         batch.assign_states()
+
+        def update(sums: list[list[Any]]) -> None:
+            for of_column, of_regularizers in zip(sums, of_weights, strict=True):
+                for index, gradient in of_regularizers:
+                    with tf.device(gradient.device):
+                        of_column[index] = added(of_column[index], gradient)
+            update_columns(self._model.optimizer, self._model.trainable_variables, sums, self._columns)
+
         with self._columns.updating():
-            update_columns(self._model.optimizer, self._model.trainable_variables, gradients, self._columns)
+            self._reduction(gradients, update)
         return batch.logs(penalties)
 
     def test(self, data: Any) -> Any:
@@ -76,26 +87,34 @@ class PipelineStep:
         batch.assign_states()
         return batch.outputs()
 
-    def _gradients(self, batch: "_Batch", scale: tf.Tensor) -> tuple[list[list[Any]], list[tf.Tensor]]:
-        """Returns by column the gradients of the trainable variables, and the losses of weights."""
+    def _gradients(self, batch: "_Batch") -> list[ColumnGradient]:
+        """Returns the gradients of the loss of the batch, for each trainable variable those of all columns."""
         variables = self._model.trainable_variables
         of_columns = [self._of_owners(run, devices) for run, devices in zip(batch.runs, batch.devices, strict=True)]
-        result: list[list[Any]] = [[] for _ in of_columns]
-        for variable in variables:
-            owner = self._stages.owner.get(id(variable))
-            found = [gradients.get(id(variable)) for gradients in of_columns]
-            devices = [of_stages[owner or 0] for of_stages in batch.devices]
-            for column, total in enumerate(summed_over_columns(found, devices, self._gradient_dtype)):
-                result[column].append(total)
+        unscale = unscaling_of(self._model.optimizer)
+        gradients = []
+        paths = OptimizerUpdate(self._model.optimizer, variables).paths
+        for variable, path in zip(variables, paths, strict=True):
+            owner = self._stages.owner.get(id(variable)) or 0
+            devices = tuple(of_stages[owner] for of_stages in batch.devices)
+            found: list[Any] = []
+            for totals, device in zip(of_columns, devices, strict=True):
+                with tf.device(device):
+                    total = totals.get(id(variable))
+                    found.append(None if total is None else unscale(total))
+            gradients.append(ColumnGradient(path, tuple(variable.shape), devices, found))
+        return gradients
+
+    def _regularization(self) -> tuple[list[tf.Tensor], list[list[tuple[int, Any]]]]:
+        """Returns the losses of weights, and by column the indices of regularized variables and the gradients."""
         penalties: list[tf.Tensor] = []
-        for column, gradients in enumerate(result):
+        of_columns: list[list[tuple[int, Any]]] = []
+        for column in range(len(self._columns)):
             with self._columns.entered(column):
-                for index, loss, gradient in regularization_losses(variables, scale):
-                    with tf.device(held_variable(variables[index]).device):
-                        gradients[index] = added(gradients[index], gradient)
-                    if column == 0:
-                        penalties.append(loss)
-        return result, penalties
+                found = list(regularization_losses(self._model.trainable_variables, tf.ones([])))
+            penalties = penalties or [loss for _, loss, _ in found]
+            of_columns.append([(index, gradient) for index, _, gradient in found if gradient is not None])
+        return penalties, of_columns
 
     def _of_owners(self, run: ColumnRun, devices: Sequence[str]) -> dict[int, Any]:
         """Sums a column's gradients over the stages that share a variable, on the device of its owner."""

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
+from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
@@ -32,7 +33,7 @@ class PlacedModels:
         pipeline: Pipeline,
         devices: Sequence[Sequence[str]],
         chief: str,
-        gradient_dtype: tf.DType | None,
+        reduction: ColumnReduction,
     ) -> None:
         """Creates the collection.
 
@@ -41,10 +42,10 @@ class PlacedModels:
             pipeline: The options of the pipeline.
             devices: By column and stage.
             chief: The device of batches and scalars.
-            gradient_dtype: As what columns exchange gradients; None for the dtype of the gradients.
+            reduction: Sums the gradients of the columns.
         """
         self._strategy = strategy
-        self._pipeline, self._devices, self._chief, self._gradient_dtype = pipeline, devices, chief, gradient_dtype
+        self._pipeline, self._devices, self._chief, self._reduction = pipeline, devices, chief, reduction
 
     def stages_of(self, model: Any) -> ModelStages | None:
         """Returns the stages of a model of which a step was traced before, else None."""
@@ -75,7 +76,7 @@ class PlacedModels:
             colocated_with = self._strategy.extended.colocated_with
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)
-        return PipelineStep(model, placed.stages, placed.columns, self._pipeline, self._chief, self._gradient_dtype)
+        return PipelineStep(model, placed.stages, placed.columns, self._pipeline, self._chief, self._reduction)
 
 
 def _graph(model: Any, x: Any) -> FunctionalGraph:

@@ -22,6 +22,18 @@ def loss_scale_of(optimizer: Any) -> tf.Tensor:
     return tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
 
+def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
+    """Returns the function that divides a gradient by the factor of the loss.
+
+    Gradients are divided before they are compressed: residuals must not depend on a factor, which may change.
+    """
+    inner, outer = optimizers_of(optimizer)
+    factor = inner.loss_scale_factor if outer is None else LossScale(outer).value
+    if factor is None:
+        return lambda gradient: gradient
+    return lambda gradient: _times(gradient, 1.0 / tf.cast(factor, gradient.dtype))
+
+
 def update_columns(
     optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
 ) -> None:
@@ -30,8 +42,8 @@ def update_columns(
     Args:
         optimizer: The compiled optimizer.
         variables: The trainable variables.
-        gradients: By column and variable, of the scaled loss of the batch; equal in all columns, on the devices of
-            their variables. None for a variable that the loss does not depend on.
+        gradients: By column and variable, of the loss of the batch; equal in all columns, on the devices of their
+            variables. None for a variable that the loss does not depend on.
         columns: The columns.
     """
     inner, outer = optimizers_of(optimizer)
@@ -39,9 +51,7 @@ def update_columns(
     inner._filter_empty_gradients(list(gradients[0]), list(variables))  # warns, or raises if there are none
     chosen = [variables[index] for index in known]
     of_columns = [[of_column[index] for index in known] for of_column in gradients]
-    factor = inner.loss_scale_factor if outer is None else LossScale(outer).value
-    update = OptimizerUpdate(inner, chosen)
-    apply = _Application(update, inner, chosen, columns, factor)
+    apply = _Application(OptimizerUpdate(inner, chosen), inner, chosen, columns)
     finite = None if outer is None else _all_finite(of_columns[0])
 
     def apply_all() -> None:
@@ -64,20 +74,17 @@ class _Application:
         optimizer: Any,
         variables: Sequence[keras.Variable],
         columns: Columns,
-        factor: Any,
     ) -> None:
         self._update, self._optimizer, self._variables, self._columns = update, optimizer, variables, columns
-        self._factor = factor
 
     def micro_step(self, gradients: Sequence[Sequence[Any]]) -> None:
         """Accumulates the gradients, and updates if it is the last micro-step of an update."""
         steps = self._update.accumulation_steps
-        unscaled = [self._on_devices(column, one, self._unscaled) for column, one in enumerate(gradients)]
         if steps == 1:
-            return self._apply(unscaled)
+            return self._apply(gradients)
 
         def accumulate() -> None:
-            for column, of_column in enumerate(unscaled):
+            for column, of_column in enumerate(gradients):
                 with self._columns.entered(column):
                     for accumulator, gradient in zip(self._update.accumulators, of_column, strict=True):
                         with tf.device(accumulator.device):
@@ -85,21 +92,18 @@ class _Application:
 
         def finish() -> None:
             totals = []
-            for column, of_column in enumerate(unscaled):
+            for column, of_column in enumerate(gradients):
                 with self._columns.entered(column):
                     accumulators = self._update.accumulators
                     totals.append([_mean(a, g, steps) for a, g in zip(accumulators, of_column, strict=True)])
             self._apply(totals)
-            for column in range(len(unscaled)):
+            for column in range(len(gradients)):
                 with self._columns.entered(column):
                     for accumulator in self._update.accumulators:
                         with tf.device(accumulator.device):
                             accumulator.assign(tf.zeros_like(accumulator))
 
         tf.cond(tf.equal((self._update.micro_steps + 1) % steps, 0), doing(finish), doing(accumulate))
-
-    def _unscaled(self, gradient: Any) -> Any:
-        return gradient if self._factor is None else _times(gradient, 1.0 / tf.cast(self._factor, gradient.dtype))
 
     def _on_devices(self, column: int, gradients: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         """Applies a function to each gradient of a column, on the device of its variable."""

@@ -38,8 +38,7 @@ class CompressionArrays:
         self._keys: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         if self._state is not None and model.optimizer is not None:
-            reduction = training_strategy(self._strategy).gradient_reduction
-            self._policy = None if reduction is None else reduction.policy
+            self._policy = self._state.policy
             # In the order in which the optimizer asks for the paths: it appends numbers to repeated ones.
             update = OptimizerUpdate(model.optimizer, model.trainable_variables)
             for variable, path, shape in zip(model.trainable_variables, update.paths, update.shapes, strict=True):
@@ -102,6 +101,8 @@ class CompressionArrays:
                 replica.of(path, self._policy.resolve(path, self._shapes[path])[0], self._shapes[path])
 
     def _local_numbers(self) -> list[tuple[int, str]]:
+        if self._state is not None and self._state.devices:
+            return list(enumerate(self._state.devices))
         devices = list(self._strategy.extended.worker_devices)
         num_replicas = self._strategy.num_replicas_in_sync
         if self._local_replicas == 1 or num_replicas == self._local_replicas:
