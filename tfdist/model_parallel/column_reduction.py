@@ -126,7 +126,7 @@ class ColumnReduction:
         has_state = [self._resolve(gradient)[1] for gradient in gradients]
         method = _in_phase(compressor, is_warm_up)
         devices = gradients[0].devices
-        variables = [
+        variables: list[list[dict[str, tf.Variable]]] = [
             self._states(gradient) if has else [{} for _ in devices]
             for gradient, has in zip(gradients, has_state, strict=True)
         ]
