@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.callbacks.link_report import LinkReading
 from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations
 from tfdist.collectives.byte_counters import GRADIENTS
@@ -58,7 +59,9 @@ class CommunicationReport(ExchangeTimingCallback):
     - `dense_bytes`: bytes of gradients that this worker's first replica would have sent without compression;
     - `wire_bytes`: bytes that it has sent;
     - `compression_ratio`: the first divided by the second; 1 if nothing was sent;
-    - with `timing`, `encode_seconds`, `exchange_seconds` and `decode_seconds`.
+    - with `timing`, `encode_seconds`, `exchange_seconds` and `decode_seconds`;
+    - under `ModelParallelStrategy`, where the first three are over all devices, `activation_bytes` and
+      `activation_gradient_bytes`: what stages have sent to each other. The table has a row for each link.
 
     Without an update since the last report, the previous numbers are repeated. The table has a row for each compression
     method. Variables too small for a method are sent with its payload uncompressed, and count in its row. If a worker
@@ -128,7 +131,7 @@ class CommunicationReport(ExchangeTimingCallback):
         self._step = 0
         self._at_begin = self._at_epoch_end = self._at_step = _Reading.of(strategy)
         self._of_training = None
-        self._last_logs = _Reading().logs(self.timing)
+        self._last_logs = self._at_begin.since(self._at_begin).logs(self.timing)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first_batch = batch
@@ -172,9 +175,11 @@ class CommunicationReport(ExchangeTimingCallback):
     def table(self) -> str:
         """Returns a table of the costs since training began, or of the complete training after its end."""
         strategy = self.model.distribute_strategy
+        reading = self._of_training or _Reading.of(strategy).since(self._at_begin)
+        if reading.links is not None:
+            return reading.links.table(reading.updates)
         if strategy.num_replicas_in_sync == 1:
             return "There is one replica: no gradients are exchanged."
-        reading = self._of_training or _Reading.of(strategy).since(self._at_begin)
         if not reading.updates:
             return "There was no update: no gradients were exchanged."
         paths = set(OptimizerUpdate(self.model.optimizer, self.model.trainable_variables).paths)
@@ -197,14 +202,18 @@ class CommunicationReport(ExchangeTimingCallback):
 
 @dataclass(frozen=True)
 class _Reading:
-    """Counters of a worker's first replica, by compression method."""
+    """Counters of a worker's first replica, by compression method; under stages those of all devices, by link."""
 
     updates: int = 0
     counts: dict[str, CommunicationStats] = field(default_factory=dict)
     durations: dict[str, ExchangeDurations] = field(default_factory=dict)
+    links: LinkReading | None = None
 
     @classmethod
     def of(cls, strategy: Any) -> "_Reading":
+        if (links := LinkReading.of(strategy)) is not None:
+            count = strategy.communication
+            return cls(count.updates, {GRADIENTS: count}, links=links)
         reduction = training_strategy(strategy).gradient_reduction
         if reduction is None:
             return cls()
@@ -215,7 +224,8 @@ class _Reading:
         """Restores a reading from the result of `asdict`."""
         counts = {name: CommunicationStats(**count) for name, count in values["counts"].items()}
         durations = {name: ExchangeDurations(**time) for name, time in values["durations"].items()}
-        return cls(values["updates"], counts, durations)
+        links = values.get("links")
+        return cls(values["updates"], counts, durations, links and LinkReading.from_dict(links))
 
     def since(self, earlier: "_Reading") -> "_Reading":
         counts = {
@@ -226,7 +236,8 @@ class _Reading:
             name: self.durations.get(name, ExchangeDurations()) - earlier.durations.get(name, ExchangeDurations())
             for name in {**self.durations, **earlier.durations}
         }
-        return _Reading(self.updates - earlier.updates, counts, spent)
+        links = None if self.links is None else self.links.since(earlier.links)
+        return _Reading(self.updates - earlier.updates, counts, spent, links)
 
     def logs(self, timing: bool) -> dict[str, float]:
         """Returns the entries of the logs: averages over the updates."""
@@ -237,6 +248,8 @@ class _Reading:
             "wire_bytes": count.wire_bytes / updates,
             "compression_ratio": float(count.compression_ratio),
         }
+        if self.links is not None:
+            return logs | self.links.logs(updates)
         return logs | {name: seconds / updates for name, seconds in asdict(time).items()} if timing else logs
 
 

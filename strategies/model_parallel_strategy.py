@@ -6,15 +6,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import CommunicationStats, CompressionState
+from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
 from tfdist.model_parallel.column_reduction import ColumnReduction
+from tfdist.model_parallel.link_counters import UPDATES, LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.placed_models import PlacedModels
 from tfdist.model_parallel.stage_table import stage_table
 from tfdist.model_parallel.stages import stages_of
+from tfdist.model_parallel.transfers import DENSE
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
@@ -95,7 +97,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
         self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
         reduction = ColumnReduction(policy, self._compression_state)
-        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction)
+        self._counters = LinkCounters(self._chief)
+        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters)
         patch_keras_once(ModelParallelStrategy)
         exclude_from_autograph()
         check_installed_versions(is_chief=True)
@@ -117,8 +120,35 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
 
     @property
     def communication(self) -> CommunicationStats:
-        """Zeros: what devices send to each other is not counted."""
-        return CommunicationStats()
+        """What all devices have sent to each other so far.
+
+        `gradient_bytes` and `wire_bytes` are the gradients of weights, `other_bytes` the rest. Numbers of collectives
+        are not counted.
+        """
+        counts, links = self._counters.count(), self.communication_by_link().values()
+        gradients = sum(link.weight_gradient_bytes for link in links)
+        return CommunicationStats(
+            gradient_bytes=gradients,
+            wire_bytes=gradients,
+            dense_bytes=sum(by_kind.get(DENSE, 0) for by_kind in counts.values()),
+            other_bytes=sum(link.total_bytes for link in links) - gradients,
+            updates=counts.get(("", ""), {}).get(UPDATES, 0),
+        )
+
+    def communication_by_link(self, step: str | None = None) -> dict[tuple[str, str], LinkStats]:
+        """Returns what each device has sent to each other one so far.
+
+        Args:
+            step: Counts one kind of steps: "train_step", "test_step" or "predict_step". None: all.
+
+        Returns:
+            By the full names of the sending and the receiving device; without links over which nothing was sent.
+        """
+        return {
+            link: LinkStats(**{kind: number for kind, number in by_kind.items() if kind != DENSE})
+            for link, by_kind in self._counters.count(step).items()
+            if link != ("", "") and any(by_kind.values())
+        }
 
     @property
     def gradient_reduction(self) -> None:

@@ -1,10 +1,11 @@
 """Sums and gathers of tensors over replicas: buckets, hierarchical and compressed reductions, byte counters, timers.
 
-`CommunicationStats`, `ExchangeDurations` and `CompressionState` are public: strategies return them.
+`CommunicationStats`, `LinkStats`, `ExchangeDurations` and `CompressionState` are public: strategies return them.
 """
 
 from tfdist.collectives.byte_counters import CommunicationStats
 from tfdist.collectives.compression_state import CompressionState
 from tfdist.collectives.exchange_timer import ExchangeDurations
+from tfdist.collectives.link_stats import LinkStats
 
-__all__ = ["CommunicationStats", "CompressionState", "ExchangeDurations"]
+__all__ = ["CommunicationStats", "CompressionState", "ExchangeDurations", "LinkStats"]

@@ -16,6 +16,8 @@ _UPDATES = "updates"
 class CommunicationStats:
     """What a replica has passed to collectives so far; under parameter servers, what all workers have pushed.
 
+    Under model parallelism, what all devices have sent to each other. Collectives are not counted there.
+
     Attributes:
         gradient_collectives: Number of collectives that carried gradients, or of pushes.
         gradient_bytes: Size of the tensors passed to them.

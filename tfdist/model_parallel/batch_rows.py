@@ -14,6 +14,7 @@ class MicroBatch:
     Attributes:
         first: The first row on which it computes.
         end: The end of these rows.
+        num_rows: How many rows these are.
         samples: How many of them are its samples: all or, if the batch has fewer rows than micro-batches, none. Then it
             computes on the first row of the batch, and its results do not count.
         fraction: Its samples divided by those of the batch, a float32 scalar.
@@ -22,6 +23,7 @@ class MicroBatch:
 
     first: Any
     end: Any
+    num_rows: Any
     samples: Any
     fraction: tf.Tensor
     is_real: tf.Tensor
@@ -67,7 +69,7 @@ def micro_batches_of(batch: Any, parts: int) -> list[MicroBatch]:
     rows = next(iter(static)) if static else tf.shape(leaves[0])[0]
     if isinstance(rows, int) and rows % parts == 0 and rows:
         size, fraction = rows // parts, tf.constant(1 / parts, tf.float32)
-        return [MicroBatch(m * size, m * size + size, size, fraction, tf.constant(1.0)) for m in range(parts)]
+        return [MicroBatch(m * size, m * size + size, size, size, fraction, tf.constant(1.0)) for m in range(parts)]
     rows = tf.convert_to_tensor(rows)
     return [_dynamic(rows, m, parts) for m in range(parts)]
 
@@ -79,6 +81,7 @@ def _dynamic(rows: tf.Tensor, number: int, parts: int) -> MicroBatch:
     return MicroBatch(
         first=tf.where(is_empty, 0, first),
         end=tf.where(is_empty, 1, end),
+        num_rows=tf.where(is_empty, 1, samples),
         samples=samples,
         fraction=tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(rows, tf.float32)),
         is_real=tf.where(is_empty, 0.0, 1.0),

@@ -17,6 +17,7 @@ from tfdist.model_parallel.column_program import ColumnProgram
 from tfdist.model_parallel.columns import summed_over_columns
 from tfdist.model_parallel.device_updates import doing
 from tfdist.model_parallel.state_writes import StateWrites
+from tfdist.model_parallel.transfers import DENSE, record_transfer, unrecorded
 
 _STEPS = "warm_up_steps"  # the entry in which `WarmUp` counts
 
@@ -69,7 +70,7 @@ class ColumnReduction:
         count = self._states(counted[0])[0][_STEPS]
         tf.cond(
             tf.less(count, steps.pop()),
-            doing(lambda: update(self._sums(gradients, is_warm_up=True))),
+            doing(unrecorded(lambda: update(self._sums(gradients, is_warm_up=True)))),  # its steps count as compressed
             doing(lambda: update(self._sums(gradients, is_warm_up=False))),
         )
 
@@ -143,6 +144,7 @@ class ColumnReduction:
                 one.set_shape(gradient.shape)
         states = [_read([of_columns[c] for of_columns in variables], device) for c, device in enumerate(devices)]
         results = _program(reduce, own, states)([list(pair) for pair in zip(own, states, strict=True)], devices)
+        _record_uncompressed([gradient.of_columns for gradient in gradients], devices)
         for column, (_, new_states, _) in enumerate(results):
             for of_columns, new_state in zip(variables, new_states, strict=True):
                 for name, value in new_state.items():
@@ -163,6 +165,7 @@ class ColumnReduction:
             summed, new_state, changed, finite = sum_encoded_slices(rows, method, group, _inner(state))
             return [tf.cast(summed.values, values.dtype), summed.indices, changed], _counted(state, new_state), finite
 
+        _record_uncompressed([slices], gradient.devices)
         own = [[one.values, one.indices] for one in slices]
         states = [_read([entries], device)[0] for entries, device in zip(variables, gradient.devices, strict=True)]
         results = _program(reduce, own, states)(
@@ -174,6 +177,13 @@ class ColumnReduction:
             for name, value in new_state.items():
                 writes.add(entries[name], value, rows if value.shape.rank else None)
         return sums, results[0][2]
+
+
+def _record_uncompressed(gradients: Sequence[Sequence[Any]], devices: Sequence[str]) -> None:
+    """Records what the columns would send without compression: 2 (K - 1) / K of each gradient, or all rows."""
+    for of_columns in gradients:
+        for device in devices:
+            record_transfer(DENSE, of_columns, device, share=2 / len(devices))
 
 
 def _in_phase(compressor: Compressor, is_warm_up: bool) -> Compressor:

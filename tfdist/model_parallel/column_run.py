@@ -11,6 +11,7 @@ from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
 from tfdist.model_parallel.stage_functions import StageInputs, StageResult
 from tfdist.model_parallel.step_functions import StepFunctions
+from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, record_transfer
 
 
 class ColumnRun:
@@ -20,6 +21,7 @@ class ColumnRun:
         results: By stage and micro-batch, what the stage has returned.
         values: By stage, the values of its variables, and the states that layers have changed.
         gradients: By stage, the sums of the gradients of its trainable variables, or None.
+        data: By micro-batch, its rows of inputs, targets and weights for the losses.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ColumnRun:
         """
         self.results: dict[tuple[int, int], StageResult] = {}
         self.gradients: list[list[Any]] = [[None] * len(one.trainable) for one in values]
+        self.data: list[Any] = []
         self._functions, self._stages = functions, functions.stages
         self._devices, self.values, self._micro_batches = devices, values, micro_batches
         self._loss_scale = loss_scale
@@ -61,21 +64,24 @@ class ColumnRun:
         for number, micro_batch in enumerate(self._micro_batches):
             for symbolic, tensor in zip(self._stages.graph.inputs, micro_batch.rows(list(x)), strict=True):
                 self._sent[id(symbolic), number] = tensor, None
+            # Here, so that each column receives its own rows only.
+            self.data.append(None if data is None else micro_batch.rows(data))
         for task in execution_order(orders):
             with tf.device(self._devices[task.stage]), tf.control_dependencies(self._last[task.stage]):
-                done = self._forward(task, data) if task.is_forward else self._backward(task)
+                done = self._forward(task) if task.is_forward else self._backward(task)
             self._last[task.stage] = [tensor.op for tensor in done]
 
-    def _forward(self, task: Task, data: Any) -> list[tf.Tensor]:
+    def _forward(self, task: Task) -> list[tf.Tensor]:
         index, number = task.stage, task.micro_batch
         stage, values, micro_batch = self._stages.stages[index], self.values[index], self._micro_batches[number]
         sent = [self._sent[id(symbolic), number] for symbolic in stage.inputs]
-        is_last = index == len(self._devices) - 1
+        data = self.data[number] if index == len(self._devices) - 1 else None
+        self._record_inputs(task, sent, data)
         given = StageInputs(
             values=values.current,
             tensors=[tf.identity(tensor) for tensor, _ in sent],
             masks=[mask for _, mask in sent],
-            data=micro_batch.rows(data) if is_last and data is not None else None,
+            data=data,
             fraction=micro_batch.fraction,
             is_real=micro_batch.is_real,
             divisors=tf.zeros([0]),
@@ -99,6 +105,14 @@ class ColumnRun:
             self._sent[id(symbolic), number] = tensor, mask
         return [tensor for tensor in [*result.tensors, result.loss] if tensor is not None][:1]
 
+    def _record_inputs(self, task: Task, sent: Sequence[tuple[tf.Tensor, Any]], data: Any) -> None:
+        device, rows = self._devices[task.stage], self._micro_batches[task.micro_batch].num_rows
+        for symbolic, (tensor, mask) in zip(self._stages.stages[task.stage].inputs, sent, strict=True):
+            kind = BATCH if self._stages.maker(symbolic) < 0 else ACTIVATION
+            record_transfer(kind, [tensor], device, rows=rows if self._stages.has_samples(symbolic) else None)
+            record_transfer(kind, [mask], device, rows=rows)
+        record_transfer(BATCH, tf.nest.flatten(data), device, rows=rows)
+
     def _backward(self, task: Task) -> list[tf.Tensor]:
         index, number = task.stage, task.micro_batch
         stage, result = self._stages.stages[index], self.results[index, number]
@@ -107,6 +121,8 @@ class ColumnRun:
         for symbolic, tensor in zip(stage.outputs, result.tensors, strict=True):
             gradients = self._received.pop((id(symbolic), number), [])
             if gradients:
+                rows = self._micro_batches[number].num_rows if self._stages.has_samples(symbolic) else None
+                record_transfer(ACTIVATION_GRADIENT, gradients, self._devices[index], rows=rows)
                 targets.append(tensor)
                 given.append(tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients]))
         if result.loss is not None:

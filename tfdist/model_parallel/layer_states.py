@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.model_parallel.batch_rows import MicroBatch
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.model_parallel.transfers import WEIGHT, record_transfer
 
 _SEEDS_APART = 0x9E3779B1  # odd, so that products with small numbers differ
 
@@ -82,6 +83,7 @@ def read_values(
         owner = stages.owner[id(variable)]
         with tf.device(devices[owner]):
             value = held_variable(variable).read_value()
+        record_transfer(WEIGHT, [value], devices[stage.index])
         with tf.device(devices[stage.index]):
             value = tf.identity(value)
             stream = column * len(devices) + stage.index - owner
@@ -126,6 +128,8 @@ def combined(variable: keras.Variable, of_columns: list[tf.Tensor], before: tf.T
     """
     if len(of_columns) == 1:
         return of_columns[0]
+    if is_average or variable.aggregation in ("sum", "mean"):
+        record_transfer(WEIGHT, of_columns, before.device)
     if is_average:
         return tf.add_n(of_columns)
     if variable.aggregation == "sum":

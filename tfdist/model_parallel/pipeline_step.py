@@ -12,18 +12,21 @@ from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
+from tfdist.model_parallel.batch_rows import are_even, micro_batches_of
 from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.model_parallel.column_run import ColumnRun, added
 from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.joined_rows import JoinedRows
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
+from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
 from tfdist.model_parallel.regularization import regularization_losses
 from tfdist.model_parallel.stage_functions import StageKind
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns
+from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, WEIGHT_GRADIENT, Transfers, record_transfer
+from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns, updates_weights
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -38,6 +41,7 @@ class PipelineStep:
         pipeline: Pipeline,
         chief: str,
         reduction: ColumnReduction,
+        counters: LinkCounters,
     ) -> None:
         """Prepares the steps.
 
@@ -48,44 +52,59 @@ class PipelineStep:
             pipeline: The options.
             chief: The device of batches and scalars.
             reduction: Sums the gradients of the columns.
+            counters: Count what the steps send.
         """
         self._model, self._stages, self._columns = model, stages, columns
-        self._pipeline, self._chief, self._reduction = pipeline, chief, reduction
+        self._pipeline, self._chief = pipeline, chief
+        self._reduction, self._counters = reduction, counters
 
     def train(self, data: Any) -> Any:
         """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
-        batch = _Batch(self, data, StageKind(training=True, has_loss=True))
-        scale = loss_scale_of(self._model.optimizer)
-        batch.run(scale)
-        gradients = self._gradients(batch)
-        penalties, of_weights = self._regularization()
-        batch.assign_states()
+        optimizer, sent = self._model.optimizer, Transfers(self._chief)
+        updates = updates_weights(optimizer)
+        with sent.recording():
+            batch = _Batch(self, data, StageKind(training=True, has_loss=True))
+            batch.run(loss_scale_of(optimizer))
+            gradients = self._gradients(batch)
+            penalties, of_weights = self._regularization()
+            batch.assign_states()
 
-        def update(sums: list[list[Any]]) -> None:
-            for of_column, of_regularizers in zip(sums, of_weights, strict=True):
-                for index, gradient in of_regularizers:
-                    with tf.device(gradient.device):
-                        of_column[index] = added(of_column[index], gradient)
-            update_columns(self._model.optimizer, self._model.trainable_variables, sums, self._columns)
+            def update(sums: list[list[Any]]) -> None:
+                for of_column, of_regularizers in zip(sums, of_weights, strict=True):
+                    for index, gradient in of_regularizers:
+                        with tf.device(gradient.device):
+                            of_column[index] = added(of_column[index], gradient)
+                update_columns(optimizer, self._model.trainable_variables, sums, self._columns)
 
-        with self._columns.updating():
-            self._reduction(gradients, update)
-        return batch.logs(penalties)
+            with self._columns.updating():
+                self._reduction(gradients, update)
+            logs = batch.logs(penalties)
+        self._counters.add("train_step", sent.total(), updates)
+        return logs
 
     def test(self, data: Any) -> Any:
         """Computes the loss and the metrics of a batch, as `Model.test_step` does."""
-        batch = _Batch(self, data, StageKind(training=False, has_loss=True))
-        batch.run(None)
-        batch.assign_states()
-        return batch.logs([loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)])
+        sent = Transfers(self._chief)
+        with sent.recording():
+            batch = _Batch(self, data, StageKind(training=False, has_loss=True))
+            batch.run(None)
+            batch.assign_states()
+            penalties = [loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)]
+            logs = batch.logs(penalties)
+        self._counters.add("test_step", sent.total())
+        return logs
 
     def predict(self, data: Any) -> Any:
         """Returns the outputs for a batch, as `Model.predict_step` does."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        batch = _Batch(self, (x,), StageKind(training=False, has_loss=False))
-        batch.run(None)
-        batch.assign_states()
-        return batch.outputs()
+        sent = Transfers(self._chief)
+        with sent.recording():
+            batch = _Batch(self, (x,), StageKind(training=False, has_loss=False))
+            batch.run(None)
+            batch.assign_states()
+            outputs = batch.predictions()
+        self._counters.add("predict_step", sent.total())
+        return outputs
 
     def _gradients(self, batch: "_Batch") -> list[ColumnGradient]:
         """Returns the gradients of the loss of the batch, for each trainable variable those of all columns."""
@@ -122,6 +141,7 @@ class PipelineStep:
         for stage, values, gradients in zip(self._stages.stages, run.values, run.gradients, strict=True):
             for position, gradient in zip(values.trainable, gradients, strict=True):
                 key = id(stage.variables[position])
+                record_transfer(WEIGHT_GRADIENT, [gradient], devices[self._stages.owner[key]])
                 with tf.device(devices[self._stages.owner[key]]):
                     totals[key] = added(totals.get(key), gradient)
         return totals
@@ -143,6 +163,7 @@ class _Batch:
         self._seeds = seed_states(model)
         self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
         self.runs: list[ColumnRun] = []
+        self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
@@ -193,10 +214,19 @@ class _Batch:
                 with tf.device(before.device):
                     new = combined(variable, values, before.read_value(), is_average=key in self._averaged)
                 for held in (before, *before.copies):
+                    record_transfer(WEIGHT, [new], held.device)
                     with tf.device(held.device):
                         held.assign(tf.cast(new, held.dtype))
 
-    def outputs(self) -> Any:
+    def predictions(self) -> Any:
+        """Returns the outputs of the model for the batch, which its caller receives."""
+        outputs = self._outputs()
+        flat = tf.nest.flatten(outputs)
+        self._joined.record(flat)
+        record_transfer(PREDICTION, flat, self._chief, rows=tf.shape(self._inputs[0])[0])
+        return outputs
+
+    def _outputs(self) -> Any:
         """Returns the outputs of the model for the batch, on the device of the last stage, with their masks."""
         return self._stages.graph.packed_outputs([self._output(symbolic) for symbolic in self._stages.graph.outputs])
 
@@ -212,26 +242,23 @@ class _Batch:
             )
         stage = self._stages.stages[index]
         position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
-        results = [
-            (part, run.results[index, number])
-            for number_of_run, run in enumerate(self.runs)
-            for number, part in enumerate(self._parts_of(number_of_run))
-        ]
-        with tf.device(self.devices[0][-1]):
-            tensor = tf.concat([part.results(result.tensors[position]) for part, result in results], 0)
-            tensor.set_shape([self._inputs[0].shape[0], *tensor.shape[1:]])
-            if results[0][1].masks[position] is not None:
-                set_mask(tensor, tf.concat([part.results(result.masks[position]) for part, result in results], 0))
+        results = [run.results[index, m] for run in self.runs for m in range(self._pipeline.micro_batches)]
+        tensor = self._joined.join(PREDICTION, [result.tensors[position] for result in results])
+        masks = [result.masks[position] for result in results]
+        if masks[0] is not None:
+            set_mask(tensor, self._joined.join(PREDICTION, masks))
         return tensor
 
-    def _parts_of(self, column: int) -> list[MicroBatch]:
-        count = self._pipeline.micro_batches
-        return self._parts[column * count : (column + 1) * count]
+    def _targets(self) -> Any:
+        """Returns targets and sample weights of the batch, on the device of the last stage."""
+        leaves = [tf.nest.flatten(data[1:]) for run in self.runs for data in run.data]
+        joined = [self._joined.join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
+        return tf.nest.pack_sequence_as((self.y, self.sample_weight), joined)
 
     def logs(self, penalties: Sequence[tf.Tensor]) -> Any:
         """Updates the metrics of the losses and the compiled metrics, and returns the logs."""
         results = [result for run in self.runs for result in run.results.values()]
-        y_pred = self.outputs()
+        y_pred = self._outputs()
         with tf.device(self.devices[0][-1]):
             parts = [result.loss for result in results if result.loss is not None]
             losses = [tf.identity(part) for part in [*parts, *penalties]]
@@ -243,9 +270,7 @@ class _Batch:
                 y_pred,
                 tf.shape(self._inputs[0])[0],
             )
-            y, sample_weight = tf.nest.map_structure(_here, (self.y, self.sample_weight))
-            return self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
-
-
-def _here(leaf: Any) -> Any:
-    return None if leaf is None else tf.identity(leaf)
+            y, sample_weight = self._targets()
+            logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
+        self._joined.record()
+        return logs

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
 from tfdist.model_parallel.placement import place
@@ -34,6 +35,7 @@ class PlacedModels:
         devices: Sequence[Sequence[str]],
         chief: str,
         reduction: ColumnReduction,
+        counters: LinkCounters,
     ) -> None:
         """Creates the collection.
 
@@ -43,9 +45,11 @@ class PlacedModels:
             devices: By column and stage.
             chief: The device of batches and scalars.
             reduction: Sums the gradients of the columns.
+            counters: Count what the steps send.
         """
         self._strategy = strategy
-        self._pipeline, self._devices, self._chief, self._reduction = pipeline, devices, chief, reduction
+        self._pipeline, self._devices, self._chief = pipeline, devices, chief
+        self._reduction, self._counters = reduction, counters
 
     def stages_of(self, model: Any) -> ModelStages | None:
         """Returns the stages of a model of which a step was traced before, else None."""
@@ -76,7 +80,8 @@ class PlacedModels:
             colocated_with = self._strategy.extended.colocated_with
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)
-        return PipelineStep(model, placed.stages, placed.columns, self._pipeline, self._chief, self._reduction)
+        options = (self._pipeline, self._chief, self._reduction, self._counters)
+        return PipelineStep(model, placed.stages, placed.columns, *options)
 
 
 def _graph(model: Any, x: Any) -> FunctionalGraph:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import most_held
 from tfdist.model_parallel.stages import ModelStages, Stage, elements_of, estimated_cost
-from tfdist.utils.formatting import align_columns, format_bytes, format_count
+from tfdist.utils.formatting import align_columns, format_bytes, format_count, short_device
 
 _HEADINGS = ("stage", "device", "layers", "parameters", "cost", "sends/sample", "held")
 _LEFT = (0, 1, 2)
@@ -27,7 +27,7 @@ def stage_table(stages: ModelStages, pipeline: Pipeline, columns: Sequence[Seque
     rows = [
         [
             str(stage.index),
-            " ".join(_short(devices[stage.index]) for devices in columns),
+            " ".join(short_device(devices[stage.index]) for devices in columns),
             _layers(stage),
             format_count(_parameters(stages, stage)),
             f"{cost / total:.0%}",
@@ -58,9 +58,3 @@ def _sent_bytes(stages: ModelStages, stage: Stage, tensor: Any) -> int:
     """What a stage sends to others of one sample of a tensor."""
     receivers = sum(any(tensor is given for given in other.inputs) for other in stages.stages[stage.index + 1 :])
     return receivers * elements_of(tensor) * tf.as_dtype(tensor.dtype).size
-
-
-def _short(device: str) -> str:
-    spec = tf.DeviceSpec.from_string(device)
-    task = "" if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/"
-    return f"{task}{spec.device_type}:{spec.device_index}"

@@ -34,6 +34,13 @@ def unscaling_of(optimizer: Any) -> Callable[[Any], Any]:
     return lambda gradient: _times(gradient, 1.0 / tf.cast(factor, gradient.dtype))
 
 
+def updates_weights(optimizer: Any) -> "int | tf.Tensor":
+    """Returns 1 if the present step updates the weights, 0 if it only accumulates; an int or an int64 scalar."""
+    update = OptimizerUpdate(optimizers_of(optimizer)[0], [])
+    steps = update.accumulation_steps
+    return 1 if steps == 1 else tf.cast(tf.equal((update.micro_steps + 1) % steps, 0), tf.int64)
+
+
 def update_columns(
     optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
 ) -> None:

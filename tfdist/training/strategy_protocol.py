@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.collectives import CommunicationStats, CompressionState
+from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 
 
@@ -38,6 +38,14 @@ class TrainingStrategy(Protocol):
     def communication(self) -> CommunicationStats:
         """What this worker's first replica has sent so far; under parameter servers, the pushes of all workers."""
         ...
+
+    def communication_by_link(self, step: str | None = None) -> dict[tuple[str, str], LinkStats] | None:
+        """What each device has sent to each other one in steps of one kind, or in all of them.
+
+        None under strategies whose models have no stages.
+        """
+        del step
+        return None
 
     @property
     def gradient_reduction(self) -> ReplicaReduction | None:

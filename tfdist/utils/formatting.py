@@ -99,6 +99,19 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def short_device(name: str) -> str:
+    """Shortens the full name of a device.
+
+    >>> short_device("/job:localhost/replica:0/task:0/device:CPU:1")
+    'CPU:1'
+    >>> short_device("/job:worker/replica:0/task:2/device:GPU:0")
+    'worker:2/GPU:0'
+    """
+    parts = dict(part.split(":", 1) for part in name.strip("/").split("/"))
+    task = "" if parts.get("job", "localhost") == "localhost" else f"{parts['job']}:{parts['task']}/"
+    return task + parts["device"]
+
+
 def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Returns the rows as lines with aligned columns.
 

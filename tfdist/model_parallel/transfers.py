@@ -1,0 +1,103 @@
+"""Records, while a step is traced, what its devices send to each other."""
+
+import contextvars
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+BATCH, ACTIVATION, ACTIVATION_GRADIENT = "batch_bytes", "activation_bytes", "activation_gradient_bytes"
+WEIGHT_GRADIENT, WEIGHT, PREDICTION = "weight_gradient_bytes", "weight_bytes", "prediction_bytes"
+DENSE = "dense_bytes"  # what weight gradients would be without compression
+
+_current: contextvars.ContextVar["Transfers | None"] = contextvars.ContextVar("tfdist_transfers", default=None)
+
+
+class Transfers:
+    """The bytes of one step by source, target and kind. A tensor that a device uses several times is sent to it once.
+
+    Tensors of static shape cost nothing in the step. Where the rows of a micro-batch are unknown, the process that
+    splits the batch knows them. Only of tensors with further unknown axes the source computes the size.
+    """
+
+    def __init__(self, chief: str) -> None:
+        """Starts with nothing; `chief` is the device of batches, and of tensors without a device."""
+        self._chief, self._graph = chief, tf.compat.v1.get_default_graph()
+        self._seen: set[tuple[bool, Any, str]] = set()
+        self._fixed: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._by_rows: dict[tuple[str, str, str], dict[Any, int]] = defaultdict(lambda: defaultdict(int))
+        self._sizes: dict[tuple[str, str, str], list[tf.Tensor]] = defaultdict(list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the transfers that the body announces by `record_transfer`."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def add(self, kind: str, tensor: tf.Tensor, target: str, rows: Any, share: float) -> None:
+        """Records a tensor; see `record_transfer`."""
+        source = tensor.device or self._chief
+        if source == target or tensor.shape.rank == 0 or (kind == DENSE, tensor.ref(), target) in self._seen:
+            return
+        self._seen.add((kind == DENSE, tensor.ref(), target))
+        key, size, of_row = (source, target, kind), tensor.dtype.size, tensor.shape[1:].num_elements()
+        if tensor.shape.num_elements() is not None:
+            self._fixed[key] += round(tensor.shape.num_elements() * size * share)
+        elif of_row is not None and isinstance(rows, int):
+            self._fixed[key] += rows * of_row * size
+        elif of_row is not None and rows is not None:
+            self._by_rows[key][rows.ref()] += of_row * size
+        elif tensor.graph is self._graph:  # what only a branch of the step knows is not counted
+            with tf.control_dependencies(None), tf.device(source):
+                self._sizes[key].append(tf.size(tensor, out_type=tf.int64) * size)
+
+    def total(self) -> dict[tuple[str, str, str], "int | tf.Tensor"]:
+        """Returns the bytes of the step by source, target and kind; int64 scalars where the shapes are dynamic."""
+        keys = sorted({*self._fixed, *self._by_rows, *self._sizes})
+        with tf.device(self._chief):
+            return {key: self._sum(key) for key in keys}
+
+    def _sum(self, key: tuple[str, str, str]) -> "int | tf.Tensor":
+        dynamic = list(self._sizes[key])
+        if factors := self._by_rows[key]:
+            rows = tf.stack([tf.cast(one.deref(), tf.int64) for one in factors])
+            dynamic.append(tf.reduce_sum(rows * tf.constant(list(factors.values()), tf.int64)))
+        return tf.add_n(dynamic) + self._fixed[key] if dynamic else self._fixed[key]
+
+
+def unrecorded(function: Callable[[], None]) -> Callable[[], None]:
+    """Returns `function` such that the transfers which it announces are not recorded."""
+
+    def called() -> None:
+        token = _current.set(None)
+        try:
+            function()
+        finally:
+            _current.reset(token)
+
+    return called
+
+
+def record_transfer(kind: str, tensors: Iterable[Any], target: str, *, rows: Any = None, share: float = 1.0) -> None:
+    """Announces that operations on the device `target` use tensors of another device.
+
+    Args:
+        kind: What is sent, the name of a field of `LinkStats`.
+        tensors: Tensors or `tf.IndexedSlices`; None is ignored.
+        target: The full name of the receiving device.
+        rows: The size of the first axis if it is not static: an int, or an int scalar on the device of batches.
+        share: The part of tensors of static shape that is sent.
+    """
+    transfers = _current.get()
+    if transfers is None:
+        return
+    for tensor in tensors:
+        if isinstance(tensor, tf.IndexedSlices):
+            record_transfer(kind, [tensor.values, tensor.indices], target, rows=rows, share=share)
+        elif tensor is not None:
+            transfers.add(kind, tensor, target, rows, share)
