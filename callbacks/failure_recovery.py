@@ -125,10 +125,12 @@ class FailureRecovery(LastCallback):
         self._coordination = WorkerCoordination(rank, num_workers)
         self._writer = create_writer()
         self._iterator = training_iterator(self.model)
-        self._state = TrainingState(self.model, self.others, self._iterator.element_spec)
+        timeout = self._store.peer_timeout_seconds
+        self._state = TrainingState(self.model, self.others, self._iterator.element_spec, timeout_seconds=timeout)
         if rank == 0:
             warn_lost_callback_state(self.others)
             self._lock_directory()
+            self._state.check_workers_see(self._store.directory)
         sequence, attempt = self._coordination.broadcast("resume", self._choose() if rank == 0 else None)
         self._restored: Checkpoint | None = None
         self._reports_resume_cost = False

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.rematerialization import patch_rematerialization
+from tfdist.keras_internals.saving_memory import patch_saving
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.model_parallel.micro_batch_loss import current_stage_loss
 
@@ -27,5 +28,6 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_errors_of_steps(name_lost_workers)
     patch_losses(current_stage_loss)
     patch_rematerialization(lambda: current_stage_loss() is not None)
+    patch_saving(lambda model: isinstance(getattr(model, "distribute_strategy", None), strategy_class))
     patch_symbolic_build(lambda strategy: isinstance(strategy, strategy_class), lambda _: contextlib.nullcontext())
     _is_patched = True

@@ -93,7 +93,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         stages = pipeline.stages
         self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
         self._chief = resolved_device("CPU:0")
-        super().__init__(PlacedExtended(self, self._chief, self.columns[0]))
+        super().__init__(PlacedExtended(self, self._chief, self.columns[0], resolved))
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
         self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
         reduction = ColumnReduction(policy, self._compression_state)

@@ -7,6 +7,8 @@ DIR/ckpt-0000000007/manifest.json          format, metadata, sizes and XXH3 chec
                     shared.safetensors     what is equal on all ranks, written by rank 0
                     rank-0.safetensors     what differs between ranks, written by each rank
                     rank-1.safetensors
+                    worker-0.index         what a stage holds, written by its worker (model parallelism)
+                    worker-0.data-00000-of-00001
 DIR/.unfinished-0000000008-<attempt>/      a save in progress, or an interrupted one
 DIR/.lock                                  names the process that trains in the directory
 ```
@@ -38,6 +40,7 @@ from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import CheckpointError, OtherFormatError
 from tfdist.checkpoint.shard import Shard
+from tfdist.checkpoint.worker_files import WorkerFiles
 
 __all__ = [
     "BackgroundWriter",
@@ -48,4 +51,5 @@ __all__ = [
     "DirectoryLock",
     "OtherFormatError",
     "Shard",
+    "WorkerFiles",
 ]

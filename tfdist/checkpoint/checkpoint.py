@@ -9,6 +9,7 @@ from typing import Literal
 from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, file_errors
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, Manifest, rank_file
 from tfdist.checkpoint.shard import Json, Shard, read_shard
+from tfdist.checkpoint.worker_files import is_worker_file
 from tfdist.utils.atomic_files import REMOVED_PREFIX
 
 CHECKPOINT_PREFIX, UNFINISHED_PREFIX = "ckpt-", ".unfinished-"
@@ -61,7 +62,8 @@ class Checkpoint:
         self.size_bytes = sum(record.size_bytes for record in self._manifest.files.values())
         if path.name != directory_name(self.sequence):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is that of checkpoint {self.sequence}")
-        if set(self._manifest.files) != {SHARED_FILE, *map(rank_file, range(self.num_ranks))}:
+        own = {SHARED_FILE, *map(rank_file, range(self.num_ranks))}
+        if not own <= set(self._manifest.files) or not all(map(is_worker_file, set(self._manifest.files) - own)):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
         for name in self._manifest.files if written is None else ():

@@ -17,6 +17,7 @@ from tfdist.checkpoint.checkpoint import (
 from tfdist.checkpoint.errors import CorruptCheckpointError, explained
 from tfdist.checkpoint.shard import Json, Shard
 from tfdist.checkpoint.sharded_save import EARLIER_INTACT, ShardedSave
+from tfdist.checkpoint.worker_files import WorkerFiles
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import check_seconds, check_whole_number
 
@@ -35,6 +36,7 @@ class CheckpointStore:
 
     Attributes:
         directory: As given.
+        peer_timeout_seconds: As given.
 
     Raises:
         ValueError: If `keep` or `peer_timeout_seconds` is invalid.
@@ -45,7 +47,7 @@ class CheckpointStore:
         check_seconds("peer_timeout_seconds", peer_timeout_seconds)
         self.directory = Path(directory)
         self._keep = keep
-        self._peer_timeout_seconds = peer_timeout_seconds
+        self.peer_timeout_seconds = peer_timeout_seconds
         self._known_complete: set[int] = set()
 
     def save(
@@ -58,6 +60,7 @@ class CheckpointStore:
         rank_shard: Shard,
         shared_shard: Shard | None,
         metadata: Json,
+        worker_files: WorkerFiles | None = None,
     ) -> Checkpoint | None:
         """Saves a checkpoint. Every rank calls it with the same `sequence`, `attempt` and `num_ranks`.
 
@@ -70,6 +73,7 @@ class CheckpointStore:
             rank_shard: What differs between ranks. The arrays must not change until this method returns.
             shared_shard: What is equal on all ranks, from rank 0; None from the others.
             metadata: JSON for the manifest, readable without reading tensors; that of rank 0 is stored.
+            worker_files: Files that workers write into the checkpoint for rank 0.
 
         Returns:
             The checkpoint on rank 0, complete and on disk. None on other ranks, whose files are on disk.
@@ -81,7 +85,13 @@ class CheckpointStore:
         """
         save = ShardedSave(self.directory, sequence, attempt, rank, num_ranks)
         with explained(f"Checkpoint {sequence} could not be written", self.directory, EARLIER_INTACT):
-            saved = save.run(rank_shard, shared_shard, metadata, peer_timeout_seconds=self._peer_timeout_seconds)
+            saved = save.run(
+                rank_shard,
+                shared_shard,
+                metadata,
+                peer_timeout_seconds=self.peer_timeout_seconds,
+                worker_files=worker_files,
+            )
         if saved is not None:
             self._known_complete.add(sequence)
             self._remove_old(sequence)

@@ -13,6 +13,7 @@ from tfdist.checkpoint.errors import CorruptCheckpointError, OtherFormatError, f
 from tfdist.checkpoint.shard import Json
 
 FORMAT = 3
+FORMAT_WITH_WORKER_FILES = 4  # earlier versions of tfdist would take such a checkpoint for a corrupt one
 MANIFEST_FILE = "manifest.json"
 SHARED_FILE = "shared.safetensors"
 
@@ -74,7 +75,7 @@ class Manifest:
         attempt: Which start of the program wrote it.
         num_ranks: The number of ranks, each of which has a file.
         saved_at: When it was saved, in seconds since 1970.
-        files: The records of `shared.safetensors` and of each rank's file.
+        files: The records of `shared.safetensors`, of each rank's file and of the files of workers.
         metadata: JSON of the writer, readable without reading tensors.
 
     >>> files = {name: FileRecord(0, "") for name in (SHARED_FILE, rank_file(0))}
@@ -93,12 +94,17 @@ class Manifest:
     files: Mapping[str, FileRecord]
     metadata: Json
 
+    @property
+    def has_worker_files(self) -> bool:
+        """Whether workers have written files in addition to those of the ranks."""
+        return bool(set(self.files) - {SHARED_FILE, *map(rank_file, range(self.num_ranks))})
+
     def to_bytes(self) -> bytes:
         """Returns the content of the file."""
         files = {name: asdict(record) for name, record in self.files.items()}
         return _with_checksum(
             {
-                "format": FORMAT,
+                "format": FORMAT_WITH_WORKER_FILES if self.has_worker_files else FORMAT,
                 "sequence": self.sequence,
                 "attempt": self.attempt,
                 "num_ranks": self.num_ranks,
@@ -117,10 +123,11 @@ class Manifest:
             OtherFormatError: If another version of tfdist wrote it.
         """
         content = _verified(data)
-        if content["format"] != FORMAT:
+        if content["format"] not in (FORMAT, FORMAT_WITH_WORKER_FILES):
             raise OtherFormatError(
                 "The checkpoint was written by another version of tfdist. Received: format "
-                f"{content['format']}. Expected: format {FORMAT}. Use that version, or choose another directory; "
+                f"{content['format']}. Expected: format {FORMAT} or {FORMAT_WITH_WORKER_FILES}. Use that version, or "
+                "choose another directory; "
                 "nothing was read or changed."
             )
         records = {name: FileRecord(**record) for name, record in content["files"].items()}

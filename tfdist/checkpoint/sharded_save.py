@@ -19,6 +19,7 @@ from tfdist.checkpoint.checkpoint import UNFINISHED_PREFIX, Checkpoint, director
 from tfdist.checkpoint.errors import CheckpointError, CorruptCheckpointError, OtherFormatError
 from tfdist.checkpoint.manifest import MANIFEST_FILE, SHARED_FILE, FileRecord, Manifest, rank_file
 from tfdist.checkpoint.shard import EncodedShard, Json, Shard, dump_metadata, encode_shard, write_shard
+from tfdist.checkpoint.worker_files import WorkerFiles, record_worker_files
 from tfdist.utils import atomic_files
 
 EARLIER_INTACT = "Earlier checkpoints are intact."
@@ -57,9 +58,17 @@ class ShardedSave:
         self._unfinished = directory / f"{UNFINISHED_PREFIX}{sequence:010d}-{attempt}"
 
     def run(
-        self, rank_shard: Shard, shared_shard: Shard | None, metadata: Json, *, peer_timeout_seconds: float
+        self,
+        rank_shard: Shard,
+        shared_shard: Shard | None,
+        metadata: Json,
+        *,
+        peer_timeout_seconds: float,
+        worker_files: WorkerFiles | None = None,
     ) -> Checkpoint | None:
         """Writes this rank's files. Rank 0 then waits for the others, writes the manifest and renames the directory.
+
+        Rank 0 also makes workers write `worker_files`, if there are any.
 
         Returns:
             The checkpoint on rank 0, None on other ranks.
@@ -75,9 +84,12 @@ class ShardedSave:
         try:
             if self._rank == 0:
                 self._remove_corrupt()
-            self._check_space(sum(part.size_bytes for part in parts.values()))
+            of_workers = 0 if worker_files is None else worker_files.size_bytes
+            self._check_space(sum(part.size_bytes for part in parts.values()) + of_workers)
             atomic_files.make_directory(self._unfinished)
             records = {name: self._write(name, part) for name, part in parts.items()}
+            if worker_files is not None:
+                records |= record_worker_files(self._unfinished, worker_files.write(self._unfinished.absolute()))
             if self._rank != 0:
                 atomic_files.flush(self._unfinished)
                 write_receipt(self._unfinished, self._rank, records[rank_file(self._rank)])

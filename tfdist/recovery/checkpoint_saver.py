@@ -64,6 +64,7 @@ class CheckpointSaver:
         position = self._iterator.position(progress.next_step, logs)
         self._writer.wait()  # the next snapshot overwrites what it writes
         shared_shard, rank_shard = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
+        worker_files = self._state.take_worker_files()
         self._next_sequence += 1
 
         def write() -> None:
@@ -76,6 +77,7 @@ class CheckpointSaver:
                 rank_shard=rank_shard,
                 shared_shard=shared_shard,
                 metadata=metadata,
+                worker_files=worker_files,
             )
             if on_written is not None and rank == 0:  # the chief's write ends after those of all ranks
                 on_written(sequence, progress.step)

@@ -20,6 +20,11 @@ def replica_name(name: str, replica: int) -> str:
     return f"{name}@{replica}"
 
 
+def is_replica_name(name: str) -> bool:
+    """Whether `replica_name` returned this name."""
+    return name.rpartition("@")[2].isdecimal() and "@" in name
+
+
 def group_by_variable(values: Mapping[str, np.ndarray]) -> dict[str, dict[int, np.ndarray]]:
     """Groups values with a `replica_name` by variable, then by replica."""
     found: dict[str, dict[int, np.ndarray]] = {}

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
 
-from tfdist.checkpoint import Checkpoint, Shard
+from tfdist.checkpoint import Checkpoint, Shard, WorkerFiles
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.callback_state import (
@@ -21,8 +22,13 @@ from tfdist.recovery.random_generators import (
     python_and_numpy_state,
     restore_python_and_numpy,
 )
-from tfdist.recovery.resharding import merge_ranks
+from tfdist.recovery.resharding import is_replica_name, merge_ranks
 from tfdist.recovery.variable_snapshots import VariableSnapshots
+from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
+from tfdist.recovery.worker_tensors import WorkerCopies, open_worker_tensors
+from tfdist.tensorflow_internals.placed_strategy import placed_devices
+
+_ON_WORKERS = "on_workers"
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,21 @@ class TrainingProgress:
 class TrainingState:
     """The variables of a model's training, its callbacks, and the random generators of this process."""
 
-    def __init__(self, model: Any, callbacks: Sequence[keras.callbacks.Callback], element_spec: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        callbacks: Sequence[keras.callbacks.Callback],
+        element_spec: Any,
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> None:
         """Creates the variables that Keras would create in the first step.
 
         Args:
             model: A compiled model.
             callbacks: The callbacks of `fit` without FailureRecovery.
             element_spec: The spec of the batches, see `VariableSnapshots.build`.
+            timeout_seconds: How long to wait for workers that write or read variables on their devices.
 
         Raises:
             ValueError: If a callback would restore the training, too.
@@ -96,9 +110,23 @@ class TrainingState:
         reject_backup_and_restore(callbacks)
         self._model, self._callbacks = model, callbacks
         self._num_replicas = int(model.distribute_strategy.num_replicas_in_sync)
-        self._copies = HostCopies()
+        self._timeout_seconds = timeout_seconds
+        is_placed = bool(placed_devices(model.distribute_strategy))
+        self._copies = WorkerCopies(timeout_seconds) if is_placed else HostCopies()
+        self._worker_files: WorkerFiles | None = None
         self._variables = VariableSnapshots(model, self._copies)
         self._variables.build(element_spec)
+
+    def check_workers_see(self, directory: Path) -> None:
+        """Checks that the workers whose devices hold variables see the directory of the checkpoints.
+
+        Raises:
+            CheckpointError: If one does not, or does not answer.
+        """
+        devices = placed_devices(self._model.distribute_strategy)
+        tasks = {task: device for device in devices if (task := task_of(device)) != own_task()}
+        if tasks:
+            check_shared_directory(directory, tasks, self._timeout_seconds)
 
     def wait_for_steps(self) -> None:
         """Waits for the steps that workers of parameter servers still compute."""
@@ -119,8 +147,16 @@ class TrainingState:
         if not is_chief:
             return None, Shard(self._variables.per_replica(), rank_metadata)
         shared, per_replica, description = self._variables.snapshot()
-        shared_shard = Shard({**shared, **callbacks.tensors}, {"description": description})
-        return shared_shard, Shard(per_replica, rank_metadata)
+        shared_metadata = {"description": description}
+        if isinstance(self._copies, WorkerCopies) and (files := self._copies.take_worker_files()) is not None:
+            shared_metadata[_ON_WORKERS] = files.description
+            self._worker_files = files
+        return Shard({**shared, **callbacks.tensors}, shared_metadata), Shard(per_replica, rank_metadata)
+
+    def take_worker_files(self) -> WorkerFiles | None:
+        """Returns what workers write for the last snapshot, once; None if all variables are on this process."""
+        files, self._worker_files = self._worker_files, None
+        return files
 
     def finish_snapshot(self) -> None:
         """Copies the values to host memory, in any thread. Until then steps need memory for what they change."""
@@ -153,6 +189,9 @@ class TrainingState:
         if not same_workers:
             per_replica = merge_ranks([checkpoint.read_rank(other).tensors for other in range(checkpoint.num_ranks)])
         variables = {name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")}
+        on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
+        variables |= {name: value for name, value in on_workers.items() if not is_replica_name(name)}
+        per_replica = {**per_replica, **{name: value for name, value in on_workers.items() if is_replica_name(name)}}
         callback_values, generators = rank_shard.metadata["callbacks"], rank_shard.metadata["generators"]
 
         self._variables.check(variables, per_replica, description)

@@ -26,6 +26,7 @@ from tfdist.recovery.resharding import (
     reshard,
 )
 from tfdist.recovery.variable_names import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
+from tfdist.recovery.worker_tensors import WorkerCopies, assign
 from tfdist.training.strategy_protocol import training_strategy
 
 Json = dict[str, Any]
@@ -66,12 +67,13 @@ class VariableSnapshots:
     True
     """
 
-    def __init__(self, model: Any, copies: HostCopies | None = None) -> None:
+    def __init__(self, model: Any, copies: HostCopies | WorkerCopies | None = None) -> None:
         """Reads `model`. Variables that are created later are found, too.
 
         Args:
             model: A compiled Keras model.
             copies: Makes the copies when its `finish` is called. None: copies are made at once, in new memory.
+                Those that `WorkerCopies` makes on workers are not returned.
         """
         self._model = model
         self._copies = copies
@@ -148,7 +150,7 @@ class VariableSnapshots:
         named = NamedVariables(self._model)
         for name, variable in named.shared.items():
             for component in variable.components:
-                component.assign(shared[name])
+                assign(component, shared[name])
         for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=True):
             if optimizer.accumulation_steps != saved["accumulation_steps"]:
                 for component in components(self._strategy, optimizer.counter):
@@ -179,7 +181,7 @@ class VariableSnapshots:
                 is_saved = f"{ACCUMULATORS}{index}/{number}" in saved
                 factor = _accumulation_progress(optimizer, described).factor if is_saved else 0.0
                 for component in components(self._strategy, accumulator) if factor != 1.0 else ():
-                    component.assign(component * factor)
+                    assign(component, component * factor)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
@@ -242,10 +244,10 @@ class VariableSnapshots:
 
     def _copy(self, variables: Mapping[str, Any]) -> Arrays:
         copies = self._copies or HostCopies()
-        arrays = {name: copies.request(name, variable) for name, variable in variables.items()}
+        requested = {name: copies.request(name, variable) for name, variable in variables.items()}
         if self._copies is None:
             copies.finish()
-        return arrays
+        return {name: array for name, array in requested.items() if array is not None}
 
     @property
     def _num_replicas(self) -> int:
@@ -287,10 +289,8 @@ class VariableSnapshots:
                     "the result of `merge_ranks` for the shards of all ranks."
                 )
             for replica, component in enumerate(variable.components, first):
-                if same:
-                    component.assign(values[replica])
-                else:
-                    component.assign(reshard(values, variable.rule, replica, self._num_replicas))
+                value = values[replica] if same else reshard(values, variable.rule, replica, self._num_replicas)
+                assign(component, value)
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)

@@ -18,19 +18,22 @@ class PlacedExtended(OneDeviceExtended):
 
     Attributes:
         colocated_with: By the id of a variable that was created beside another one, as slots are, the id of that one.
+        all_devices: Where variables and their copies are.
     """
 
-    def __init__(self, strategy: Any, chief: str, devices: Sequence[str]) -> None:
+    def __init__(self, strategy: Any, chief: str, devices: Sequence[str], all_devices: Sequence[str] = ()) -> None:
         """Creates the implementation of `strategy`.
 
         Args:
             strategy: The strategy.
             chief: The device of values that are on none of `devices`.
             devices: Where variables are created, as long as it is not known where they belong.
+            all_devices: Those of all columns, which also hold copies; by default `devices`.
         """
         super().__init__(strategy, chief)
         self.colocated_with: dict[str, str] = {}
         self._devices = tuple(devices)
+        self.all_devices = tuple(all_devices or devices)
         self._bytes = dict.fromkeys(self._devices, 0)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -133,3 +136,8 @@ def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
         )
     new._unique_id = variable._unique_id
     return new
+
+
+def placed_devices(strategy: Any) -> tuple[str, ...]:
+    """Returns the devices of the variables of a strategy, of all columns; none if it does not place them itself."""
+    return strategy.extended.all_devices if isinstance(strategy.extended, PlacedExtended) else ()
