@@ -62,6 +62,37 @@ def test_an_interrupted_training_resumes_bit_identically(cpus: list[str], tmp_pa
         np.testing.assert_array_equal(found, expected)
 
 
+def plain(strategy: Any) -> keras.Model:
+    """A model whose results depend neither on stages nor on columns."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        hidden = [keras.layers.Dense(16, "relu"), keras.layers.Dense(16, "tanh")]
+        model = keras.Sequential([keras.Input((12,)), *hidden, keras.layers.Dense(12)])
+        model.compile(keras.optimizers.Adam(1e-2, use_ema=True), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize(("stages", "columns"), [(3, 1), (2, 2)])
+def test_a_training_resumes_with_other_stages_and_columns(
+    cpus: list[str], tmp_path: Any, stages: int, columns: int
+) -> None:
+    one_process = plain(tf.distribute.get_strategy())
+    history = train(one_process)
+    interrupted = plain(ModelParallelStrategy(cpus[:2], pipeline=Pipeline(stages=1), data_parallel=2))
+    with pytest.raises(KeyboardInterrupt):
+        train(interrupted, FailureRecovery(tmp_path, every_steps=2, background=False), Interruption(9))
+    pipeline = Pipeline(stages=stages)
+    resumed = plain(ModelParallelStrategy(cpus[: stages * columns], pipeline=pipeline, data_parallel=columns))
+    found = train(resumed, FailureRecovery(tmp_path))
+    # Sums of float32 in another order; Adam's steps are of 1e-2.
+    for name, values in history.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+    for variable, expected in zip(resumed.variables, one_process.variables, strict=True):
+        np.testing.assert_allclose(variable.numpy(), expected.numpy(), atol=2e-5)
+    copies = [(one._value, copy) for one in resumed.optimizer.variables for copy in getattr(one._value, "copies", ())]
+    assert all(np.array_equal(one.numpy(), copy.numpy()) for one, copy in copies)
+
+
 def test_other_callbacks(cpus: list[str], tmp_path: Any) -> None:
     model, reference = made(cpus), made(cpus)
     reference.optimizer.gradient_accumulation_steps = None

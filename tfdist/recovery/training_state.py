@@ -1,6 +1,6 @@
 """The state of a training besides the data position: its counts of steps and epochs, and the shards of a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,10 +185,12 @@ class TrainingState:
         description = shared.metadata["description"]
         same_workers = checkpoint.num_ranks == num_workers and description["replicas"] == self._num_replicas
         rank_shard = checkpoint.read_rank(rank if same_workers else 0)
-        per_replica = rank_shard.tensors
+        per_replica: Mapping[str, Any] = rank_shard.tensors
         if not same_workers:
             per_replica = merge_ranks([checkpoint.read_rank(other).tensors for other in range(checkpoint.num_ranks)])
-        variables = {name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")}
+        variables: dict[str, Any] = {
+            name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
+        }
         on_workers = open_worker_tensors(checkpoint, shared.metadata.get(_ON_WORKERS, {}), self._timeout_seconds)
         variables |= {name: value for name, value in on_workers.items() if not is_replica_name(name)}
         per_replica = {**per_replica, **{name: value for name, value in on_workers.items() if is_replica_name(name)}}

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
+from tfdist.recovery.worker_calls import call_workers, explained_error, host_of, own_task, task_of
 
 Json = dict[str, Any]
 
@@ -91,8 +91,11 @@ class WorkerCopies:
             return self._host_copies.request(name, variable)
         chosen = min(remote, key=lambda one: self._bytes.get(task_of(one.device), 0))
         task = task_of(chosen.device)
-        with tf.device(chosen.device):  # copies nothing: an update of what was read takes new memory
-            value = tf.raw_ops.ReadVariableOp(resource=chosen.handle, dtype=chosen.dtype)
+        try:
+            with tf.device(chosen.device):  # copies nothing: an update of what was read takes new memory
+                value = tf.raw_ops.ReadVariableOp(resource=chosen.handle, dtype=chosen.dtype)
+        except tf.errors.OpError as error:
+            raise explained_error(task, error, "write") from error
         self._tensors.setdefault(task, {})[name] = value
         self._bytes[task] = self._bytes.get(task, 0) + _bytes_of(value)
         return None
