@@ -6,8 +6,8 @@ from typing import Any
 
 from tfdist.private_symbols import private
 
-_saving = private("keras.src.saving.saving_lib", "writes a model into memory before it writes the file")
-private("keras.src.saving.saving_lib:is_memory_sufficient", "decides it")
+_saving = private("keras.src.saving:saving_lib", "writes a model into memory before it writes the file")
+private("keras.src.saving.saving_lib:is_memory_sufficient", "whether it does so")
 
 
 def patch_saving(is_elsewhere: Callable[[Any], bool]) -> None:
