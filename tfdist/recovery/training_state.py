@@ -148,7 +148,7 @@ class TrainingState:
             return None, Shard(self._variables.per_replica(), rank_metadata)
         shared, per_replica, description = self._variables.snapshot()
         shared_metadata = {"description": description}
-        if isinstance(self._copies, WorkerCopies) and (files := self._copies.take_worker_files()) is not None:
+        if isinstance(self._copies, WorkerCopies) and (files := self._copies.copy_on_workers()) is not None:
             shared_metadata[_ON_WORKERS] = files.description
             self._worker_files = files
         return Shard({**shared, **callbacks.tensors}, shared_metadata), Shard(per_replica, rank_metadata)

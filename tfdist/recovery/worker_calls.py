@@ -80,7 +80,7 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
                 "peer_timeout_seconds of FailureRecovery. Complete checkpoints are intact."
             ) from None
         if error is not None:
-            raise explained_error(task, error, action) from error
+            raise _explained(task, error, action) from error
         found[task] = result
     return found
 
@@ -142,8 +142,7 @@ def _reads_content(path: str, device: str, content: bytes) -> Callable[[], str]:
     return call
 
 
-def explained_error(task: str, error: BaseException, action: str) -> BaseException:
-    """Returns the error to raise for one of an operation on a task; other errors are returned unchanged."""
+def _explained(task: str, error: BaseException, action: str) -> BaseException:
     if not isinstance(error, tf.errors.OpError):
         return error
     received = f"{type(error).__name__} of {task}: {reason_of(error)}"

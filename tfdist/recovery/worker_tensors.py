@@ -4,7 +4,7 @@ Files are TensorFlow's bundles, which contain checksums of the tensors: `worker-
 `worker-1.data-00000-of-00001` for the task 1 of the job "worker". Any task reads any of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.worker_calls import call_workers, explained_error, host_of, own_task, task_of
+from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
 
 Json = dict[str, Any]
 
@@ -73,41 +73,68 @@ class WorkerCopies:
     A variable with copies on several workers is copied on the one that has the fewest bytes to write so far.
 
     Args:
-        timeout_seconds: How long to wait for workers that write.
+        timeout_seconds: How long to wait for workers that copy or write.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self._host_copies = HostCopies()
         self._timeout_seconds = timeout_seconds
         self._functions: dict[Any, Any] = {}
-        self._tensors: dict[str, dict[str, tf.Tensor]] = {}
+        self._requested: dict[str, dict[str, Any]] = {}
         self._bytes: dict[str, int] = {}
 
     def request(self, name: str, variable: Any) -> np.ndarray | None:
-        """Requests a copy, as `HostCopies.request`. Returns None if the copy is on a worker."""
+        """Requests a copy, as `HostCopies.request`. Returns None if it will be on a worker."""
         own = own_task()
         remote = [one for one in (variable, *getattr(variable, "copies", ())) if task_of(one.device) != own]
         if not remote:
             return self._host_copies.request(name, variable)
         chosen = min(remote, key=lambda one: self._bytes.get(task_of(one.device), 0))
         task = task_of(chosen.device)
-        try:
-            with tf.device(chosen.device):  # copies nothing: an update of what was read takes new memory
-                value = tf.raw_ops.ReadVariableOp(resource=chosen.handle, dtype=chosen.dtype)
-        except tf.errors.OpError as error:
-            raise explained_error(task, error, "write") from error
-        self._tensors.setdefault(task, {})[name] = value
-        self._bytes[task] = self._bytes.get(task, 0) + _bytes_of(value)
+        self._requested.setdefault(task, {})[name] = chosen
+        self._bytes[task] = self._bytes.get(task, 0) + _bytes_of(chosen)
         return None
 
     def finish(self) -> None:
         """Makes the copies in host memory, as `HostCopies.finish`."""
         self._host_copies.finish()
 
-    def take_worker_files(self) -> "WorkerBundles | None":
-        """Returns what workers have to write for the copies since the last call; None if that is nothing."""
-        tensors, self._tensors, self._bytes = self._tensors, {}, {}
-        return WorkerBundles(tensors, self._functions, self._timeout_seconds) if tensors else None
+    def copy_on_workers(self) -> "WorkerBundles | None":
+        """Makes the requested copies on workers, and returns what they have to write; None if that is nothing.
+
+        Copies nothing: an update of a variable that was read takes new memory.
+
+        Raises:
+            CheckpointError: If a worker is lost, or does not answer in time.
+        """
+        requested, self._requested, self._bytes = self._requested, {}, {}
+        if not requested:
+            return None
+        calls = {}
+        for task, variables in requested.items():
+            key = task, tuple((name, id(one)) for name, one in variables.items())
+            if key not in self._functions:  # the functions refer to their variables, so that no id is used twice
+                self._functions[key] = _copier(list(variables.values())), _writer(task, list(variables))
+            calls[task] = self._functions[key][0]
+        values = call_workers(calls, "write", self._timeout_seconds)
+        bundles = {}
+        for task, variables in requested.items():
+            key = task, tuple((name, id(one)) for name, one in variables.items())
+            bundles[task] = _Bundle(list(variables.items()), values[task], self._functions[key][1])
+        return WorkerBundles(bundles, self._timeout_seconds)
+
+
+@dataclass
+class _Bundle:
+    """What one task writes: the variables with their names, their values, and the function that writes these."""
+
+    variables: list[tuple[str, Any]]
+    values: list[tf.Tensor]
+    write: Any
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_bytes_of(variable) for _, variable in self.variables)
 
 
 class WorkerBundles:
@@ -118,14 +145,12 @@ class WorkerBundles:
         size_bytes: The size of all tensors.
     """
 
-    def __init__(
-        self, tensors: dict[str, dict[str, tf.Tensor]], functions: dict[Any, Any], timeout_seconds: float
-    ) -> None:
-        self._tensors, self._functions, self._timeout_seconds = tensors, functions, timeout_seconds
-        self.size_bytes = sum(_bytes_of(one) for of_task in tensors.values() for one in of_task.values())
+    def __init__(self, bundles: dict[str, _Bundle], timeout_seconds: float) -> None:
+        self._bundles, self._timeout_seconds = bundles, timeout_seconds
+        self.size_bytes = sum(bundle.size_bytes for bundle in bundles.values())
         self.description: Json = {
-            _prefix_of(task): {name: [one.dtype.name, list(one.shape)] for name, one in of_task.items()}
-            for task, of_task in tensors.items()
+            _prefix_of(task): {name: [one.dtype.name, list(one.shape)] for name, one in bundle.variables}
+            for task, bundle in bundles.items()
         }
 
     def write(self, directory: Path) -> Mapping[str, int | None]:
@@ -134,23 +159,20 @@ class WorkerBundles:
         Raises:
             CheckpointError: If a worker is lost, cannot write or is not ready in time.
         """
-        tensors, self._tensors = self._tensors, {}
         sizes: dict[str, int | None] = {}
-        for task, of_task in tensors.items():
+        calls = {}
+        for task, bundle in self._bundles.items():
             prefix = _prefix_of(task)
-            sizes[f"{prefix}.data-00000-of-00001"] = sum(map(_bytes_of, of_task.values()))
+            sizes[f"{prefix}.data-00000-of-00001"] = bundle.size_bytes
             sizes[f"{prefix}.index"] = None
-        calls = {task: self._call(task, directory / _prefix_of(task), of_task) for task, of_task in tensors.items()}
-        tensors.clear()
+            calls[task] = _call(bundle, directory / prefix)
+        self._bundles = {}
         call_workers(calls, "write", self._timeout_seconds)
         return sizes
 
-    def _call(self, task: str, prefix: Path, tensors: dict[str, tf.Tensor]) -> Any:
-        key = task, tuple((name, one.dtype, tuple(one.shape)) for name, one in tensors.items())
-        if key not in self._functions:
-            self._functions[key] = _writer(task, list(tensors))
-        write, values = self._functions[key], list(tensors.values())
-        return lambda: write(tf.constant(str(prefix)), values).numpy()
+
+def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:
+    return lambda: bundle.write(tf.constant(str(prefix)), bundle.values).numpy()
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
@@ -179,11 +201,24 @@ def _prefix_of(task: str) -> str:
     return f"{spec.job}-{spec.task}"
 
 
-def _bytes_of(tensor: tf.Tensor) -> int:
-    return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
+def _bytes_of(variable: Any) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
-# Operations within functions: an error of an operation that runs eagerly on another task is raised by a later one.
+# Operations within functions. One that runs eagerly on another task returns at once, an error of it is raised by a
+# later operation, and a question for the shape of its result waits for the task while it holds Python's lock.
+
+
+def _copier(variables: list[Any]) -> Any:
+    @tf.function(autograph=False)
+    def copy() -> list[tf.Tensor]:
+        values = []
+        for variable in variables:
+            with tf.device(variable.device):
+                values.append(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
+        return values
+
+    return copy
 
 
 def _writer(task: str, names: list[str]) -> Any:
