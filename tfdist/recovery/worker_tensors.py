@@ -53,7 +53,7 @@ class WorkerTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        array = self.read(f"{own_task()}/device:CPU:0").numpy()
+        array = np.asarray(self.read(f"{own_task()}/device:CPU:0").numpy())
         return array if dtype is None else array.astype(dtype)
 
 
