@@ -26,7 +26,7 @@ from tfdist.recovery.resharding import (
     reshard,
 )
 from tfdist.recovery.variable_names import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
-from tfdist.recovery.worker_tensors import WorkerCopies, assign
+from tfdist.recovery.worker_tensors import WorkerCopies, assign_all
 from tfdist.training.strategy_protocol import training_strategy
 
 Json = dict[str, Any]
@@ -148,9 +148,7 @@ class VariableSnapshots:
         updates stays.
         """
         named = NamedVariables(self._model)
-        for name, variable in named.shared.items():
-            for component in variable.components:
-                assign(component, shared[name])
+        assign_all([(part, shared[name]) for name, variable in named.shared.items() for part in variable.components])
         for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=True):
             if optimizer.accumulation_steps != saved["accumulation_steps"]:
                 for component in components(self._strategy, optimizer.counter):
@@ -181,7 +179,7 @@ class VariableSnapshots:
                 is_saved = f"{ACCUMULATORS}{index}/{number}" in saved
                 factor = _accumulation_progress(optimizer, described).factor if is_saved else 0.0
                 for component in components(self._strategy, accumulator) if factor != 1.0 else ():
-                    assign(component, component * factor)
+                    component.assign(component * factor)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
@@ -276,6 +274,7 @@ class VariableSnapshots:
     ) -> None:
         first = self._first_replica
         same = (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
+        found: list[tuple[Any, Any]] = []
         for name, variable in variables.items():
             if name not in saved:
                 continue
@@ -290,7 +289,8 @@ class VariableSnapshots:
                 )
             for replica, component in enumerate(variable.components, first):
                 value = values[replica] if same else reshard(values, variable.rule, replica, self._num_replicas)
-                assign(component, value)
+                found.append((component, value))
+        assign_all(found)
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)

@@ -1,12 +1,14 @@
 """Variables on the devices of workers: copied, written into a checkpoint and read there, without being sent here.
 
+All operations are within functions without results: a result would be sent to this process, and an error of an
+operation that runs eagerly on another task is raised by a later, unrelated one.
+
 Files are TensorFlow's bundles, which contain checksums of the tensors: `worker-1.index` and
 `worker-1.data-00000-of-00001` for the task 1 of the job "worker". Any task reads any of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import tensorflow as tf
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]
 
@@ -38,33 +41,43 @@ class WorkerTensor:
     name: str
     timeout_seconds: float
 
-    def read(self, device: str) -> tf.Tensor:
-        """Reads it on the task of `device`, where the result stays.
-
-        Raises:
-            CheckpointError: If the worker is lost, or the file is missing or damaged.
-        """
-        task = task_of(device)
-
-        def call() -> tf.Tensor:
-            return _reader(host_of(device), self.dtype)(tf.constant(self.prefix), tf.constant(self.name))
-
-        return call_workers({task: call}, "read", self.timeout_seconds)[task]
+    def read(self) -> tf.Tensor:
+        """Adds the operation that reads it, on the device of the present scope, to the function that is traced."""
+        return tf.raw_ops.RestoreV2(
+            prefix=self.prefix, tensor_names=[self.name], shape_and_slices=[""], dtypes=[tf.as_dtype(self.dtype)]
+        )[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        array = np.asarray(self.read(f"{own_task()}/device:CPU:0").numpy())
+
+        @tf.function(autograph=False)
+        def read() -> tf.Tensor:
+            with tf.device(host_of(own_task())):
+                return self.read()
+
+        tensor = call_workers({own_task(): read}, "read", self.timeout_seconds)[own_task()]
+        array = np.asarray(tensor.numpy())
         return array if dtype is None else array.astype(dtype)
 
 
-def assign(variable: Any, value: Any) -> None:
-    """Assigns to a `tf.Variable` an array, or a `WorkerTensor`, which the task of the variable reads."""
-    if not isinstance(value, WorkerTensor):
-        variable.assign(value)
-        return
-    tensor = value.read(variable.device)
-    with tf.device(variable.device):
-        variable.assign(tensor)
+def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
+    """Assigns values to `tf.Variable`s.
+
+    Args:
+        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads.
+
+    Raises:
+        CheckpointError: If a worker is lost, or a file is missing or damaged.
+    """
+    by_task: dict[str, list[tuple[Any, WorkerTensor]]] = {}
+    for variable, value in values:
+        if isinstance(value, WorkerTensor):
+            by_task.setdefault(task_of(variable.device), []).append((variable, value))
+        else:
+            variable.assign(value)
+    if by_task:
+        timeout_seconds = max(value.timeout_seconds for pairs in by_task.values() for _, value in pairs)
+        call_workers({task: _assigner(pairs) for task, pairs in by_task.items()}, "read", timeout_seconds)
 
 
 class WorkerCopies:
@@ -79,7 +92,7 @@ class WorkerCopies:
     def __init__(self, timeout_seconds: float) -> None:
         self._host_copies = HostCopies()
         self._timeout_seconds = timeout_seconds
-        self._functions: dict[Any, Any] = {}
+        self._known: dict[Any, _Bundle] = {}
         self._requested: dict[str, dict[str, Any]] = {}
         self._bytes: dict[str, int] = {}
 
@@ -110,31 +123,54 @@ class WorkerCopies:
         requested, self._requested, self._bytes = self._requested, {}, {}
         if not requested:
             return None
-        calls = {}
-        for task, variables in requested.items():
-            key = task, tuple((name, id(one)) for name, one in variables.items())
-            if key not in self._functions:  # the functions refer to their variables, so that no id is used twice
-                self._functions[key] = _copier(list(variables.values())), _writer(task, list(variables))
-            calls[task] = self._functions[key][0]
-        values = call_workers(calls, "write", self._timeout_seconds)
-        bundles = {}
-        for task, variables in requested.items():
-            key = task, tuple((name, id(one)) for name, one in variables.items())
-            bundles[task] = _Bundle(list(variables.items()), values[task], self._functions[key][1])
+        bundles = {task: self._bundle(task, variables) for task, variables in requested.items()}
+        call_workers({task: bundle.copy for task, bundle in bundles.items()}, "write", self._timeout_seconds)
         return WorkerBundles(bundles, self._timeout_seconds)
 
+    def _bundle(self, task: str, variables: dict[str, Any]) -> "_Bundle":
+        key = task, tuple((name, id(one)) for name, one in variables.items())
+        if key not in self._known:  # a bundle refers to its variables, so that no id is used twice
+            self._known[key] = _Bundle(task, variables)
+        return self._known[key]
 
-@dataclass
+
 class _Bundle:
-    """What one task writes: the variables with their names, their values, and the function that writes these."""
+    """The variables of one task, their copies there, and the function that writes these.
 
-    variables: list[tuple[str, Any]]
-    values: list[tf.Tensor]
-    write: Any
+    Copies are variables, because the results of a function would be sent to this process. They share the memory of
+    the variables until these change, and are empty after they were written.
+    """
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(_bytes_of(variable) for _, variable in self.variables)
+    def __init__(self, task: str, variables: dict[str, Any]) -> None:
+        self.variables = list(variables.items())
+        self.size_bytes = sum(map(_bytes_of, variables.values()))
+        self._copies: list[tf.Variable] = []
+        for variable in variables.values():
+            with tf.init_scope(), tf.device(variable.device):
+                empty = tf.zeros([0], variable.dtype)
+                self._copies.append(ResourceVariable(empty, trainable=False, shape=tf.TensorShape(None)))
+        self.copy = tf.function(self._copy, autograph=False)
+        self.write = tf.function(self._write, autograph=False)
+        self._host = host_of(task)
+
+    def _copy(self) -> None:
+        for (_, variable), copy in zip(self.variables, self._copies, strict=True):
+            with tf.device(variable.device):
+                copy.assign(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype), read_value=False)
+
+    def _write(self, prefix: tf.Tensor) -> None:
+        values = []
+        for (_, variable), copy in zip(self.variables, self._copies, strict=True):
+            with tf.device(variable.device):
+                values.append(tf.ensure_shape(copy.read_value(), variable.shape))
+        with tf.device(self._host):
+            names = [name for name, _ in self.variables]
+            slices = [""] * len(names)
+            written = tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=slices, tensors=values)
+        with tf.control_dependencies([written]):
+            for copy in self._copies:
+                with tf.device(copy.device):
+                    copy.assign(tf.zeros([0], copy.dtype), read_value=False)
 
 
 class WorkerBundles:
@@ -172,7 +208,7 @@ class WorkerBundles:
 
 
 def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:
-    return lambda: bundle.write(tf.constant(str(prefix)), bundle.values).numpy()
+    return lambda: bundle.write(tf.constant(str(prefix)))
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
@@ -205,42 +241,17 @@ def _bytes_of(variable: Any) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
-# Operations within functions. One that runs eagerly on another task returns at once, an error of it is raised by a
-# later operation, and a question for the shape of its result waits for the task while it holds Python's lock.
+def _assigner(values: Sequence[tuple[Any, WorkerTensor]]) -> Callable[[], Any]:
+    """Returns a function that reads on one task and assigns there, one variable after another, to save memory."""
 
-
-def _copier(variables: list[Any]) -> Any:
     @tf.function(autograph=False)
-    def copy() -> list[tf.Tensor]:
-        values = []
-        for variable in variables:
+    def read_and_assign() -> None:
+        last: list[tf.Operation] = []
+        for variable, value in values:
+            with tf.control_dependencies(last), tf.device(host_of(variable.device)):
+                tensor = value.read()
             with tf.device(variable.device):
-                values.append(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype))
-        return values
+                variable.assign(tensor, read_value=False)
+            last = [tensor.op]
 
-    return copy
-
-
-def _writer(task: str, names: list[str]) -> Any:
-    @tf.function(autograph=False)
-    def write(prefix: tf.Tensor, tensors: list[tf.Tensor]) -> tf.Tensor:
-        with tf.device(host_of(task)):
-            slices = [""] * len(names)
-            written = tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=slices, tensors=tensors)
-            with tf.control_dependencies([written]):
-                return tf.constant(0)
-
-    return write
-
-
-@lru_cache(maxsize=256)
-def _reader(host: str, dtype: np.dtype[Any]) -> Any:
-    @tf.function(autograph=False)
-    def read(prefix: tf.Tensor, name: tf.Tensor) -> tf.Tensor:
-        with tf.device(host):
-            names = tf.reshape(name, [1])
-            return tf.raw_ops.RestoreV2(
-                prefix=prefix, tensor_names=names, shape_and_slices=[""], dtypes=[tf.as_dtype(dtype)]
-            )[0]
-
-    return read
+    return read_and_assign
