@@ -1,0 +1,114 @@
+"""Variables that are copied, written and read on the device of a task; here this process stands for a worker."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.checkpoint import CheckpointError
+from tfdist.recovery import worker_calls, worker_tensors
+from tfdist.recovery.worker_tensors import WorkerCopies, assign_all, open_worker_tensors
+
+
+@pytest.fixture
+def copies(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> WorkerCopies:
+    monkeypatch.setattr(worker_tensors, "own_task", lambda: "/job:chief/task:0")
+    return WorkerCopies(30.0)
+
+
+@pytest.fixture
+def variables(cpus: list[str]) -> dict[str, tf.Variable]:
+    with tf.device(cpus[1]):
+        values = {"kernel": np.ones((3, 2), "float32"), "count": np.int64(7), "flag": True, "empty": np.zeros((0, 3))}
+        return {name: tf.Variable(value) for name, value in values.items()} | {
+            "half": tf.Variable(tf.constant([0.1, 3.0], tf.bfloat16))
+        }
+
+
+def saved(bundles: Any, directory: Path) -> dict[str, Any]:
+    checkpoint: Any = SimpleNamespace(path=directory)
+    return open_worker_tensors(checkpoint, bundles.description, 30.0)
+
+
+def test_copies_have_the_values_of_their_request(copies: WorkerCopies, variables: Any, tmp_path: Path) -> None:
+    for number in range(2):  # the second snapshot uses the same functions
+        expected = {name: variable.numpy() for name, variable in variables.items()}
+        assert [copies.request(name, variable) for name, variable in variables.items()] == [None] * 5
+        bundles = copies.copy_on_workers()
+        assert bundles is not None and bundles.size_bytes == 3 * 2 * 4 + 8 + 1 + 2 * 2
+        variables["kernel"].assign_add(tf.ones([3, 2]))
+        variables["count"].assign(0)
+        (tmp_path / str(number)).mkdir()
+        sizes = bundles.write(tmp_path / str(number))
+        assert sizes == {"localhost-0.data-00000-of-00001": bundles.size_bytes, "localhost-0.index": None}
+        found = saved(bundles, tmp_path / str(number))
+        assign_all([(variable, found[name]) for name, variable in variables.items()])
+        for name, variable in variables.items():
+            np.testing.assert_array_equal(variable.numpy(), expected[name])
+        assert found["half"].dtype.name == "bfloat16" and found["kernel"].shape == (3, 2)
+
+
+def test_values_can_be_read_as_arrays(
+    copies: WorkerCopies, variables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.request("kernel", variables["kernel"])
+    copies.request("count", variables["count"])
+    bundles = copies.copy_on_workers()
+    assert bundles is not None
+    bundles.write(tmp_path)
+    monkeypatch.setattr(worker_tensors, "own_task", worker_calls.own_task)
+    found = saved(bundles, tmp_path)
+    np.testing.assert_array_equal(np.asarray(found["kernel"]), np.ones((3, 2)))
+    assert np.asarray(found["count"]) == 7
+
+
+def test_nothing_is_returned_to_this_process_and_copies_are_released(
+    copies: WorkerCopies, variables: Any, tmp_path: Path
+) -> None:
+    copies.request("kernel", variables["kernel"])
+    bundles = copies.copy_on_workers()
+    assert bundles is not None and copies.copy_on_workers() is None
+    (bundle,) = bundles._bundles.values()
+    assert bundle.copy.get_concrete_function().outputs == []
+    assert [copy.read_value().shape for copy in bundle._copies] == [(3, 2)]
+    bundles.write(tmp_path)
+    assert [copy.read_value().shape for copy in bundle._copies] == [(0,)]
+
+
+def test_copies_of_columns_are_written_where_least_is_written(copies: WorkerCopies) -> None:
+    def variable(size: int) -> Any:
+        placed = [
+            SimpleNamespace(device=f"/job:worker/task:{task}/device:CPU:0", shape=tf.TensorShape([size]), dtype=tf.int8)
+            for task in range(2)
+        ]
+        placed[0].copies = placed[1:]
+        return placed[0]
+
+    for name, size in {"a": 5, "b": 3, "c": 1, "d": 4}.items():
+        copies.request(name, variable(size))
+    found = {task: list(names) for task, names in copies._requested.items()}
+    assert found == {"/job:worker/task:0": ["a"], "/job:worker/task:1": ["b", "c", "d"]}
+
+
+def test_variables_of_this_process_are_copied_to_host_memory(cpus: list[str]) -> None:
+    copies, variable = WorkerCopies(30.0), tf.Variable([1.0])
+    array = copies.request("a", variable)
+    copies.finish()
+    assert copies.copy_on_workers() is None
+    np.testing.assert_array_equal(array, [1.0])
+
+
+def test_a_damaged_file_is_an_error_with_the_task(copies: WorkerCopies, variables: Any, tmp_path: Path) -> None:
+    copies.request("kernel", variables["kernel"])
+    bundles = copies.copy_on_workers()
+    assert bundles is not None
+    bundles.write(tmp_path)
+    file = tmp_path / "localhost-0.data-00000-of-00001"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    value = saved(bundles, tmp_path)["kernel"]
+    with pytest.raises(CheckpointError, match=r"could not read its part .* DataLossError of /job:localhost.* Checksum"):
+        assign_all([(variables["kernel"], value)])
+    np.testing.assert_array_equal(variables["kernel"].numpy(), np.ones((3, 2)))
