@@ -12,8 +12,10 @@ from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.link_counters import UPDATES, LinkCounters
+from tfdist.model_parallel.measured_costs import measured_costs
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.placed_models import PlacedModels
+from tfdist.model_parallel.schedule_picture import schedule_picture
 from tfdist.model_parallel.stage_table import stage_table
 from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.transfers import DENSE
@@ -187,7 +189,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return dataset
 
     def summary(self, model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
-        """Prints the stages of a model: layers, parameters, what is sent, and the expected bubble.
+        """Prints the stages of a model (layers, parameters, what is sent), the expected bubble, and the schedule.
 
         Args:
             model: A built Functional or Sequential model; a subclassed model after its first batch.
@@ -197,8 +199,27 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             ValueError: The model has no graph yet, or cannot be cut.
         """
         stages = self._placed.stages_of(model) or stages_of(graph_of(model), self.pipeline)
-        for line in stage_table(stages, self.pipeline, self.columns):
+        for line in (*stage_table(stages, self.pipeline, self.columns), *schedule_picture(self.pipeline)):
             (print_fn or print)(line)
+
+    def measure_costs(self, model: Any, x: Any) -> dict[str, float]:
+        """Measures the time of each layer on the device of the first stage, for `Pipeline(costs=...)`.
+
+        Store the result, and give it to the pipeline of each later run: then all of them cut the model equally.
+
+        Args:
+            model: A Functional or Sequential model, or a subclassed one that is built.
+            x: The inputs of one micro-batch, a structure of arrays or tensors.
+
+        Returns:
+            By the name of a layer, the seconds of its forward and backward pass, in the order of the layers.
+
+        Raises:
+            ValueError: The model has no graph.
+        """
+        x = tf.nest.map_structure(tf.convert_to_tensor, x)
+        with self.scope():
+            return measured_costs(graph_of(model, x), x, self.columns[0][0])
 
 
 def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int) -> list[str]:

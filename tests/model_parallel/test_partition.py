@@ -33,3 +33,11 @@ def test_the_largest_cost_is_the_least_possible() -> None:
 def test_wrong_cuts_are_rejected(cuts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.* Received: .*Expected: "):
         named_starts(["a", "b", "c"], cuts)
+
+
+def test_cuts_name_layers_of_nested_models() -> None:
+    names = ["in", "net/a", "net/deep/b", "net/c", "tower/a", "net/c", "b"]
+    assert named_starts(names, ["net", "deep", "c", "tower"]) == [0, 1, 2, 3, 4]
+    assert named_starts(names, ["net/deep/b", "b"]) == [0, 2, 6]
+    with pytest.raises(ValueError, match=r"several layers.* Received: 'a'. Expected: .*net/a', 'tower/a'"):
+        named_starts(names, ["a"])

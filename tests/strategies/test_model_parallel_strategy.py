@@ -42,7 +42,13 @@ def test_arguments_are_checked(cpus: list[str]) -> None:
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=f"{message}.* Received: .*Expected: "):
             ModelParallelStrategy(arguments.pop("devices"), **arguments)
-    for options, message in [({"schedule": "x"}, "schedule"), ({"cuts": ["a", "b"]}, "cuts"), ({"cuts": "a"}, "cuts")]:
+    options_of: list[tuple[dict[str, Any], str]] = [
+        ({"schedule": "x"}, "schedule"),
+        ({"cuts": ["a", "b"]}, "cuts"),
+        ({"cuts": "a"}, "cuts"),
+        ({"costs": {"a": -1.0}}, "costs"),
+    ]
+    for options, message in options_of:
         with pytest.raises(ValueError, match=f"Invalid `{message}` of a pipeline. Received: .*Expected: "):
             Pipeline(stages=2, **options)
     assert is_tfdist_strategy(ModelParallelStrategy(cpus[:2], pipeline=two))
@@ -54,7 +60,29 @@ def test_summary_shows_the_stages(cpus: list[str]) -> None:
     model.distribute_strategy.summary(model, lines.append)
     assert re.match(r"stage +device +layers +parameters +cost +sends/sample +held", lines[0])
     assert re.match(r"0 +CPU:0 CPU:2 +dense_64 +832 +\d+% +256 B +2", lines[2])
-    assert "expected bubble 20%" in lines[-1]
+    assert "expected bubble 20%" in lines[4]
+    assert lines[6] == "stage 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --"
+
+
+def test_given_and_measured_costs_are_balanced(cpus: list[str]) -> None:
+    model = made(1, cpus)
+    strategy = model.distribute_strategy
+    before = model.get_weights()
+    costs = strategy.measure_costs(model, X[:4])
+    assert list(costs) == [layer.name for layer in model.layers] and all(0 < cost < 60 for cost in costs.values())
+    for weight, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+    def table(costs: dict[str, float]) -> list[str]:
+        pipeline, lines = Pipeline(stages=2, costs=costs), list[str]()
+        ModelParallelStrategy(cpus[:2], pipeline=pipeline).summary(model, lines.append)
+        return lines[2:4]
+
+    first, second = table({"dense_64": 1.0, "dense_32": 2.0, "dense_12": 3.0})
+    assert "dense_64 ... dense_32 (2)" in first and " 50% " in first and "dense_12" in second
+    assert "dense_64  " in table({"dense_64": 2.0, "dense_32": 0.5})[0]
+    with pytest.raises(ValueError, match="costs name layers that the model does not have. Received: .*Expected: "):
+        table({"other": 1.0})
 
 
 def test_variables_are_where_their_layers_are(cpus: list[str]) -> None:

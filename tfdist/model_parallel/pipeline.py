@@ -1,6 +1,7 @@
 """Pipeline: the options of pipeline parallelism."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,9 @@ class Pipeline:
             `stages - s` micro-batches forward and then one backward and one forward in turn, so it holds the
             activations of `stages - s` micro-batches. "gpipe" (Huang et al. 2019, "GPipe"): all forward, then all
             backward; holds the activations of all micro-batches.
-        cuts: The names of the first layers of stages 1, 2 and so on. By default the parts have similar estimated cost.
+        cuts: The names of the first layers of stages 1, 2 and so on. By default the parts have similar cost.
+        costs: By the name of a layer the cost of a call of it, in any unit, such as the seconds that
+            `strategy.measure_costs` returns; other layers cost nothing. By default costs are estimated.
 
     >>> Pipeline(stages=4, micro_batches=8).bubble_fraction
     0.2727...
@@ -31,6 +34,7 @@ class Pipeline:
     micro_batches: int = 4
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     cuts: Sequence[str] | None = None
+    costs: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         check_whole_number("stages", self.stages, at_least=1)
@@ -38,6 +42,13 @@ class Pipeline:
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"Invalid `schedule` of a pipeline. Received: schedule={self.schedule!r}. Expected: '1f1b' or 'gpipe'."
+            )
+        if self.costs is not None and not (
+            isinstance(self.costs, Mapping) and all(0 <= cost < math.inf for cost in self.costs.values())
+        ):
+            raise ValueError(
+                f"Invalid `costs` of a pipeline. Received: costs={self.costs!r}. Expected: a dict of numbers from 0 on "
+                "by the names of layers; or None."
             )
         if self.cuts is None:
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
+from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.link_counters import LinkCounters
@@ -71,7 +71,7 @@ class PlacedModels:
             ValueError: The model has no graph, or too few layers.
         """
         with tf.init_scope(), tf.device(None), self._strategy.scope():
-            graph = _graph(model, x)
+            graph = graph_of(model, x)
             signature, placed = graph.signature(), self._placed(model)
             if placed is None or placed.signature != signature:
                 placed = _Placed(signature, stages_of(graph, self._pipeline), Columns(self._devices))
@@ -82,15 +82,3 @@ class PlacedModels:
             placed.columns.copy(model, placed.stages)
         options = (self._pipeline, self._chief, self._reduction, self._counters)
         return PipelineStep(model, placed.stages, placed.columns, *options)
-
-
-def _graph(model: Any, x: Any) -> FunctionalGraph:
-    """Returns the graph of a model, which is the same for training and testing."""
-    graph = graph_of(model, x, training=True)
-    if graph.is_traced and graph.signature() != graph_of(model, x, training=False).signature():
-        raise ValueError(
-            "The `call` of a subclassed model does not compute the same in training and testing. Received: "
-            f"{type(model).__name__} {model.name!r}, whose graphs differ. Expected: a `call` that uses `training` only "
-            "as an argument of layers. Move the difference into a layer."
-        )
-    return graph

@@ -5,9 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.model_parallel.layer_costs import elements_of, layer_costs
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import most_held
-from tfdist.model_parallel.stages import ModelStages, Stage, elements_of, estimated_cost
+from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.utils.formatting import align_columns, format_bytes, format_count, short_device
 
 _HEADINGS = ("stage", "device", "layers", "parameters", "cost", "sends/sample", "held")
@@ -22,7 +23,8 @@ def stage_table(stages: ModelStages, pipeline: Pipeline, columns: Sequence[Seque
         pipeline: The options of the pipeline.
         columns: By column and stage, the device.
     """
-    costs = [sum(estimated_cost(call) for call in stage.calls) for stage in stages.stages]
+    of_calls = iter(layer_costs(stages.graph.calls, pipeline.costs))
+    costs = [sum(next(of_calls) for _ in stage.calls) for stage in stages.stages]
     total = max(sum(costs), 1)
     rows = [
         [

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import keras
 
-from tfdist.keras_internals.functional_graph import FunctionalGraph, LayerCall
+from tfdist.keras_internals.functional_graph import FunctionalGraph
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.model_parallel.layer_costs import elements_of, layer_costs
 from tfdist.model_parallel.partition import balanced_starts, named_starts
 from tfdist.model_parallel.pipeline import Pipeline
 
@@ -92,18 +93,18 @@ def stages_of(graph: FunctionalGraph, pipeline: Pipeline) -> ModelStages:
     """Cuts a model as the options of the pipeline say.
 
     Raises:
-        ValueError: The model has too few layers, or not the layers that the cuts name.
+        ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
     """
     if pipeline.stages > len(graph.calls):
         raise ValueError(
             f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
             f"({', '.join(call.name for call in graph.calls)}) and stages={pipeline.stages}. Expected: at least one "
-            "layer for each stage. A layer or model inside of another layer or model is not counted separately: use "
-            "fewer stages, or write the inner layers directly into the model."
+            "layer for each stage. A layer inside of another layer is not counted separately: use fewer stages, or "
+            "write the inner layers directly into the model."
         )
     if pipeline.cuts is not None:
         return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts))
-    costs = [estimated_cost(call) for call in graph.calls]
+    costs = layer_costs(graph.calls, pipeline.costs)
     return ModelStages(graph, balanced_starts(costs, pipeline.stages, _crossing_elements(graph)))
 
 
@@ -119,24 +120,6 @@ def _crossing_elements(graph: FunctionalGraph) -> list[int]:
             for later in range(position + 1, min(last_use.get(id(tensor), 0), len(graph.calls) - 1) + 1):
                 crossing[later] += elements_of(tensor)
     return crossing
-
-
-def estimated_cost(call: LayerCall) -> int:
-    """Returns an estimate of the time of a layer call per sample: weights times positions, plus outputs.
-
-    A matrix is multiplied with each position of a sequence or an image. An embedding only copies rows.
-    """
-    activations = sum(elements_of(tensor) for tensor in call.outputs)
-    if not isinstance(call.operation, keras.layers.Layer) or isinstance(call.operation, keras.layers.Embedding):
-        return activations
-    shape = call.outputs[0].shape if call.outputs else ()
-    positions = prod(size or 1 for size in shape[1:-1])
-    return int(call.operation.count_params()) * positions + activations if call.operation.built else activations
-
-
-def elements_of(tensor: Any) -> int:
-    """Returns the number of elements of a symbolic tensor per sample; unknown sizes count as 1."""
-    return prod(size or 1 for size in tensor.shape[1:])
 
 
 def _unique(items: Any) -> tuple[Any, ...]:

@@ -1,0 +1,91 @@
+"""LayerCall: one call of a layer or operation in the graph of a model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.keras_symbols import tree
+from tfdist.private_symbols import private
+
+_operation_fn = private("keras.src.models.functional:operation_fn", "passes `training` to a layer, as a model does")
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer or operation.
+
+    Attributes:
+        operation: The layer or `keras.Operation`.
+        args: Its positional arguments, a structure in which the tensors are symbolic.
+        kwargs: Its keyword arguments, likewise.
+        outputs: The symbolic tensors that it returns.
+        path: The names of the models around it, each followed by "/"; empty for a layer of the model itself.
+        training: The value of `training` that the code of a model fixes, or None for that of the step.
+    """
+
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+    path: str = ""
+    training: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the layer or operation after those of the models around it: "backbone/dense"."""
+        return f"{self.path}{self.operation.name}"
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The symbolic tensors that it takes."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, keras.KerasTensor))
+
+    def __call__(self, values: Mapping[int, Any], *, training: bool) -> list[Any]:
+        """Computes the outputs from `values`, which maps the ids of symbolic tensors to tensors."""
+        args, kwargs = with_tensors((self.args, self.kwargs), values)
+        own = training if self.training is None else self.training
+        return list(tree.flatten(_operation_fn(self.operation, training=own)(*args, **kwargs)))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables that the call may use: those of the layer, of its metrics, and those among its arguments."""
+        operation = self.operation
+        found = list(getattr(operation, "variables", ())) + list(getattr(operation, "metrics_variables", ()))
+        found += [leaf for leaf in self._leaves if isinstance(leaf, keras.Variable)]
+        return list({id(variable): variable for variable in found}.values())
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return list(tree.flatten((self.args, self.kwargs)))
+
+
+def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
+    """Returns a structure whose symbolic tensors are replaced by `values`, which is by their ids."""
+    return tree.map_structure(lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure)
+
+
+def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Sequence[Any]) -> list[Any]:
+    """Returns what calls compute, without `training` among their arguments, to compare two graphs of the same model."""
+    numbers = {id(tensor): f"input {number}" for number, tensor in enumerate(inputs)}
+    result: list[Any] = []
+    for index, call in enumerate(calls):
+        for number, tensor in enumerate(call.outputs):
+            numbers[id(tensor)] = f"output {number} of {index}"
+        kwargs = {name: value for name, value in call.kwargs.items() if name != "training"}
+        arguments = tree.map_structure(lambda leaf: numbers.get(id(leaf), "") or _shown(leaf), (call.args, kwargs))
+        is_layer = isinstance(call.operation, keras.layers.Layer)
+        own = id(call.operation) if is_layer else _constants(call.operation)
+        result.append((type(call.operation).__name__, own, call.training, repr(arguments)))
+    return [*result, [numbers.get(id(tensor)) for tensor in outputs]]
+
+
+def _constants(operation: Any) -> str:
+    plain = (bool, int, float, str, tuple, list, type(None))
+    own = {name: value for name, value in vars(operation).items() if name != "name" and not name.startswith("_")}
+    return repr(sorted((name, repr(value)) for name, value in own.items() if isinstance(value, plain)))
+
+
+def _shown(leaf: Any) -> Any:
+    return id(leaf) if isinstance(leaf, keras.Variable) else repr(leaf)
