@@ -231,7 +231,6 @@ def patch_optimizers(
         build: Takes an optimizer that is not built yet, and its variables; if it does not build it, Keras does.
     """
     apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
-    current_learning_rate = TFOptimizer._get_current_learning_rate
     reduce_gradients = TFOptimizer._all_reduce_sum_gradients
     overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
 
@@ -255,13 +254,6 @@ def patch_optimizers(
             return apply_gradients(self, grads, trainable_variables)
         return update(OptimizerUpdate(self, trainable_variables, current_loss_scale()), list(grads))
 
-    @functools.wraps(current_learning_rate)
-    def learning_rate_by_updates(self: Any) -> Any:
-        schedule = self._learning_rate
-        if is_ours(self) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            return schedule(self.iterations)
-        return current_learning_rate(self)
-
     @functools.wraps(overwrite)
     def overwrite_with_largest(self: Any, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
         if is_ours(self):
@@ -278,9 +270,23 @@ def patch_optimizers(
     TFOptimizer._overwrite_variables_directly_with_gradients = overwrite_with_largest
     TFOptimizer._all_reduce_sum_gradients = reduce_gradients_once
     TFOptimizer._backend_apply_gradients = update_over_replicas
-    TFOptimizer._get_current_learning_rate = learning_rate_by_updates
+    patch_learning_rates(is_ours)
     TFOptimizer.apply = once_a_step(apply)
     LossScaleOptimizer.apply = once_a_step(apply_scaled_over_replicas(is_ours))
+
+
+def patch_learning_rates(is_ours: Callable[[Any], bool]) -> None:
+    """Makes schedules of optimizers that are `is_ours` count updates instead of micro-steps."""
+    current_learning_rate = TFOptimizer._get_current_learning_rate
+
+    @functools.wraps(current_learning_rate)
+    def learning_rate_by_updates(self: Any) -> Any:
+        schedule = self._learning_rate
+        if is_ours(self) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            return schedule(self.iterations)
+        return current_learning_rate(self)
+
+    TFOptimizer._get_current_learning_rate = learning_rate_by_updates
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:

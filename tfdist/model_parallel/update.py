@@ -58,18 +58,9 @@ def update_columns(
     inner._filter_empty_gradients(list(gradients[0]), list(variables))  # warns, or raises if there are none
     chosen = [variables[index] for index in known]
     of_columns = [[of_column[index] for index in known] for of_column in gradients]
-    apply = _Application(OptimizerUpdate(inner, chosen), inner, chosen, columns)
-    finite = None if outer is None else _all_finite(of_columns[0])
-
-    def apply_all() -> None:
-        apply.micro_step(of_columns)
-        inner._iterations.assign_add(1)
-
-    if finite is None:
-        apply_all()
-    else:
-        tf.cond(finite, doing(apply_all), doing(lambda: None))
-        LossScale(outer).update(finite)
+    scale = None if outer is None else LossScale(outer)
+    _Application(OptimizerUpdate(inner, chosen, scale), inner, chosen, columns).micro_step(of_columns)
+    inner._iterations.assign_add(1)
 
 
 class _Application:
@@ -83,27 +74,29 @@ class _Application:
         columns: Columns,
     ) -> None:
         self._update, self._optimizer, self._variables, self._columns = update, optimizer, variables, columns
+        # Accumulators are scaled by it, as `GradientAccumulation` expects them at the end of `fit`.
+        self._factor = optimizer.loss_scale_factor if update.loss_scale is None else update.loss_scale.value
 
     def micro_step(self, gradients: Sequence[Sequence[Any]]) -> None:
         """Accumulates the gradients, and updates if it is the last micro-step of an update."""
         steps = self._update.accumulation_steps
         if steps == 1:
-            return self._apply(gradients)
+            return self._finish(gradients, 1)
 
         def accumulate() -> None:
             for column, of_column in enumerate(gradients):
                 with self._columns.entered(column):
                     for accumulator, gradient in zip(self._update.accumulators, of_column, strict=True):
                         with tf.device(accumulator.device):
-                            accumulator.assign_add(tf.convert_to_tensor(gradient))
+                            accumulator.assign_add(self._scaled(tf.convert_to_tensor(gradient)))
 
         def finish() -> None:
             totals = []
             for column, of_column in enumerate(gradients):
                 with self._columns.entered(column):
-                    accumulators = self._update.accumulators
-                    totals.append([_mean(a, g, steps) for a, g in zip(accumulators, of_column, strict=True)])
-            self._apply(totals)
+                    pairs = zip(self._update.accumulators, of_column, strict=True)
+                    totals.append([self._sum(accumulator, gradient) for accumulator, gradient in pairs])
+            self._finish(totals, steps)
             for column in range(len(gradients)):
                 with self._columns.entered(column):
                     for accumulator in self._update.accumulators:
@@ -111,6 +104,34 @@ class _Application:
                             accumulator.assign(tf.zeros_like(accumulator))
 
         tf.cond(tf.equal((self._update.micro_steps + 1) % steps, 0), doing(finish), doing(accumulate))
+
+    def _scaled(self, gradient: tf.Tensor) -> tf.Tensor:
+        return gradient if self._factor is None else gradient * tf.cast(self._factor, gradient.dtype)
+
+    def _sum(self, accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
+        with tf.device(accumulator.device):
+            accumulated = accumulator.read_value()
+            if self._factor is not None:
+                accumulated /= tf.cast(self._factor, accumulated.dtype)
+            return added(accumulated, gradient)
+
+    def _finish(self, sums: Sequence[Sequence[Any]], micro_steps: int) -> None:
+        """Applies the mean over micro-steps. If it is not finite, the complete update is skipped."""
+        scale = self._update.loss_scale
+        gradients = sums
+        if micro_steps > 1:
+            gradients = [
+                self._on_devices(column, of_column, lambda one: _times(one, 1.0 / tf.cast(micro_steps, one.dtype)))
+                for column, of_column in enumerate(sums)
+            ]
+        if scale is None:
+            return self._apply(gradients)
+        finite = _all_finite(gradients[0])
+        # The micro-step is counted after the update; those of a skipped update do not count.
+        skip = lambda: self._update.take_back(micro_steps)  # noqa: E731
+        tf.cond(finite, doing(lambda: self._apply(gradients)), doing(skip))
+        scale.update(finite)
+        return None
 
     def _on_devices(self, column: int, gradients: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         """Applies a function to each gradient of a column, on the device of its variable."""
@@ -153,11 +174,6 @@ def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
         with tf.device(values.device):
             flags.append(tf.reduce_all(tf.math.is_finite(values)))
     return tf.reduce_all(tf.stack(flags))
-
-
-def _mean(accumulator: tf.Variable, gradient: Any, steps: int) -> tf.Tensor:
-    with tf.device(accumulator.device):
-        return added(accumulator.read_value(), gradient) / steps
 
 
 def _times(gradient: Any, factor: Any) -> Any:
