@@ -17,7 +17,7 @@ _REPETITIONS = 5
 def measured_costs(graph: FunctionalGraph, x: Any, device: str) -> dict[str, float]:
     """Returns by the name of a layer the seconds that one call of it takes, forward and backward.
 
-    Each layer is computed in training, in a function of its own: once to compile it, then five times, of which the
+    Each layer is computed in training, in a separate function: once to compile it, then five times, of which the
     shortest counts. Masks of its inputs are left out. Weights and states do not change.
 
     Args:
