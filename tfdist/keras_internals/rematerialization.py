@@ -1,19 +1,31 @@
-"""Rejects Keras' rematerialization where it would lose gradients."""
+"""Rematerialization in stages: a function whose intermediate results are computed again in the backward pass.
+
+A stage takes the values of variables as arguments, and `tf.recompute_grad` gives no gradients of tensors that a
+function captures. Here the function is traced once, so that the second computation has the same random numbers, casts
+and arguments as the first one, and takes the values as arguments.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope, tree
 from tfdist.private_symbols import private
 
 _core = private("keras.src.backend.tensorflow:core", "rematerializes by a function that differentiates variables only")
 private("keras.src.backend.tensorflow.core:remat", "as above")
+_is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope", "whether only shapes are computed")
 
 
-def patch_rematerialization(is_in_stage: Callable[[], bool]) -> None:
-    """Makes a rematerialized call raise an error while `is_in_stage()`.
+def patch_rematerialization(is_recomputed: Callable[[], bool | None]) -> None:
+    """Replaces rematerialized calls while `is_recomputed()` is not None.
 
-    A stage takes the values of variables as arguments, and `tf.recompute_grad` gives no gradients of captured tensors.
+    Args:
+        is_recomputed: None for models of other strategies, which keep Keras' own rematerialization. For models in
+            stages, whether the function is computed again, or simply called, as where nothing is differentiated.
     """
     stock = _core.remat
 
@@ -23,14 +35,120 @@ def patch_rematerialization(is_in_stage: Callable[[], bool]) -> None:
 
         @functools.wraps(f)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_in_stage():
-                raise ValueError(
-                    "Layers in stages cannot be rematerialized. Received: a call inside of keras.remat or "
-                    "keras.RematScope. Expected: layers without it. Use more stages or more micro-batches to save "
-                    "memory: with schedule='1f1b' stage s holds the activations of `stages - s` micro-batches."
-                )
-            return rematerialized(*args, **kwargs)
+            recomputed = is_recomputed()
+            if recomputed is None:
+                return rematerialized(*args, **kwargs)
+            return _TracedCall(f, args, kwargs)() if recomputed and not _is_symbolic() else f(*args, **kwargs)
 
         return call
 
     _core.remat = remat
+
+
+class _TracedCall:
+    """A call whose function is traced, with the values of Keras' variables as arguments."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function, self._arguments = function, (args, kwargs)
+        self._tensors = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, tf.Tensor)]
+        self._masks = [get_mask(tensor) for tensor in self._tensors]
+        self._scope = stateless_scope()
+
+    def __call__(self) -> Any:
+        """Computes the result. Updates of variables and losses of layers reach the scope around the call."""
+        owner = getattr(self._function, "__self__", None)
+        own = [id(variable) for variable in getattr(owner, "variables", ())]
+        known = self._scope.state_mapping
+        traced = self._traced([key for key in known if key in own])
+        if traced.captured_inputs:
+            traced = self._traced(list(known))
+        if traced.captured_inputs:
+            name = getattr(owner, "name", getattr(self._function, "__name__", "a function"))
+            used = [(one.dtype.name, tuple(one.shape)) for one in traced.captured_inputs]
+            raise ValueError(
+                f"A rematerialized function in a stage uses tensors that are not its arguments. Received: {name!r}, "
+                f"which uses {used}. Expected: a function of its arguments and of Keras' variables, as it is computed "
+                "again without these tensors. Add them to its arguments."
+            )
+        results = _recomputed(traced, [*self._given, *(known[key] for key in self._keys)])
+        return self._unpacked(results)
+
+    @property
+    def _given(self) -> list[tf.Tensor]:
+        return [*self._tensors, *(mask for mask in self._masks if mask is not None)]
+
+    def _traced(self, keys: list[int]) -> Any:
+        """Traces the function for the values of the variables whose ids are `keys`."""
+        self._keys = keys
+        values = [tf.convert_to_tensor(self._scope.state_mapping[key]) for key in keys]
+        specs = [tf.TensorSpec(one.shape, one.dtype) for one in [*self._given, *values]]
+        traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
+        return traced.get_concrete_function(*specs)
+
+    def _run(self, *given: tf.Tensor) -> list[tf.Tensor]:
+        waiting = iter(given)
+        tensors = [next(waiting) for _ in self._tensors]
+        for tensor, mask in zip(tensors, self._masks, strict=True):
+            if mask is not None:
+                set_mask(tensor, next(waiting))
+        before = dict(zip(self._keys, waiting, strict=True))
+        following = iter(tensors)
+        args, kwargs = tree.map_structure(
+            lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._arguments
+        )
+        inner = keras.StatelessScope(collect_losses=True)
+        inner.state_mapping = dict(before)
+        with inner:
+            self._outputs = self._function(*args, **kwargs)
+        outputs = [leaf for leaf in tree.flatten(self._outputs) if isinstance(leaf, tf.Tensor)]
+        masks = [get_mask(leaf) for leaf in outputs]
+        self._has_mask = [mask is not None for mask in masks]
+        changed = {key: value for key, value in inner.state_mapping.items() if value is not before.get(key)}
+        self._changed, self._num_losses = list(changed), len(inner.losses)
+        return [*outputs, *(mask for mask in masks if mask is not None), *changed.values(), *inner.losses]
+
+    def _unpacked(self, results: Sequence[tf.Tensor]) -> Any:
+        waiting = iter(results)
+        outputs = [next(waiting) for _ in self._has_mask]
+        for output, has_mask in zip(outputs, self._has_mask, strict=True):
+            if has_mask:
+                set_mask(output, next(waiting))
+        for key in self._changed:
+            self._scope.state_mapping[key] = next(waiting)
+        for _ in range(self._num_losses):
+            self._scope.add_loss(next(waiting))
+        following = iter(outputs)
+        return tree.map_structure(lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._outputs)
+
+
+def _recomputed(function: Any, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns `function(*given)`; the backward pass keeps the arguments only and calls the function again."""
+
+    @tf.custom_gradient
+    def call(*inputs: tf.Tensor) -> Any:
+        outputs = [tf.identity(one) for one in function(*inputs)]
+
+        def gradients(*upstream: Any) -> list[Any]:
+            known = [
+                index for index, one in enumerate(upstream) if one is not None and outputs[index].dtype.is_floating
+            ]
+            # Not before the gradients have arrived: otherwise all functions of a stage would be computed at its start.
+            with tf.control_dependencies([upstream[index] for index in known]):
+                again = [tf.identity(one) for one in inputs]
+            sources = [index for index, one in enumerate(again) if one.dtype.is_floating]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([again[index] for index in sources])
+                results = function(*again)
+            found = tape.gradient(
+                [results[index] for index in known],
+                [again[index] for index in sources],
+                [upstream[index] for index in known],
+            )
+            result: list[Any] = [None] * len(inputs)
+            for index, gradient in zip(sources, found, strict=True):
+                result[index] = gradient
+            return result
+
+        return outputs, gradients
+
+    return list(call(*given))
