@@ -182,7 +182,7 @@ def failures(folder: Path, pids: list[int]) -> dict[str, Any]:
     os.chdir(folder)
     found["not shared"] = error_of(lambda: train(made(WORKERS), FailureRecovery("/proc/self/cwd/checkpoints")))
     for name, number in (("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)):
-        recovery = FailureRecovery(folder / name, every_steps=2, peer_timeout_seconds=3, background=False)
+        recovery = FailureRecovery(folder / name, every_steps=2, peer_timeout_seconds=10, background=False)
         callbacks = [recovery, Signalled(pids[1], number, 4)]
         found[name] = error_of(lambda callbacks=callbacks: train(made(WORKERS), *callbacks))
         os.kill(pids[1], signal.SIGCONT)

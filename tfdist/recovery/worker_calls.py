@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
 
     def run(task: str, call: Callable[[], Any]) -> None:
         try:
+            _settle(host_of(task))
             results.put((task, call(), None))
         except BaseException as error:
             results.put((task, None, error))
@@ -83,6 +85,26 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
             raise _explained(task, error, action) from error
         found[task] = result
     return found
+
+
+def _settle(host: str) -> None:
+    """Waits until a task has made what it was asked to do eagerly, as resets of metrics: functions do not wait for it.
+
+    A function asks first, because a question to a frozen task that is not within a function holds Python's lock.
+    """
+    _answer(host)()
+    with tf.device(host):
+        tf.raw_ops.AddV2(x=tf.constant(1), y=tf.constant(1)).numpy()
+
+
+@lru_cache(maxsize=256)
+def _answer(host: str) -> Any:
+    @tf.function(autograph=False)
+    def answer() -> tf.Tensor:
+        with tf.device(host):
+            return tf.raw_ops.AddV2(x=tf.constant(1), y=tf.constant(1))
+
+    return answer
 
 
 def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_seconds: float) -> None:

@@ -135,6 +135,8 @@ def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
             synchronization=variable.synchronization,
         )
     new._unique_id = variable._unique_id
+    with tf.init_scope():
+        _finish_assignment(new)
     return new
 
 
