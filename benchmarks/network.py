@@ -13,7 +13,6 @@ run under the same conditions. Needs root on Linux, `ip` and `tc`. Writes `netwo
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import signal
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 from network_run import result_tables, schedule, variants
 from network_run.links import Network
+from network_run.machine import machine_info
 from network_run.worker_processes import WorkerProcesses
 
 _RESULTS = Path(__file__).parent / "results"
@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = schedule.Schedule(rounds=arguments.rounds, turn_seconds=arguments.turn_seconds)
     results: dict[str, Any] = {
         "workers": arguments.workers,
-        "machine": _machine(),
+        "machine": machine_info(),
         "rounds": plan.rounds,
         "versions": {"python": platform.python_version()},
         "workloads": {},
@@ -109,16 +109,6 @@ def _this_python(framework: str) -> str:
             "select other variants with --variants."
         )
     return sys.executable
-
-
-def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text()
-    models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": models[0] if models else platform.machine(),
-        "kernel": platform.release(),
-    }
 
 
 def _arguments() -> argparse.Namespace:

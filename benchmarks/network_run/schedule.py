@@ -187,7 +187,7 @@ def _take_turn(workers: WorkerProcesses, variant: Variant, samples: Samples, *, 
     before = workers.call("count")
     answers = workers.call("run", variant=variant.name, steps=lead + steps)
     after = workers.call("count")
-    number = len(answers)
+    number = workers.links
     samples.steps += lead + steps
     for kind in ("bytes", "packets"):
         sent = sum(late[kind] - early[kind] for early, late in zip(before, after, strict=True))

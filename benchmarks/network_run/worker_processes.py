@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +23,24 @@ _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPE
 
 
 class WorkerProcesses:
-    """The worker processes of one framework; a context manager that ends them."""
+    """The worker processes of one framework; a context manager that ends them.
 
-    def __init__(self, framework: str, python: str, network: Network, workload: str, folder: Path) -> None:
+    Attributes:
+        links: The number of links between the workers, one for each namespace.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        python: str,
+        network: Network,
+        workload: str,
+        folder: Path,
+        *,
+        room: str = "network_run",
+        hosts: Sequence[int] | None = None,
+        extra_environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Starts the processes.
 
         Args:
@@ -33,11 +49,16 @@ class WorkerProcesses:
             network: Each worker runs in one of its namespaces and on a core; more workers than cores share them.
             workload: Key of the model.
             folder: For logs and batches.
+            room: The package of the benchmarks whose `{framework}_worker` the processes run.
+            hosts: For each process the number of its namespace; by default one process in each.
+            extra_environment: Further environment variables.
         """
+        self.links = len(network.addresses)
         self._framework = framework
-        self._logs = [folder / f"{framework}-{workload}-{rank}.log" for rank in range(len(network.addresses))]
+        hosts = range(len(network.addresses)) if hosts is None else hosts
+        self._logs = [folder / f"{framework}-{workload}-{rank}.log" for rank in range(len(hosts))]
         self._processes: list[subprocess.Popen[str]] = []
-        environment = {**os.environ, **_QUIET, **_ONE_THREAD}
+        environment = {**os.environ, **_QUIET, **_ONE_THREAD, **(extra_environment or {})}
         environment.pop("TF_CONFIG", None)
         environment["PYTHONPATH"] = os.pathsep.join((str(_BENCHMARKS), str(_BENCHMARKS.parent)))
         if framework == TORCH:
@@ -52,7 +73,7 @@ class WorkerProcesses:
             with log.open("w") as errors:
                 self._processes.append(
                     subprocess.Popen(
-                        [*network.command(rank), python, "-m", f"network_run.{framework}_worker", _json(spec)],
+                        [*network.command(hosts[rank]), python, "-m", f"{room}.{framework}_worker", _json(spec)],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=errors,
