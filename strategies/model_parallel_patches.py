@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.optimizers import patch_learning_rates
@@ -22,20 +23,24 @@ def patch_keras_once(strategy_class: Any) -> None:
     if _is_patched:
         return
 
+    def is_ours(strategy: Any) -> bool:
+        return isinstance(strategy, strategy_class)
+
     def name_lost_workers(strategy: Any, error: BaseException) -> None:
-        if isinstance(strategy, strategy_class) and isinstance(error, tf.errors.OpError) and strategy.servers:
+        if is_ours(strategy) and isinstance(error, tf.errors.OpError) and strategy.servers:
             strategy.servers.explain(error)
 
     patch_errors_of_steps(name_lost_workers)
+    patch_auto_jit_compile(is_ours)
     patch_losses(current_stage_loss)
-    patch_saving(lambda model: isinstance(getattr(model, "distribute_strategy", None), strategy_class))
-    patch_learning_rates(lambda optimizer: isinstance(optimizer._distribution_strategy, strategy_class))
+    patch_saving(lambda model: is_ours(getattr(model, "distribute_strategy", None)))
+    patch_learning_rates(lambda optimizer: is_ours(optimizer._distribution_strategy))
 
     def is_recomputed() -> bool | None:
         loss = current_stage_loss()
-        is_ours = loss is not None or isinstance(tf.distribute.get_strategy(), strategy_class)
+        is_ours = loss is not None or is_ours(tf.distribute.get_strategy())
         return isinstance(loss, MicroBatchLoss) if is_ours else None
 
     patch_rematerialization(is_recomputed)
-    patch_symbolic_build(lambda strategy: isinstance(strategy, strategy_class), lambda _: contextlib.nullcontext())
+    patch_symbolic_build(is_ours, lambda _: contextlib.nullcontext())
     _is_patched = True

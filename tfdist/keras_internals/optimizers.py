@@ -6,7 +6,7 @@ import contextvars
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -125,29 +125,41 @@ class OptimizerUpdate:
         if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
             if call_compiled(self._clip_and_apply_tensors, gradients) is not None:
                 return
-        clipped = self.clip(gradients)
-        large = self._large(clipped) if compiles is None else []
+        self.apply(self.clip(gradients), compiles_large=compiles is None)
+
+    def update(self, gradients: Sequence[Any], *, compiles_large: bool) -> None:
+        """Decays the weights and updates the variables, without clipping and moving averages.
+
+        Args:
+            gradients: One for each variable, dense or `tf.IndexedSlices`.
+            compiles_large: Whether XLA compiles the updates of large variables, if all devices are CPUs.
+        """
+        large = self._update_large(gradients) if compiles_large else []
+        others = [position for position in range(len(gradients)) if position not in large]
+        if others or not large:
+            self._update([gradients[position] for position in others], [self._variables[p] for p in others])
+
+    def _update_large(self, gradients: Sequence[Any]) -> list[int]:
+        """Updates large variables by XLA; returns the positions of those that were updated."""
+        large = self._large(gradients)
         variables = [self._variables[position] for position in large]
 
         def update_large(*tensors: tf.Tensor) -> list[tf.Tensor]:
             self._update(tensors, variables)
             return []
 
-        if large and call_compiled(update_large, [clipped[position] for position in large]) is not None:
-            self.apply(clipped, without=large)
-        else:
-            self.apply(clipped)
+        if large and call_compiled(update_large, [gradients[position] for position in large]) is not None:
+            return large
+        return []
 
     def _clip_and_apply_tensors(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         self.apply(self.clip(tensors))
         return []
 
-    def apply(self, gradients: Sequence[Any], without: Collection[int] = ()) -> None:
-        """Decays the weights, updates the variables, except for those at `without`, and their moving averages."""
+    def apply(self, gradients: Sequence[Any], *, compiles_large: bool = False) -> None:
+        """Decays the weights, and updates the variables and their moving averages."""
         optimizer = self._optimizer
-        others = [position for position in range(len(gradients)) if position not in without]
-        if others or not without:
-            self._update([gradients[position] for position in others], [self._variables[p] for p in others])
+        self.update(gradients, compiles_large=compiles_large)
         if optimizer.use_ema:
             optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
             if optimizer.ema_overwrite_frequency:
@@ -177,7 +189,9 @@ class OptimizerUpdate:
         self._optimizer._apply_weight_decay(variables)
         token = _reduced.set(True)
         try:
-            self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
+            with shared_operations() if self._is_of_keras() else contextlib.nullcontext():
+                self._optimizer._apply_weight_decay(variables)
+                self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
         finally:
             _reduced.reset(token)
 

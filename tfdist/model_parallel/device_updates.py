@@ -16,18 +16,21 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
 
 
-def apply_by_device(optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Any]) -> None:
+def apply_by_device(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Any], *, compiles_large: bool
+) -> None:
     """Decays and updates variables, applies their constraints, and updates their moving averages.
 
     Args:
         optimizer: The optimizer, without its loss scale.
         variables: Those that have a gradient.
         gradients: Clipped, on the devices of their variables.
+        compiles_large: Whether XLA compiles the updates of large variables on CPUs.
     """
     shared = [] if has_own_weight_decay(optimizer) else shared_optimizer_variables(optimizer)
     values = [held_variable(one).read_value() for one in shared]
     if has_own_update_step(optimizer):  # which must run once for all variables
-        return _update(optimizer, list(variables), list(gradients), [], [])
+        return _update(optimizer, list(variables), list(gradients), [], [], compiles_large=False)
     groups: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for variable, gradient in zip(variables, gradients, strict=True):
         group = groups[held_variable(variable).device]
@@ -35,14 +38,16 @@ def apply_by_device(optimizer: Any, variables: Sequence[keras.Variable], gradien
         group[1].append(gradient)
     for device, (own, of_own) in groups.items():
         with tf.device(device):
-            _update_function(optimizer, own, shared)(of_own, [tf.identity(value) for value in values])
+            is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+            update = _update_function(optimizer, own, shared, compiles_large=compiles_large and is_cpu)
+            update(of_own, [tf.identity(value) for value in values])
 
 
 def _update_function(
-    optimizer: Any, variables: list[keras.Variable], shared: Sequence[keras.Variable]
+    optimizer: Any, variables: list[keras.Variable], shared: Sequence[keras.Variable], *, compiles_large: bool
 ) -> Callable[[list[Any], list[tf.Tensor]], None]:
     def update(gradients: list[Any], values: list[tf.Tensor]) -> None:
-        _update(optimizer, variables, gradients, shared, values)
+        _update(optimizer, variables, gradients, shared, values, compiles_large=compiles_large)
 
     return tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
 
@@ -53,13 +58,15 @@ def _update(
     gradients: list[Any],
     shared: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
+    *,
+    compiles_large: bool,
 ) -> None:
     """Updates variables of one device; `values` are those of the scalars that all devices share."""
     scope = keras.StatelessScope(list(zip(shared, values, strict=True))) if shared else None
     if scope is None:
-        return _apply(optimizer, variables, gradients)
+        return _apply(optimizer, variables, gradients, compiles_large=compiles_large)
     with scope:
-        _apply(optimizer, variables, gradients)
+        _apply(optimizer, variables, gradients, compiles_large=compiles_large)
     mapped = {id(one) for one in shared}
     for variable in optimizer.variables:  # that the optimizer has assigned as Keras' variables
         value = scope.get_current_value(variable)
@@ -67,10 +74,10 @@ def _update(
             held_variable(variable).assign(value)
 
 
-def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any]) -> None:
-    optimizer._apply_weight_decay(variables)
-    optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
-    OptimizerUpdate(optimizer, variables).constrain()
+def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any], *, compiles_large: bool) -> None:
+    update = OptimizerUpdate(optimizer, variables)
+    update.update(gradients, compiles_large=compiles_large)
+    update.constrain()
     if optimizer.use_ema:
         _average(optimizer, variables)
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
@@ -74,7 +75,8 @@ class PipelineStep:
                     for index, gradient in of_regularizers:
                         with tf.device(gradient.device):
                             of_column[index] = added(of_column[index], gradient)
-                update_columns(optimizer, self._model.trainable_variables, sums, self._columns)
+                variables, may_compile = self._model.trainable_variables, not rejects_xla(self._model)
+                update_columns(optimizer, variables, sums, self._columns, compiles_large=may_compile)
 
             with self._columns.updating():
                 self._reduction(gradients, update)

@@ -42,7 +42,12 @@ def updates_weights(optimizer: Any) -> "int | tf.Tensor":
 
 
 def update_columns(
-    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
+    optimizer: Any,
+    variables: Sequence[keras.Variable],
+    gradients: Sequence[Sequence[Any]],
+    columns: Columns,
+    *,
+    compiles_large: bool,
 ) -> None:
     """Updates the variables of all columns as the optimizer would update them in one process.
 
@@ -52,6 +57,7 @@ def update_columns(
         gradients: By column and variable, of the loss of the batch; equal in all columns, on the devices of their
             variables. None for a variable that the loss does not depend on.
         columns: The columns.
+        compiles_large: Whether XLA may compile the updates of large variables on CPUs.
     """
     inner, outer = optimizers_of(optimizer)
     known = [index for index, gradient in enumerate(gradients[0]) if gradient is not None]
@@ -59,7 +65,8 @@ def update_columns(
     chosen = [variables[index] for index in known]
     of_columns = [[of_column[index] for index in known] for of_column in gradients]
     scale = None if outer is None else LossScale(outer)
-    _Application(OptimizerUpdate(inner, chosen, scale), inner, chosen, columns).micro_step(of_columns)
+    update = OptimizerUpdate(inner, chosen, scale)
+    _Application(update, inner, chosen, columns, compiles_large=compiles_large).micro_step(of_columns)
     inner._iterations.assign_add(1)
 
 
@@ -72,8 +79,12 @@ class _Application:
         optimizer: Any,
         variables: Sequence[keras.Variable],
         columns: Columns,
+        *,
+        compiles_large: bool,
     ) -> None:
         self._update, self._optimizer, self._variables, self._columns = update, optimizer, variables, columns
+        # XLA rounds differently on CPUs with different instructions, but columns must stay bit-identical.
+        self._compiles_large = compiles_large and len(columns) == 1
         # Accumulators are scaled by it, as `GradientAccumulation` expects them at the end of `fit`.
         self._factor = optimizer.loss_scale_factor if update.loss_scale is None else update.loss_scale.value
 
@@ -147,7 +158,7 @@ class _Application:
         clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
         for column, of_column in enumerate(clipped):
             with self._columns.entered(column):
-                apply_by_device(self._optimizer, self._variables, of_column)
+                apply_by_device(self._optimizer, self._variables, of_column, compiles_large=self._compiles_large)
 
     def _clipping(self, gradients: Sequence[Any]) -> Callable[[Any], Any]:
         """Returns the clipping of the optimizer; `gradients` are those of the first column."""
