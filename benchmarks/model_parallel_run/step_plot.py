@@ -48,7 +48,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panel.set_title("Peak of activations, 4 stages", fontsize=10.5, loc="left")
         panel.set_ylabel("growth of a process, MB")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(STAGED), frameon=False, fontsize=9.5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * min(count, 2), frameon=False, fontsize=9.5)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
