@@ -38,8 +38,8 @@ def patch_keras_once(strategy_class: Any) -> None:
 
     def is_recomputed() -> bool | None:
         loss = current_stage_loss()
-        is_ours = loss is not None or is_ours(tf.distribute.get_strategy())
-        return isinstance(loss, MicroBatchLoss) if is_ours else None
+        is_in_stages = loss is not None or is_ours(tf.distribute.get_strategy())
+        return isinstance(loss, MicroBatchLoss) if is_in_stages else None
 
     patch_rematerialization(is_recomputed)
     patch_symbolic_build(is_ours, lambda _: contextlib.nullcontext())

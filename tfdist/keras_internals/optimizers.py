@@ -182,14 +182,9 @@ class OptimizerUpdate:
         self._update_parts(gradients, variables)
 
     def _update_parts(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        with shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
-            self._update_each(gradients, variables)
-
-    def _update_each(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        self._optimizer._apply_weight_decay(variables)
         token = _reduced.set(True)
         try:
-            with shared_operations() if self._is_of_keras() else contextlib.nullcontext():
+            with shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
                 self._optimizer._apply_weight_decay(variables)
                 self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
         finally:
