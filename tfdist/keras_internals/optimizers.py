@@ -4,8 +4,6 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ import tensorflow as tf
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
+from tfdist.keras_internals.variable_paths import unique_path
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
@@ -25,23 +24,6 @@ from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on
 LARGE_UPDATE = 200_000
 
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
-
-
-_paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
-
-
-def _unique_path(strategy: Any, variable: Any) -> str:
-    """Returns the variable's path, with a number if another variable of the strategy has or had the same path."""
-    paths = _paths.setdefault(strategy, {})
-    own = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
-    for number in itertools.count():
-        path = f"{own}_{number}" if number else own
-        if path not in paths:
-            paths[path] = weakref.ref(variable)
-        # The path of a deleted variable is not used again, as compressors may hold state under it.
-        if paths[path]() is variable:
-            return path
-    raise AssertionError("unreachable")
 
 
 class OptimizerUpdate:
@@ -60,7 +42,7 @@ class OptimizerUpdate:
     @property
     def paths(self) -> list[str]:
         """The paths of the variables, with a number if another variable of the strategy has or had the same path."""
-        return [_unique_path(self.strategy, variable) for variable in self._variables]
+        return [unique_path(self.strategy, variable) for variable in self._variables]
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
