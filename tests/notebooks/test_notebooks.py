@@ -22,12 +22,14 @@ ROOT = FOLDER.parents[1]
 LAST_LINES = {
     "compression": r"compression: powersgd:4 sent 1/(\d+) of the bytes and recognises ([\d.]+)%",
     "multi_worker": r"multi-worker: a worker was killed, all were restarted; weights bit-identical: (True)",
+    "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
+    r"difference (\S+)",
     "quick_start": r"quick start: (2) replicas ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
 }
-# The examples and tests of compression and recovery run what the long ones show.
-QUICK, LONG = ("multi_worker", "quick_start"), ("compression", "recovery")
+# The examples and tests of compression, stages and recovery run what the long ones show.
+QUICK, LONG = ("multi_worker", "quick_start"), ("compression", "pipeline", "recovery")
 
 
 class ThisPython(KernelSpecManager):
@@ -122,6 +124,15 @@ def test_recovery_resumes_in_the_middle_of_an_epoch(run: Any) -> None:
     assert "interrupted after step 35" in printed(notebook, "interrupt")
     assert "FailureRecovery: resuming in epoch 2 of 4, after step 30" in printed(notebook, "again")
     assert re.search(r"^ +\d+ +92 +4 +1 .* complete\s*$", printed(notebook, "list"), re.MULTILINE)
+
+
+@pytest.mark.long
+def test_stages_equal_one_device(run: Any) -> None:
+    notebook, _ = run("pipeline")
+    assert re.search(r"^stage 1  .  F0 B0", printed(notebook, "strategy"), re.MULTILINE)
+    assert "image/png" in outputs(notebook, "bytes")[0].data
+    stages, one, difference = map(float, last_line(notebook, "pipeline"))
+    assert stages == one > 80 and difference < 1e-4
 
 
 def test_workers_train_fail_and_restart(run: Any) -> None:
