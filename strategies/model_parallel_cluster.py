@@ -18,7 +18,7 @@ def connect_to_workers(start_timeout_seconds: float) -> ServerMonitor | None:
         start_timeout_seconds: How long to wait for the workers.
 
     Returns:
-        What notices that a worker is lost; None if the environment describes no cluster.
+        What notices that a worker is lost; None if the environment describes no cluster, or one of this process alone.
 
     Raises:
         ValueError: The cluster is not one of a chief and its workers.
@@ -26,7 +26,7 @@ def connect_to_workers(start_timeout_seconds: float) -> ServerMonitor | None:
     """
     global _connected
     config = cluster.detect()
-    if config is None:
+    if config is None or sum(map(len, config.cluster.jobs.values())) == 1:
         return None
     jobs = config.cluster.jobs
     if set(jobs) != {"chief", "worker"} or len(jobs["chief"]) != 1:

@@ -105,7 +105,7 @@ def compile_transformer(model: keras.Model, optimizer: Any) -> None:
     )
 
 
-def strategy_of(stages: int, columns: int = 1, compression: str | None = None, **options: Any) -> ModelParallelStrategy:
+def strategy_of(stages: int, columns: int = 1, compression: Any = None, **options: Any) -> ModelParallelStrategy:
     devices = [f"CPU:{index}" for index in range(stages * columns)]
     pipeline = Pipeline(stages=stages, **options)
     return ModelParallelStrategy(devices, pipeline=pipeline, data_parallel=columns, compression=compression)

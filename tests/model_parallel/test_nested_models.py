@@ -11,7 +11,7 @@ from pipeline_runs import difference, fit_both, layers, ops, strategy_of
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
-@keras.saving.register_keras_serializable("tests")
+@keras.saving.register_keras_serializable("nested")
 class Block(keras.Model):
     """A subclassed model whose call is a graph of layers. Its first dropout never drops."""
 
@@ -77,7 +77,7 @@ def test_nested_models_are_cut(cuts: list[str] | None, columns: int, tmp_path: A
     assert [one.path for one in model.weights] == [one.path for one in reference.weights]
     lines: list[str] = []
     model.distribute_strategy.summary(model, lines.append)
-    assert all("backbone/" in line for line in lines[3 : 2 + stages - 1])
+    assert any("backbone/" in line for line in lines[2 : 2 + stages])  # a stage begins or ends in it
     if is_saved:
         assert "backbone/mlp/block/dense ..." in lines[4] and lines[5].split()[2] == "value"
         model.save(tmp_path / "model.keras")

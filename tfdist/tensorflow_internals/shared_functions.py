@@ -55,7 +55,8 @@ def call_shared(
         computes on other devices than the replica's.
     """
     graph = tf.compat.v1.get_default_graph()
-    context, replicas = tf.distribute.get_replica_context(), len(tf.distribute.get_strategy().extended.worker_devices)
+    context, strategy = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
+    replicas = len(strategy.extended.worker_devices) if tf.distribute.has_strategy() else 1
     flat = tf.nest.flatten(tensors, expand_composites=True)
     if context is None or replicas == 1 or not isinstance(graph, _FuncGraph) or is_compiling():
         return False
