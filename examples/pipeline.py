@@ -52,7 +52,7 @@ def windows(words: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.nd
 
 
 def build_model() -> keras.Model:
-    """Returns the transformer; nothing in it knows of stages."""
+    """Returns the transformer; nothing in it refers to stages."""
     layers, width = keras.layers, _WIDTH.value
     words = keras.Input((_LENGTH,), dtype="int32")
     x = layers.Embedding(_WORDS, width, name="words")(words)
