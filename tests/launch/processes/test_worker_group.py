@@ -61,7 +61,7 @@ def group(monkeypatch, reaper):
 def test_chief_runs_the_script_and_the_others_serve(group):
     commands = [group.start(rank, {}, role).command for rank, role in enumerate((CHIEF, WORKER, SERVER))]
     assert commands[0] == "script"
-    assert all(command[-1] == "tfdist.parameter_server" for command in commands[1:])
+    assert all(command[-1] == "tfdist.servers" for command in commands[1:])
 
 
 def test_new_worker_replaces_the_former(group):
