@@ -1,5 +1,6 @@
 """Trainings whose columns compress their gradients."""
 
+import shutil
 from typing import Any
 
 import keras
@@ -160,6 +161,38 @@ def test_an_interrupted_training_resumes_with_its_states(tmp_path: Any) -> None:
     after, expected = states_of(resumed), states_of(undisturbed)
     assert after.keys() == expected.keys()
     assert all(np.array_equal(value, expected[key]) for key, value in after.items())
+
+
+class FirstState(keras.callbacks.Callback):
+    """Keeps the state with which a training resumes."""
+
+    is_stateless = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.state = getattr(self, "state", None) or states_of(self.model)
+
+
+@pytest.mark.long
+def test_states_are_restored_with_other_stages_and_columns(tmp_path: Any) -> None:
+    interrupted = built(columns_of(2, 2, MIXED), adam)
+    with pytest.raises(KeyboardInterrupt):
+        recovery = FailureRecovery(tmp_path / "0", every_steps=1, background=False)
+        fit(interrupted, 3, callbacks=[recovery, Interruption()])
+    saved: dict[str, np.ndarray] = {}
+    for stages, columns in [(2, 2), (1, 4), (2, 1)]:
+        directory = shutil.copytree(tmp_path / "0", tmp_path / f"{stages} {columns}")
+        resumed, first = built(columns_of(stages, columns, MIXED), adam), FirstState()
+        fit(resumed, 3, callbacks=[FailureRecovery(directory, every_steps=100), first])
+        saved = saved or first.state
+        for key in saved:
+            name = key.partition("/")[2]
+            before, now = ([one[k] for k in one if k.partition("/")[2] == name] for one in (saved, first.state))
+            assert len(now) == columns
+            if name.endswith("residual"):  # their sum over the columns stays
+                np.testing.assert_allclose(sum(now), sum(before), atol=1e-7)
+                assert np.abs(sum(before)).max() > 1e-4
+            else:
+                assert all(np.array_equal(one, before[0]) for one in now)
 
 
 def test_different_numbers_of_uncompressed_steps_are_rejected() -> None:
