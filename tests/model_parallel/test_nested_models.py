@@ -59,7 +59,12 @@ def nested(is_tied: bool) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "columns"), [(None, 1), (["backbone/lstm", "backbone/mlp/block/dense", "value"], 1), (["mlp"], 2)]
+    ("cuts", "columns"),
+    [
+        pytest.param(None, 1, marks=pytest.mark.long),
+        (["backbone/lstm", "backbone/mlp/block/dense", "value"], 1),
+        (["mlp"], 2),
+    ],
 )
 def test_nested_models_are_cut(cuts: list[str] | None, columns: int, tmp_path: Any) -> None:
     stages, is_saved = len(cuts or [0] * 3) + 1, bool(cuts) and columns == 1

@@ -43,7 +43,9 @@ def _averaging() -> Any:
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        (lambda: optimizers.Adam(1e-3), {"stages": 4, "cuts": ["norm", "attention", "up"]}),
+        pytest.param(
+            lambda: optimizers.Adam(1e-3), {"stages": 4, "cuts": ["norm", "attention", "up"]}, marks=pytest.mark.long
+        ),
         (lambda: optimizers.Adam(1e-3, global_clipnorm=1.0, weight_decay=0.01), {"stages": 2, "columns": 2}),
         pytest.param(_averaging, {"stages": 2}, marks=pytest.mark.long),  # `test_optimizers` has it, too
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launched_runs import launch_once
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.long]  # tests/chaos/test_stages.py recovers on workers, too
 FOLDER = Path(__file__).parent
 
 

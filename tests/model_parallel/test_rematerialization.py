@@ -53,6 +53,7 @@ def trained(mode: str | None) -> tuple[keras.Model, int]:
     return model, sum(one.shape.num_elements() or 0 for op in calls for one in op.outputs)
 
 
+@pytest.mark.long
 def test_rematerialization_changes_memory_only() -> None:
     model, elements = trained("full")
     reference, of_reference = trained(None)
