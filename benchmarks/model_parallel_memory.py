@@ -116,10 +116,12 @@ def start(run: str, folder: Path) -> dict[str, Any]:
     addresses = [f"127.0.0.1:{_free_port()}" for _ in range(_WORKERS + 1)]
     spec = json.dumps({"worker": addresses[1:], "chief": addresses[:1]})
     command = [sys.executable, __file__, "--spec", spec, "--folder", str(folder)]
-    workers = [subprocess.Popen([*command, "--task", str(index)]) for index in range(_WORKERS)]
+    environment = {"MALLOC_ARENA_MAX": "1", **os.environ}  # as `tfdist run --chief` sets it
+    workers = [subprocess.Popen([*command, "--task", str(index)], env=environment) for index in range(_WORKERS)]
     try:
         pids = json.dumps([worker.pid for worker in workers])
-        done = subprocess.run([*command, "--run", run, "--pids", pids], stdout=subprocess.PIPE, check=True, timeout=600)
+        run_of_chief = [*command, "--run", run, "--pids", pids]
+        done = subprocess.run(run_of_chief, env=environment, stdout=subprocess.PIPE, check=True, timeout=600)
         return dict(json.loads(done.stdout.splitlines()[-1]))
     finally:
         for worker in workers:

@@ -26,9 +26,11 @@ from tfdist.callbacks import FailureRecovery
 from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.manifest import FileRecord, Manifest
 from tfdist.strategies import ModelParallelStrategy, Pipeline
+from tfdist.tensorflow_internals import placed_strategy
 
 WORKERS = [f"/job:worker/task:{index}/device:CPU:0" for index in range(2)]
 OWN = ["CPU:0", "CPU:1"]
+placed_strategy._PIECE = 100  # bytes, so that the values of workers come in several
 DATA = "worker-1.data-00000-of-00001"
 
 

@@ -93,6 +93,15 @@ def _with_chief(chief: Role, tasks: Iterable[Task], restarted_alone: str = "") -
     return dict(enumerate([chief, *servers]))
 
 
+def is_chief_with_workers(roles: Iterable[Role]) -> bool:
+    """Whether the workers hold the stages of the chief's model.
+
+    >>> is_chief_with_workers(chief_and_worker_roles(1).values()), is_chief_with_workers(worker_roles(2).values())
+    (True, False)
+    """
+    return any(role.is_server and role.task.type == "worker" for role in roles)
+
+
 def count_workers(roles: Mapping[int, Role]) -> int:
     """Returns the number of workers, without chief and parameter servers."""
     return sum(role.task.type == "worker" for role in roles.values())

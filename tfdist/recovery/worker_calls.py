@@ -127,12 +127,12 @@ def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_se
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-    for task, reason in reasons.items():
-        if reason:
+    for task in calls:  # in their order, not that of the answers
+        if reasons[task]:
             raise CheckpointError(
-                f"A worker does not see the directory of the checkpoints. Received: {reason}, from {task}. Expected: "
-                f"the file that this process wrote to {str(path)!r}. Pass FailureRecovery a directory on a file system "
-                "that is mounted at the same path on the hosts of all workers and of this process."
+                f"A worker does not see the directory of the checkpoints. Received: {reasons[task]}, from {task}. "
+                f"Expected: the file that this process wrote to {str(path)!r}. Pass FailureRecovery a directory on a "
+                "file system that is mounted at the same path on the hosts of all workers and of this process."
             )
 
 

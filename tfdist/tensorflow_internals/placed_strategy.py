@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.tensorflow_symbols import (
@@ -11,6 +12,8 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     ResourceVariable,
     UpdateContext,
 )
+
+_PIECE = 1_000_000  # bytes
 
 
 class PlacedExtended(OneDeviceExtended):
@@ -89,6 +92,15 @@ class ColumnVariable(ResourceVariable):
     copies: tuple[tf.Variable, ...] = ()
     follows = True
 
+    def numpy(self) -> Any:
+        """Returns the value. From another process it comes in pieces, so that only one array of its size is made."""
+        if not tf.executing_eagerly() or "/job:localhost/" in self.device or self.dtype.size * _size(self) <= _PIECE:
+            return super().numpy()
+        return _received(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.numpy(), dtype) if copy else np.asarray(self.numpy(), dtype)
+
     def assign(self, *args: Any, **kwargs: Any) -> Any:
         return self._copied(super().assign(*args, **kwargs))
 
@@ -110,6 +122,23 @@ class ColumnVariable(ResourceVariable):
                 _finish_assignment(copy)
         _finish_assignment(self)
         return result
+
+
+def _size(variable: tf.Variable) -> int:
+    return variable.shape.num_elements() or 0
+
+
+def _received(variable: tf.Variable) -> np.ndarray:
+    """Returns the value of a variable of another process, as of one time."""
+    with tf.device(variable.device):
+        flat = tf.reshape(variable.read_value(), [-1])  # shares the memory of the variable
+    found = np.empty(_size(variable), variable.dtype.as_numpy_dtype)
+    piece = _PIECE // variable.dtype.size
+    for begin in range(0, found.size, piece):
+        with tf.device(variable.device):
+            part = flat[begin : begin + piece]
+        found[begin : begin + piece] = part.numpy()
+    return found.reshape(variable.shape)
 
 
 def _finish_assignment(variable: tf.Variable) -> None:

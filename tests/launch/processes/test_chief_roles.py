@@ -13,7 +13,9 @@ WORKERS = ("worker-0", "worker-1")
 
 def test_tasks_threads_and_the_end(run_roles, tmp_path):
     show = "print(os.environ['TF_CONFIG'], os.environ['TF_NUM_INTRAOP_THREADS'])"
-    ended = run_roles(f"{show}; up(*{WORKERS!r})", "--log-dir", "logs", server=f"{' ' * 8}{show}", servers=0)
+    pools = "assert os.environ['MALLOC_ARENA_MAX'] == '1'"
+    server = f"{' ' * 8}{show}; {pools}"
+    ended = run_roles(f"{show}; {pools}; up(*{WORKERS!r})", "--log-dir", "logs", server=server, servers=0)
     assert ended.code == 0
     assert all((tmp_path / f"told-{task}").exists() for task in WORKERS), "the exit of the chief ends the workers"
     assert not any("failed" in line or "ended" in line for line in ended.said)

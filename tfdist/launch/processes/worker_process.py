@@ -9,12 +9,14 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
-from tfdist.launch.process_roles import cluster_spec, count_computing
+from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
 from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.linux_syscalls import die_with_parent, pidfd_open
 from tfdist.launch.processes.run_policy import AttemptStart
 from tfdist.launch.run_config import TOKEN_VARIABLE
 
+# glibc keeps a pool of freed memory for each thread. Of tensors as large as a stage's, that is much memory.
+_ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
 
@@ -175,5 +177,7 @@ class WorkerEnvironments:
             "TFDIST_ATTEMPT": str(start.attempt),
             "TFDIST_FULL_WORKERS": str(start.full_workers),
         }
+        if is_chief_with_workers(start.roles.values()):
+            common = {_ALLOCATOR_POOLS: "1", **common}
         configs = {rank: ClusterConfig(spec, role.task) for rank, role in roles.items()}
         return {rank: {**common, "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()}
