@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
-# Memory of this size and more is returned when it is freed, so that the peak shows what is used at a time.
-RETURNING_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# Memory of this size and more is returned when it is freed, so that the peak shows what is used at a time. With oneDNN,
+# TensorFlow keeps what it frees.
+RETURNING_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
 _RESET_PEAK = "5"
 
 
