@@ -6,7 +6,7 @@ _SLACK = 0.05  # how much larger than necessary the largest cost may be, to send
 
 
 def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | None = None) -> list[int]:
-    """Returns where stages begin so that the largest sum of costs of a stage is as small as possible.
+    """Returns where stages begin so that the largest sum of costs of a stage is as small as possible, the others even.
 
     Args:
         costs: By position, at least 0.
@@ -24,6 +24,8 @@ def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | Non
     [0, 2, 5]
     >>> balanced_starts([100, 1, 100], 2, [0, 9, 3])
     [0, 2]
+    >>> balanced_starts([0, 2, 2, 2, 2, 2, 2], 4)  # not a stage without cost, and three of 4
+    [0, 2, 3, 5]
     """
     if stages > len(costs):
         raise ValueError("fewer costs than stages")
@@ -50,20 +52,21 @@ def _parts_needed(costs: Sequence[int], capacity: int) -> int:
 
 
 def _cheapest_starts(costs: Sequence[int], stages: int, capacity: int, sent: Sequence[int]) -> list[int]:
-    """The cuts that send least, among those whose parts fit into `capacity`."""
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # by end of the parts so far
+    """The cuts that send least, of these the most even ones, among those whose parts fit into `capacity`."""
+    # By end of the parts so far: what they send, the sum of the squares of their costs, and where they start.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(stages):
-        after: dict[int, tuple[int, list[int]]] = {}
-        for start, (total, starts) in best.items():
+        after: dict[int, tuple[int, int, list[int]]] = {}
+        for start, (total, squares, starts) in best.items():
             used, total = 0, total + sent[start] * (start > 0)
             for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
                 used += costs[end - 1]
                 if used > capacity:
                     break
-                if end not in after or total < after[end][0]:
-                    after[end] = total, [*starts, start]
+                if end not in after or (total, squares + used**2) < after[end][:2]:
+                    after[end] = total, squares + used**2, [*starts, start]
         best = after
-    return best[len(costs)][1]
+    return best[len(costs)][2]
 
 
 def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
