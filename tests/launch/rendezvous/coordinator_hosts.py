@@ -87,7 +87,7 @@ class Hosts:
         self.get_ready()
         return self
 
-    def done(self, rank, *codes, attempt=0, signalled=False, lines=(), **changed):
+    def done(self, rank, *codes, attempt=0, signalled=False, lines=(), failures=None, **changed):
         first = self.nodes[rank].first_rank
         ends = [
             {
@@ -98,6 +98,7 @@ class Hosts:
                 "was_signalled": signalled,
                 "failure_reason": "",
                 "at": 0.0,
+                **(failures or {}),
             }
             for index, code in enumerate(codes)
         ]

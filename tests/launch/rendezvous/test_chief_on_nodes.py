@@ -100,3 +100,24 @@ def test_lost_worker_is_named_by_its_task_on_all_nodes(chief):
     ended = [run.end() for run in chief("beat_on(step=1)", server=server)]
     assert [one.code for one in ended] == [4, 4], ended
     assert all(says(one, f"worker 1 on {HOST} failed first: exit code 4") for one in ended)
+
+
+def test_worker_that_misses_the_chief_after_its_end_does_not_fail_the_run():
+    """Node 0 ends the chief's children before it reports; meanwhile workers of other hosts may see the chief lost."""
+    left = {"failure_reason": "exit code 0, while it was needed"}
+    for code in (0, 75):
+        hosts = Hosts(chief=True).start()
+        if code:
+            hosts.tell(0, "stop", signal=15, again=False)
+        hosts.tell(1, "failed", attempt=0, text="worker 1: exit code 0, while it was needed")
+        hosts.done(1, 0, failures=left)
+        hosts.done(0, code, 0)
+        assert hosts.over() == code
+
+
+def test_worker_that_fails_before_the_chief_is_ended_fails_the_run():
+    hosts = Hosts(chief=True, max_restarts=0).start()
+    hosts.tell(1, "failed", attempt=0, text="worker 1: exit code 4")
+    hosts.done(1, 4)
+    hosts.done(0, 0, -15, signalled=True)
+    assert hosts.over() == 4

@@ -9,6 +9,7 @@ from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_config import GracePeriods
 
 
@@ -139,10 +140,11 @@ def _merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
         outcomes: Outcomes of the nodes, that of the node that failed first in front.
         more: Fields that no single node knows.
     """
+    exits = tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits)
     fit = max((outcome.fit for outcome in outcomes), default=1)
     furthest = [outcome for outcome in outcomes if outcome.fit == fit]
     return Outcome(
-        exits=tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits),
+        exits=_without_needless(exits, more["roles"]),
         stall=next((outcome.stall for outcome in outcomes if outcome.stall), ""),
         start_failure=next((outcome.start_failure for outcome in outcomes if outcome.start_failure is not None), None),
         heartbeat_ranks=frozenset().union(*(outcome.heartbeat_ranks for outcome in outcomes)),
@@ -151,6 +153,20 @@ def _merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
         saved=_highest(outcome.saved for outcome in furthest),
         errors={rank: error for outcome in outcomes for rank, error in outcome.errors.items()},
         **more,
+    )
+
+
+def _without_needless(exits: Sequence[WorkerExit], roles: Mapping[int, Role]) -> tuple[WorkerExit, ...]:
+    """Returns the exits; those of servers are no failures if the chief has ended successfully and was not signalled.
+
+    Its node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and end.
+    """
+    own = [one for one in exits if roles[one.rank].runs_script and not one.was_signalled]
+    if not any(one.returncode == 0 or one.is_preempted for one in own):
+        return tuple(exits)
+    return tuple(
+        one if roles[one.rank].runs_script else dataclasses.replace(one, failure_reason="", was_signalled=True)
+        for one in exits
     )
 
 
