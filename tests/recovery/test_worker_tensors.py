@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.checkpoint import CheckpointError
+from tfdist.checkpoint.worker_files import record_worker_files
 from tfdist.recovery import worker_calls, worker_tensors
 from tfdist.recovery.worker_tensors import WorkerCopies, assign_all, open_worker_tensors
 
@@ -24,7 +25,8 @@ def variables(cpus: list[str]) -> dict[str, tf.Variable]:
     with tf.device(cpus[1]):
         values = {"kernel": np.ones((3, 2), "float32"), "count": np.int64(7), "flag": True, "empty": np.zeros((0, 3))}
         return {name: tf.Variable(value) for name, value in values.items()} | {
-            "half": tf.Variable(tf.constant([0.1, 3.0], tf.bfloat16))
+            "half": tf.Variable(tf.constant([0.1, 3.0], tf.bfloat16)),
+            "scale": tf.Variable(tf.cast(tf.constant([0.5, 3.0]), tf.dtypes.experimental.float8_e4m3fn)),
         }
 
 
@@ -36,9 +38,9 @@ def saved(bundles: Any, directory: Path) -> dict[str, Any]:
 def test_copies_have_the_values_of_their_request(copies: WorkerCopies, variables: Any, tmp_path: Path) -> None:
     for number in range(2):  # the second snapshot uses the same functions
         expected = {name: variable.numpy() for name, variable in variables.items()}
-        assert [copies.request(name, variable) for name, variable in variables.items()] == [None] * 5
+        assert [copies.request(name, variable) for name, variable in variables.items()] == [None] * 6
         bundles = copies.copy_on_workers()
-        assert bundles is not None and bundles.size_bytes == 3 * 2 * 4 + 8 + 1 + 2 * 2
+        assert bundles is not None and bundles.size_bytes == 3 * 2 * 4 + 8 + 1 + 2 * 2 + 2
         variables["kernel"].assign_add(tf.ones([3, 2]))
         variables["count"].assign(0)
         (tmp_path / str(number)).mkdir()
@@ -49,6 +51,47 @@ def test_copies_have_the_values_of_their_request(copies: WorkerCopies, variables
         for name, variable in variables.items():
             np.testing.assert_array_equal(variable.numpy(), expected[name])
         assert found["half"].dtype.name == "bfloat16" and found["kernel"].shape == (3, 2)
+
+
+def test_strings_have_no_fixed_size(copies: WorkerCopies, cpus: list[str], tmp_path: Path) -> None:
+    with tf.device(cpus[1]):
+        variable = tf.Variable(["a", "bcd"])
+    copies.request("words", variable)
+    bundles = copies.copy_on_workers()
+    assert bundles is not None
+    sizes = bundles.write(tmp_path)
+    assert sizes == {"localhost-0.data-00000-of-00001": None, "localhost-0.index": None}
+    record_worker_files(tmp_path, sizes)
+    variable.assign(["", ""])
+    assign_all([(variable, saved(bundles, tmp_path)["words"])])
+    assert variable.numpy().tolist() == [b"a", b"bcd"]
+
+
+def test_many_workers_cause_no_warning_of_retracing(
+    copies: WorkerCopies,
+    cpus: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TensorFlow warns from the fifth function on that is traced for the same Python code in a row."""
+    tf.get_logger().addHandler(caplog.handler)
+    for number in range(6):
+        with tf.device(cpus[1]):
+            variable = tf.Variable(float(number))
+        copies.request("value", variable)
+        bundles = copies.copy_on_workers()
+        assert bundles is not None
+        (directory := tmp_path / str(number)).mkdir()
+        bundles.write(directory)
+        found = saved(bundles, directory)["value"]
+        assign_all([(variable, found)])
+        with monkeypatch.context() as here:
+            here.setattr(worker_tensors, "own_task", worker_calls.own_task)
+            assert np.asarray(found) == number
+        worker_calls.check_shared_directory(directory, {worker_calls.own_task(): variable.device}, 30.0)
+    tf.get_logger().removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if "retracing" in record.getMessage()]
 
 
 def test_values_can_be_read_as_arrays(
@@ -72,7 +115,7 @@ def test_nothing_is_returned_to_this_process_and_copies_are_released(
     bundles = copies.copy_on_workers()
     assert bundles is not None and copies.copy_on_workers() is None
     (bundle,) = bundles._bundles.values()
-    assert bundle.copy.get_concrete_function().outputs == []
+    assert bundle.traced_copy.outputs == []
     assert [copy.read_value().shape for copy in bundle._copies] == [(3, 2)]
     bundles.write(tmp_path)
     assert [copy.read_value().shape for copy in bundle._copies] == [(0,)]

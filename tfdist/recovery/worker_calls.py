@@ -104,7 +104,15 @@ def _answer(host: str) -> Any:
         with tf.device(host):
             return tf.raw_ops.AddV2(x=tf.constant(1), y=tf.constant(1))
 
-    return answer
+    return answer.get_concrete_function()
+
+
+def call_once(function: Any) -> Callable[[], Any]:
+    """Returns a call of a `tf.function` that is traced for it, as those for other workers are.
+
+    TensorFlow would count calls of several functions with the same Python code as retracing, and warn.
+    """
+    return lambda: function.get_concrete_function()()
 
 
 def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_seconds: float) -> None:
@@ -145,10 +153,11 @@ def _reads_content(path: str, device: str, content: bytes) -> Callable[[], str]:
             return tf.io.read_file(name)
 
     def call() -> str:
+        traced = read.get_concrete_function(tf.TensorSpec([], tf.string))
         end = time.monotonic() + _VISIBLE_WITHIN_SECONDS
         while True:
             try:
-                if read(tf.constant(path)).numpy() == content:
+                if traced(tf.constant(path)).numpy() == content:
                     return ""
                 reason = "another content"
             except (

@@ -7,6 +7,7 @@ Files are TensorFlow's bundles, which contain checksums of the tensors: `worker-
 `worker-1.data-00000-of-00001` for the task 1 of the job "worker". Any task reads any of them.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
+from tfdist.recovery.worker_calls import call_once, call_workers, host_of, own_task, task_of
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]
@@ -55,7 +56,7 @@ class WorkerTensor:
             with tf.device(host_of(own_task())):
                 return self.read()
 
-        tensor = call_workers({own_task(): read}, "read", self.timeout_seconds)[own_task()]
+        tensor = call_workers({own_task(): call_once(read)}, "read", self.timeout_seconds)[own_task()]
         array = np.asarray(tensor.numpy())
         return array if dtype is None else array.astype(dtype)
 
@@ -144,14 +145,30 @@ class _Bundle:
     def __init__(self, task: str, variables: dict[str, Any]) -> None:
         self.variables = list(variables.items())
         self.size_bytes = sum(map(_bytes_of, variables.values()))
+        self.has_fixed_size = all(variable.dtype != tf.string for variable in variables.values())
         self._copies: list[tf.Variable] = []
         for variable in variables.values():
             with tf.init_scope(), tf.device(variable.device):
-                empty = tf.zeros([0], variable.dtype)
-                self._copies.append(ResourceVariable(empty, trainable=False, shape=tf.TensorShape(None)))
-        self.copy = tf.function(self._copy, autograph=False)
-        self.write = tf.function(self._write, autograph=False)
+                empty = ResourceVariable(_empty(variable.dtype), trainable=False, shape=tf.TensorShape(None))
+                self._copies.append(empty)
         self._host = host_of(task)
+
+    def copy(self) -> None:
+        """Copies the variables."""
+        self.traced_copy()
+
+    def write(self, prefix: Path) -> None:
+        """Writes the copies, and empties them."""
+        self._traced_write(tf.constant(str(prefix)))
+
+    @functools.cached_property
+    def traced_copy(self) -> Any:
+        """The function that copies. It is traced in the thread that calls it first."""
+        return tf.function(self._copy, autograph=False).get_concrete_function()
+
+    @functools.cached_property
+    def _traced_write(self) -> Any:
+        return tf.function(self._write, autograph=False).get_concrete_function(tf.TensorSpec([], tf.string))
 
     def _copy(self) -> None:
         for (_, variable), copy in zip(self.variables, self._copies, strict=True):
@@ -170,7 +187,7 @@ class _Bundle:
         with tf.control_dependencies([written]):
             for copy in self._copies:
                 with tf.device(copy.device):
-                    copy.assign(tf.zeros([0], copy.dtype), read_value=False)
+                    copy.assign(_empty(copy.dtype), read_value=False)
 
 
 class WorkerBundles:
@@ -199,7 +216,7 @@ class WorkerBundles:
         calls = {}
         for task, bundle in self._bundles.items():
             prefix = _prefix_of(task)
-            sizes[f"{prefix}.data-00000-of-00001"] = bundle.size_bytes
+            sizes[f"{prefix}.data-00000-of-00001"] = bundle.size_bytes if bundle.has_fixed_size else None
             sizes[f"{prefix}.index"] = None
             calls[task] = _call(bundle, directory / prefix)
         self._bundles = {}
@@ -208,7 +225,7 @@ class WorkerBundles:
 
 
 def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:
-    return lambda: bundle.write(tf.constant(str(prefix)))
+    return lambda: bundle.write(prefix)
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
@@ -237,6 +254,10 @@ def _prefix_of(task: str) -> str:
     return f"{spec.job}-{spec.task}"
 
 
+def _empty(dtype: tf.DType) -> tf.Tensor:
+    return tf.constant(np.zeros([0], dtype.as_numpy_dtype), dtype)  # `tf.zeros` has no float8
+
+
 def _bytes_of(variable: Any) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
@@ -254,4 +275,4 @@ def _assigner(values: Sequence[tuple[Any, WorkerTensor]]) -> Callable[[], Any]:
                 variable.assign(tensor, read_value=False)
             last = [tensor.op]
 
-    return read_and_assign
+    return call_once(read_and_assign)
