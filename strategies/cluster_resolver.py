@@ -11,6 +11,7 @@ from tfdist import cluster
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
 _SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
+_RUN_VARIABLE = "TFDIST_RUN_ID"  # set by `tfdist run`, in whose clusters only a chief's workers have a job beside them
 
 
 def resolver_of(config: cluster.ClusterConfig, **options: Any) -> Any:
@@ -33,6 +34,23 @@ def worker_resolver() -> Any:
     if config is None:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     return resolver_of(config, num_accelerators={"GPU": _num_logical_gpus()})
+
+
+def check_workers_run_the_script(spec: dict[str, Any]) -> None:
+    """Checks that `tfdist run` has started workers that train, and not TensorFlow's server for a chief.
+
+    Raises:
+        ValueError: They would never connect to the chief.
+    """
+    if "chief" in spec and _RUN_VARIABLE in os.environ:
+        option = "--parameter-servers" if "ps" in spec else "--chief"
+        fitting = "ParameterServerStrategy" if "ps" in spec else "ModelParallelStrategy"
+        raise ValueError(
+            "The workers of this run do not run the script: they are servers of a chief. Received: a cluster of "
+            f"{ {job: len(tasks) for job, tasks in sorted(spec.items())} }, the number of tasks of each job, from "
+            f"tfdist run {option}. Expected: workers alone. Start the script by tfdist run --workers N script.py, "
+            f"without {option}, or create a {fitting}."
+        )
 
 
 def check_parameter_server_cluster(spec: dict[str, Any], task_type: str | None, task_id: int | None) -> None:

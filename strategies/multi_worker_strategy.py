@@ -9,7 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
-from tfdist.strategies.cluster_resolver import peer_addresses, start_timeout_of, worker_resolver
+from tfdist.strategies.cluster_resolver import (
+    check_workers_run_the_script,
+    peer_addresses,
+    start_timeout_of,
+    worker_resolver,
+)
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.runtime import (
@@ -76,7 +81,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 requested number of workers is a multiple of the present number, the quotient.
 
         Raises:
-            ValueError: An argument or the cluster in the environment is invalid.
+            ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
             RuntimeError: TensorFlow has already created its devices.
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use.
@@ -85,6 +90,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
+        check_workers_run_the_script(spec)
         if spec and not cluster_is_running() and tensorflow_has_started():
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be created before TensorFlow creates its devices. Received: a "

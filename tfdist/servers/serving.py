@@ -18,7 +18,8 @@ _CHIEF_LOST_SECONDS = 10.0
 def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
     """Runs the server of a task; returns when the chief, once seen, cannot be reached for 10 s.
 
-    SIGTERM ends the process with exit code 0.
+    SIGTERM ends the process with exit code 0. SIGUSR1 is ignored: schedulers send it to every process of a run, and the
+    chief, which saves then, needs its servers.
 
     Args:
         cluster: The addresses of each job.
@@ -28,6 +29,7 @@ def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
     if threading.current_thread() is threading.main_thread():
         # TensorFlow's server prevents an orderly exit of the interpreter.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config = tf.compat.v1.ConfigProto()
     config.experimental.share_session_state_in_clusterspec_propagation = True
     config.inter_op_parallelism_threads = max(4, len(cluster.get("worker", ())) + 1)

@@ -1,0 +1,38 @@
+"""A server ends with its chief, and not by a signal that announces the end of the host."""
+
+import signal
+
+import pytest
+import tensorflow as tf
+
+from tfdist.servers import serving
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(chief)`: runs the server's loop without TensorFlow's server and without waiting."""
+    monkeypatch.setattr(tf.distribute, "Server", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "_CHIEF_LOST_SECONDS", 0.01)
+    monkeypatch.setattr(serving, "_POLL_SECONDS", 0.02)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def begin(answers):
+        answers = iter(answers)
+        monkeypatch.setattr(serving, "is_reachable", lambda address: next(answers))
+        serving.serve({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
+
+    yield begin
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_it_serves_until_the_chief_that_it_has_seen_is_lost(serve):
+    with pytest.raises(StopIteration):
+        serve([False, False])
+    serve([False, True, False])
+
+
+def test_a_notice_of_preemption_does_not_end_it(serve):
+    """The chief saves then, and needs the variables of its servers."""
+    serve([True, False])
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
