@@ -21,6 +21,7 @@ from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.transfers import DENSE
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.strategies.cluster_resolver import start_timeout_of
+from tfdist.strategies.column_cpus import compare_cpus_of_columns
 from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
 from tfdist.strategies.model_parallel_patches import patch_keras_once
 from tfdist.strategies.replicated_strategy import Compression
@@ -96,6 +97,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
         self._chief = resolved_device("CPU:0")
         super().__init__(PlacedExtended(self, self._chief, self.columns[0], resolved))
+        if policy.compresses:
+            compare_cpus_of_columns(self.columns)
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
         self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
         reduction = ColumnReduction(policy, self._compression_state)

@@ -40,6 +40,7 @@ _FLOATS = {
     tf.float16: (0x3FF, 0x3C00, tf.uint16),
     tf.bfloat16: (0x7F, 0x3F80, tf.uint16),
 }
+_CPU_FILE, _CPU_FLAGS = "/proc/cpuinfo", ("flags", "Features")
 _other_cpus: tuple[int, ...] = ()  # workers whose CPUs differ from that of worker 0
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_is_compiling", default=False)
 
@@ -149,11 +150,35 @@ def workers_with_other_cpus() -> tuple[int, ...]:
 def cpu_instructions() -> int:
     """Returns a number that is equal on CPUs with the same instructions."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path(_CPU_FILE).read_text().splitlines()
     except OSError:
         lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return zlib.crc32(" ".join(sorted(flags.split())).encode())
+    return _number_of(next((line for line in lines if line.startswith(_CPU_FLAGS)), ""))
+
+
+def cpu_instructions_of(host: str) -> int:
+    """Returns the number of `cpu_instructions` of another task.
+
+    Args:
+        host: Its CPU device.
+    """
+
+    @tf.function(autograph=False)
+    def flags() -> tf.Tensor:
+        with tf.device(host):  # lines, because the file has no size that `tf.io.read_file` could read
+            pattern = f"({'|'.join(_CPU_FLAGS)}).*"
+            lines = tf.data.TextLineDataset(_CPU_FILE).filter(lambda line: tf.strings.regex_full_match(line, pattern))
+            return lines.take(1).reduce(tf.constant(""), lambda _, line: line)
+
+    try:
+        found = flags.get_concrete_function()().numpy()
+    except tf.errors.NotFoundError:
+        found = b""
+    return _number_of(found.decode(errors="replace"))
+
+
+def _number_of(flags: str) -> int:
+    return zlib.crc32(" ".join(sorted((flags or platform.processor()).split())).encode())
 
 
 @functools.cache
