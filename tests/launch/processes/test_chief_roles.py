@@ -11,6 +11,15 @@ from tfdist.launch.processes.cores_and_ports import usable_cores
 WORKERS = ("worker-0", "worker-1")
 
 
+def test_workers_alone_see_the_gpus(run_roles):
+    """TensorFlow reserves the memory of each GPU that it sees, and the chief does not compute."""
+    show = "print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    more = {"server": f"{' ' * 8}{show}", "servers": 0, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}
+    ended = run_roles(f"{show}; up(*{WORKERS!r})", **more)
+    assert [of(ended, label) for label in ("chief", "worker 0", "worker 1")] == [["-1"], ["0,1"], ["0,1"]]
+
+
+
 def test_tasks_threads_and_the_end(run_roles, tmp_path):
     show = "print(os.environ['TF_CONFIG'], os.environ['TF_NUM_INTRAOP_THREADS'])"
     pools = "assert os.environ['MALLOC_ARENA_MAX'] == '1'"

@@ -180,4 +180,10 @@ class WorkerEnvironments:
         if is_chief_with_workers(start.roles.values()):
             common = {_ALLOCATOR_POOLS: "1", **common}
         configs = {rank: ClusterConfig(spec, role.task) for rank, role in roles.items()}
-        return {rank: {**common, "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()}
+        # TensorFlow reserves the memory of each GPU that it sees, which a worker on this host needs.
+        hidden: dict[int, dict[str, str]] = {
+            rank: {} if role.computes else {"CUDA_VISIBLE_DEVICES": "-1"} for rank, role in roles.items()
+        }
+        return {
+            rank: {**common, **hidden[rank], "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()
+        }
