@@ -19,7 +19,6 @@ def test_workers_alone_see_the_gpus(run_roles):
     assert [of(ended, label) for label in ("chief", "worker 0", "worker 1")] == [["-1"], ["0,1"], ["0,1"]]
 
 
-
 def test_tasks_threads_and_the_end(run_roles, tmp_path):
     show = "print(os.environ['TF_CONFIG'], os.environ['TF_NUM_INTRAOP_THREADS'])"
     pools = "assert os.environ['MALLOC_ARENA_MAX'] == '1'"
