@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from pipeline_runs import difference, difference_of_columns, fit_both, strategy_of
 
-optimizers, losses, ops = keras.optimizers, keras.losses, keras.ops
+optimizers, losses, ops, layers = keras.optimizers, keras.losses, keras.ops, keras.layers
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
@@ -173,15 +173,37 @@ def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
-def test_rows_of_a_shared_table_are_added_as_in_one_process() -> None:
-    def build() -> keras.Model:
+class DenseLookup(layers.Embedding):
+    """Looks up rows by a product, so that the gradient of the table is dense."""
+
+    def call(self, ids: Any) -> Any:
+        return ops.matmul(ops.one_hot(ids, self.input_dim), self.embeddings)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optimizers.Adam(1e-2),
+        lambda: optimizers.SGD(0.1, clipnorm=0.01),
+        lambda: optimizers.SGD(0.1, clipvalue=1e-3),
+    ],
+    ids=["adam", "clipnorm", "clipvalue"],
+)
+def test_rows_of_tables_are_added_before_they_are_squared_or_clipped(optimizer: Any) -> None:
+    """Ids occur several times in a batch, and each micro-batch looks up all positions."""
+
+    def build(lookup: Any) -> keras.Model:
         ids = keras.Input((6,), dtype="int32")
-        x = keras.layers.LSTM(9)(keras.layers.Embedding(WORDS := 7, 8, mask_zero=True)(ids % WORDS))
-        return keras.Model(ids, keras.layers.Dense(5)(x))
+        x = lookup(7, 8, mask_zero=True)(ids) + lookup(6, 8)(ops.arange(6))
+        return keras.Model(ids, layers.Dense(5)(layers.LSTM(9)(x)))
 
     ids = np.random.default_rng(0).integers(0, 7, (50, 6))
-    compile_model = lambda m: runs.compile_classifier(m, optimizers.Adam(1e-2))  # noqa: E731
-    model, reference, _ = fit_both(strategy_of(2, 2), build, compile_model, ids)
+    compile_model = lambda m: runs.compile_classifier(m, optimizer())  # noqa: E731
+    with strategy_of(2, 2).scope():
+        model = runs.made(lambda: build(layers.Embedding), compile_model)
+    reference = runs.made(lambda: build(DenseLookup), compile_model)
+    for one in (model, reference):
+        one.fit(ids, runs.CLASSES, batch_size=16, epochs=3, shuffle=False, verbose=0)
     assert difference(model.weights, reference.weights) <= 1e-6
 
 
