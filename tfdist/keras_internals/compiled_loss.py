@@ -29,6 +29,18 @@ def overrides_compute_loss(model: Any) -> bool:
     return "compute_loss" in {name for base in _own_classes(model) for name in vars(base)}
 
 
+def variables_of_own_loss(model: Any) -> list[keras.Variable]:
+    """Returns the variables that the model's own `compute_loss`, if it has one, may use beside those of its layers.
+
+    These are variables in attributes of the model itself, and those of the metrics that it updates.
+    """
+    if not overrides_compute_loss(model):
+        return []
+    own = [*model._trainable_variables, *model._non_trainable_variables]
+    own += [generator.state for generator in model._seed_generators]
+    return [*own, *(variable for metric in model._metrics for variable in metric.variables)]
+
+
 def overridden_method(model: Any, *names: str) -> str | None:
     """Returns the first of the methods `names` that the class of the model overrides."""
     own = {name for base in _own_classes(model) for name in vars(base)}
@@ -64,8 +76,7 @@ def loss_parts(
         compiled._metrics = recorders
     try:
         if overrides_compute_loss(model):
-            with keras.StatelessScope():  # in which layers have added no losses
-                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         else:
             loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
     finally:

@@ -1,5 +1,6 @@
 """Losses of a step: scales each replica's loss by its share of the samples of the global batch."""
 
+import contextlib
 import functools
 import sys
 import types
@@ -16,6 +17,7 @@ from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.metric_updates import patch_metric_updates
 from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
+from tfdist.tensorflow_internals.sample_degrees import is_symbolic
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -56,9 +58,9 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     @functools.wraps(reduce_values)
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
         step = current_step()
-        if step is not None and reduction in _MEANS and tuple(values.shape) == ():
-            # The user's loss function returns a scalar, mostly the mean over this replica's samples. Keras does not
-            # scale it, so the replicas' gradients would add up to N times the gradient of one process.
+        if step is not None and reduction in (*_MEANS, "sum") and tuple(values.shape) == ():
+            # The user's loss function returns a scalar, mostly the mean over this replica's samples. Keras neither
+            # scales nor reduces it, so the replicas' gradients would add up to N times the gradient of one process.
             part = step.as_part(values, is_mean=True)
             return step.mark(divided(part, step.mean_scale), 0) if is_in_layer_call() else part
         if step is not None and reduction == "sum":
@@ -77,10 +79,19 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         if step is not None:
             step.check_samples(values)
         divisor = None if step is None else _own_divisor(sample_weight, mask, reduction)
-        if step is None or divisor is None:
-            return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
-        with step.share_of(divisor):
-            return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+
+        def weighted(values: Any) -> Any:
+            with contextlib.nullcontext() if step is None or divisor is None else step.share_of(divisor):
+                return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+
+        has_weights = sample_weight is not None or mask is not None
+        if step is None or not (has_weights and is_scalar(values) and is_symbolic(values)) or is_in_layer_call():
+            return weighted(values)
+        # Keras multiplies the scalar of a loss function with the mean, or sum, of the weights of all samples.
+        factor = step.total_of(weighted(tf.ones([], values.dtype)))
+        return (
+            weighted(values) if factor is None else step.mark_scaled(times(step.as_part(values, is_mean=True), factor))
+        )
 
     def unscale_output_loss(value: Any) -> Any:
         step = current_step()

@@ -129,13 +129,11 @@ def _recomputed(function: Any, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         outputs = [tf.identity(one) for one in function(*inputs)]
 
         def gradients(*upstream: Any) -> list[Any]:
-            known = [
-                index for index, one in enumerate(upstream) if one is not None and outputs[index].dtype.is_floating
-            ]
+            known = [index for index, one in enumerate(upstream) if one is not None and _has_gradient(outputs[index])]
             # Not before the gradients have arrived: otherwise all functions of a stage would be computed at its start.
             with tf.control_dependencies([upstream[index] for index in known]):
                 again = [tf.identity(one) for one in inputs]
-            sources = [index for index, one in enumerate(again) if one.dtype.is_floating]
+            sources = [index for index, one in enumerate(again) if _has_gradient(one)]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([again[index] for index in sources])
                 results = function(*again)
@@ -152,3 +150,7 @@ def _recomputed(function: Any, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return outputs, gradients
 
     return list(call(*given))
+
+
+def _has_gradient(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)

@@ -33,8 +33,10 @@ class MicroBatch:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[self.first : self.end], data)
 
     def results(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the rows of a result, without those that do not count."""
-        return tensor if isinstance(self.samples, int) and self.samples else tensor[: self.samples]
+        """Returns the rows of a result, of which a sample may have several; none if they do not count."""
+        if isinstance(self.samples, int) and self.samples:
+            return tensor
+        return tensor[: tf.where(tf.equal(self.samples, 0), 0, tf.shape(tensor)[0])]
 
 
 def are_even(parts: Sequence[MicroBatch]) -> bool:

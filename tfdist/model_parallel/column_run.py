@@ -90,7 +90,7 @@ class ColumnRun:
         inputs = [
             (symbolic, tensor)
             for symbolic, tensor in zip(stage.inputs, given.tensors, strict=True)
-            if tensor.dtype.is_floating and self._stages.maker(symbolic) >= 0
+            if (tensor.dtype.is_floating or tensor.dtype.is_complex) and self._stages.maker(symbolic) >= 0
         ]
         sources = [*(given.values[position] for position in values.trainable), *(tensor for _, tensor in inputs)]
         tape = tf.GradientTape(watch_accessed_variables=False)

@@ -33,12 +33,16 @@ class Columns:
     def copy(self, model: Any, stages: ModelStages) -> None:
         """Creates the missing copies of the model's placed variables."""
         self._variables = copied_variables(model, stages)
-        stage_of = {device: index for index, device in enumerate(self.devices[0])}
         for variable in self._variables:
-            held = held_variable(variable)
-            if not held.copies:
-                for devices in self.devices[1:]:
-                    copy_to(variable, devices[stage_of[held.device]])
+            if not held_variable(variable).copies:
+                for device in self.devices_of(variable)[1:]:
+                    copy_to(variable, device)
+
+    def devices_of(self, variable: keras.Variable) -> tuple[str, ...]:
+        """Returns by column the device that holds a variable: mostly, but not always, that of its stage."""
+        device = held_variable(variable).device
+        stage = self.devices[0].index(device) if device in self.devices[0] else 0
+        return tuple(of_stages[stage] for of_stages in self.devices)
 
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:

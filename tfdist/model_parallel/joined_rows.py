@@ -35,7 +35,8 @@ class JoinedRows:
         with tf.device(self._device):
             own = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
             tensor = tf.concat(own, 0)
-            tensor.set_shape([self._rows, *tensor.shape[1:]])
+            if tensor.shape[0] is None and self._rows is not None:
+                tensor = tf.ensure_shape(tensor, [self._rows, *tensor.shape[1:]])
         self._joined.append((kind, tensor, of_micro_batches))
         return tensor
 

@@ -80,9 +80,9 @@ def read_values(
     """
     values = []
     for variable in stage.variables:
-        owner = stages.owner[id(variable)]
-        with tf.device(devices[owner]):
-            value = held_variable(variable).read_value()
+        held, owner = held_variable(variable), stages.owner[id(variable)]
+        with tf.device(held.device):
+            value = held.read_value()
         record_transfer(WEIGHT, [value], devices[stage.index])
         with tf.device(devices[stage.index]):
             value = tf.identity(value)

@@ -1,6 +1,7 @@
 """One step of a model in stages: training, testing or predicting a batch in micro-batches."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,9 @@ class PipelineStep:
 
     def train(self, data: Any) -> Any:
         """Computes the gradients of a batch, updates the model, and returns the logs, as `Model.train_step` does."""
+        if not self._model.trainable_variables:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)  # as Keras does
+            return self._evaluated(data, "train_step", training=True)
         optimizer, sent = self._model.optimizer, Transfers(self._chief)
         updates = updates_weights(optimizer)
         with sent.recording():
@@ -86,14 +90,17 @@ class PipelineStep:
 
     def test(self, data: Any) -> Any:
         """Computes the loss and the metrics of a batch, as `Model.test_step` does."""
+        return self._evaluated(data, "test_step", training=False)
+
+    def _evaluated(self, data: Any, name: str, *, training: bool) -> Any:
         sent = Transfers(self._chief)
         with sent.recording():
-            batch = _Batch(self, data, StageKind(training=False, has_loss=True))
+            batch = _Batch(self, data, StageKind(training=training, has_loss=True))
             batch.run(None)
             batch.assign_states()
             penalties = [loss for _, loss, _ in regularization_losses(self._model.trainable_variables, None)]
             logs = batch.logs(penalties)
-        self._counters.add("test_step", sent.total())
+        self._counters.add(name, sent.total())
         return logs
 
     def predict(self, data: Any) -> Any:
@@ -111,13 +118,12 @@ class PipelineStep:
     def _gradients(self, batch: "_Batch") -> list[ColumnGradient]:
         """Returns the gradients of the loss of the batch, for each trainable variable those of all columns."""
         variables = self._model.trainable_variables
-        of_columns = [self._of_owners(run, devices) for run, devices in zip(batch.runs, batch.devices, strict=True)]
+        of_columns = [self._of_variables(run, column) for column, run in enumerate(batch.runs)]
         unscale = unscaling_of(self._model.optimizer)
         gradients = []
         paths = OptimizerUpdate(self._model.optimizer, variables).paths
         for variable, path in zip(variables, paths, strict=True):
-            owner = self._stages.owner.get(id(variable)) or 0
-            devices = tuple(of_stages[owner] for of_stages in batch.devices)
+            devices = self._columns.devices_of(variable)
             found: list[Any] = []
             for totals, device in zip(of_columns, devices, strict=True):
                 with tf.device(device):
@@ -137,14 +143,14 @@ class PipelineStep:
             of_columns.append([(index, gradient) for index, _, gradient in found if gradient is not None])
         return penalties, of_columns
 
-    def _of_owners(self, run: ColumnRun, devices: Sequence[str]) -> dict[int, Any]:
-        """Sums a column's gradients over the stages that share a variable, on the device of its owner."""
+    def _of_variables(self, run: ColumnRun, column: int) -> dict[int, Any]:
+        """Sums a column's gradients over the stages that share a variable, on the device that holds it."""
         totals: dict[int, Any] = {}
         for stage, values, gradients in zip(self._stages.stages, run.values, run.gradients, strict=True):
             for position, gradient in zip(values.trainable, gradients, strict=True):
-                key = id(stage.variables[position])
-                record_transfer(WEIGHT_GRADIENT, [gradient], devices[self._stages.owner[key]])
-                with tf.device(devices[self._stages.owner[key]]):
+                key, device = id(stage.variables[position]), self._columns.devices_of(stage.variables[position])[column]
+                record_transfer(WEIGHT_GRADIENT, [gradient], device)
+                with tf.device(device):
                     totals[key] = added(totals.get(key), gradient)
         return totals
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_loss import variables_of_own_loss
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
@@ -72,9 +73,12 @@ class PlacedModels:
         """
         with tf.init_scope(), tf.device(None), self._strategy.scope():
             graph = graph_of(model, x)
-            signature, placed = graph.signature(), self._placed(model)
+            placed, of_loss = self._placed(model), variables_of_own_loss(model)
+            # Layers may get other variables, as by `enable_lora`.
+            variables = [*(one for call in graph.calls for one in call.variables), *of_loss]
+            signature = [*graph.signature(), *map(id, variables)]
             if placed is None or placed.signature != signature:
-                placed = _Placed(signature, stages_of(graph, self._pipeline), Columns(self._devices))
+                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), Columns(self._devices))
                 # An attribute, as the stages refer to the model. Keras does not track it.
                 object.__setattr__(model, _ATTRIBUTE, (self, placed))
             colocated_with = self._strategy.extended.colocated_with

@@ -1,6 +1,6 @@
 """Moves the variables of a model and its optimizer to the devices of their stages."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from tfdist.keras_internals.placed_variables import (
     optimizers_of,
     shared_optimizer_variables,
 )
+from tfdist.model_parallel.moved_variables import MovedVariables
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
 
@@ -20,27 +21,30 @@ from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable
 def place(model: Any, stages: ModelStages, devices: Sequence[str], chief: str, colocated_with: dict[str, str]) -> None:
     """Moves variables from device to device: weights to their stage, slots to their weight, metrics to the last stage.
 
-    Variables that are already in their place stay.
+    A variable is moved once. Functions that were traced then use it where it is, so it stays there if another model
+    shares it, or if the same model is cut otherwise: for that one another stage's device may hold it.
 
     Args:
         model: The model.
         stages: Its stages.
         devices: By stage, of the first column.
         chief: The device of the optimizer's scalars.
-        colocated_with: By the id of a slot, the id of its weight.
+        colocated_with: By the id of a slot, the id of its weight. Slots that were moved are removed.
     """
-    device_of = {held_variable(one)._unique_id: devices[stages.owner[id(one)]] for one in stages.variables}
+    places, moved = {*devices, chief}, MovedVariables()
     for variable in stages.variables:
-        _move(variable, devices[stages.owner[id(variable)]])
+        _move(variable, devices[stages.owner[id(variable)]], places, moved)
+    device_of = {held_variable(one)._unique_id: held_variable(one).device for one in stages.variables}
     optimizer = compiled_optimizer(model)
     if optimizer is not None:
         shared = {id(one) for one in shared_optimizer_variables(optimizer)}
         for variable in optimizer_variables(optimizer):
-            beside = device_of.get(colocated_with.get(held_variable(variable)._unique_id, ""))
-            _move(variable, chief if id(variable) in shared else beside or devices[0])
+            beside = device_of.get(colocated_with.pop(held_variable(variable)._unique_id, ""))
+            _move(variable, chief if id(variable) in shared else beside or devices[0], places, moved)
     for variable in model.metrics_variables:
         if id(variable) not in stages.owner:
-            _move(variable, devices[-1])
+            _move(variable, devices[-1], places, moved)
+    moved.warn_if_used()
 
 
 def optimizer_variables(optimizer: Any) -> list[keras.Variable]:
@@ -66,7 +70,8 @@ def copy_to(variable: keras.Variable, device: str) -> tf.Variable:
     return copy
 
 
-def _move(variable: keras.Variable, device: str) -> None:
+def _move(variable: keras.Variable, device: str, places: Collection[str], moved: MovedVariables) -> None:
     held = held_variable(variable)
-    if not isinstance(held, ColumnVariable) or held.device != device:
+    if not isinstance(held, ColumnVariable) or held.device not in places:
+        moved.add(variable, held)
         hold(variable, variable_like(held, device))

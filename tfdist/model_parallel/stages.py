@@ -39,12 +39,16 @@ class ModelStages:
     Attributes:
         graph: The graph of the model.
         stages: Its parts.
-        owner: By the id of a variable, the number of the stage that holds it: the first one that uses it.
+        owner: By the id of a variable, the number of the first stage that uses it, on whose device it is
+            created.
     """
 
-    def __init__(self, graph: FunctionalGraph, starts: Sequence[int]) -> None:
-        """Cuts the calls of `graph` before the positions `starts`, of which the first is 0."""
-        self.graph = graph
+    def __init__(self, graph: FunctionalGraph, starts: Sequence[int], of_loss: Sequence[keras.Variable] = ()) -> None:
+        """Cuts the calls of `graph` before the positions `starts`, of which the first is 0.
+
+        `of_loss` are variables that the last stage uses, beside those of its layers.
+        """
+        self.graph, self._of_loss = graph, of_loss
         ends = [*starts[1:], len(graph.calls)]
         parts = [tuple(graph.calls[start:end]) for start, end in zip(starts, ends, strict=True)]
         self._maker = {
@@ -61,8 +65,9 @@ class ModelStages:
         if index == last:
             wanted += self.graph.outputs
         received = _unique(tensor for tensor in wanted if self._maker.get(id(tensor), -1) != index)
-        variables = _unique(variable for call in calls for variable in call.variables)
-        return Stage(index, calls, received, self._sent(index), variables)
+        variables = [variable for call in calls for variable in call.variables]
+        variables += self._of_loss if index == last else ()
+        return Stage(index, calls, received, self._sent(index), _unique(variables))
 
     def _sent(self, index: int) -> tuple[Any, ...]:
         """The outputs of a stage that calls of later stages take, or that the model returns."""
@@ -89,8 +94,13 @@ class ModelStages:
         return [stage.index for stage in self.stages if any(variable is one for one in stage.variables)]
 
 
-def stages_of(graph: FunctionalGraph, pipeline: Pipeline) -> ModelStages:
+def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
     """Cuts a model as the options of the pipeline say.
+
+    Args:
+        graph: The graph of the model.
+        pipeline: The options.
+        of_loss: Variables that the loss on the last stage uses, beside those of layers.
 
     Raises:
         ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
@@ -103,9 +113,9 @@ def stages_of(graph: FunctionalGraph, pipeline: Pipeline) -> ModelStages:
             "write the inner layers directly into the model."
         )
     if pipeline.cuts is not None:
-        return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts))
+        return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts), of_loss)
     costs = layer_costs(graph.calls, pipeline.costs)
-    return ModelStages(graph, balanced_starts(costs, pipeline.stages, _crossing_elements(graph)))
+    return ModelStages(graph, balanced_starts(costs, pipeline.stages, _crossing_elements(graph)), of_loss)
 
 
 def _crossing_elements(graph: FunctionalGraph) -> list[int]:

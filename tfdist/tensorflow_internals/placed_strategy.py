@@ -1,5 +1,6 @@
 """The part of a strategy whose variables are on several devices, one copy each."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,17 @@ def _received(variable: tf.Variable) -> np.ndarray:
             part = flat[begin : begin + piece]
         found[begin : begin + piece] = part.numpy()
     return found.reshape(variable.shape)
+def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._copied(method(self, *args, **kwargs))
+
+    return assign
+
+
+# The methods that assign rows, as optimizers do in the training loops of users.
+for _name in [name for name in dir(ResourceVariable) if name.startswith(("scatter_", "batch_scatter_"))]:
+    setattr(ColumnVariable, _name, _followed(getattr(ResourceVariable, _name)))
 
 
 def _finish_assignment(variable: tf.Variable) -> None:
