@@ -26,11 +26,11 @@ class MovedVariables:
         kept = self._kept()
         if kept:
             warnings.warn(
-                "A function that was traced before the first step in stages keeps the earlier values of weights, because "
-                f"that step has moved them to the devices of their stages. Received: {len(kept)} such variables, the "
-                f"first of them {kept[0]!r}, that a `tf.function` or a reference to a `tf.Variable` uses. Expected: "
-                "functions that are traced after the first `fit`, `evaluate` or `predict`. Call `predict` on a batch "
-                "before them, and read `variable.value` each time.",
+                "A function that was traced before the first step in stages keeps the earlier values of weights, "
+                f"because that step has moved them to the devices of their stages. Received: {len(kept)} such "
+                f"variables, the first of them {kept[0]!r}, that a `tf.function` or a reference to a `tf.Variable` "
+                "uses. Expected: functions that are traced after the first `fit`, `evaluate` or `predict`. Call "
+                "`predict` on a batch before them, and read `variable.value` each time.",
                 stacklevel=2,
             )
 
