@@ -26,11 +26,15 @@ def patch_keras_once(strategy_class: Any) -> None:
     def is_ours(strategy: Any) -> bool:
         return isinstance(strategy, strategy_class)
 
-    def name_lost_workers(strategy: Any, error: BaseException) -> None:
-        if is_ours(strategy) and isinstance(error, tf.errors.OpError) and strategy.servers:
+    def explain(strategy: Any, error: BaseException) -> None:
+        if not is_ours(strategy) or not isinstance(error, tf.errors.OpError):
+            return
+        if strategy.servers:
             strategy.servers.explain(error)
+        if isinstance(error, tf.errors.CancelledError):
+            raise _failed_stage(error) from error
 
-    patch_errors_of_steps(name_lost_workers)
+    patch_errors_of_steps(explain)
     patch_auto_jit_compile(is_ours)
     patch_losses(current_stage_loss)
     patch_saving(lambda model: is_ours(getattr(model, "distribute_strategy", None)))
@@ -44,3 +48,16 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_rematerialization(is_recomputed)
     patch_symbolic_build(is_ours, lambda _: contextlib.nullcontext())
     _is_patched = True
+
+
+def _failed_stage(error: tf.errors.CancelledError) -> tf.errors.CancelledError:
+    """Returns the error of a step in which another operation failed than TensorFlow reports."""
+    return tf.errors.CancelledError(
+        None,
+        None,
+        "An operation of a stage has failed, and TensorFlow reports only another one that waited for it. Received: "
+        f"{str(error.message).strip().splitlines()[-1]!r}. Expected: a batch that all layers can compute; an id beyond "
+        'the rows of an embedding is a frequent cause. The log names the operation, in the first line with "aborting '
+        'with status", unless TF_CPP_MIN_LOG_LEVEL is above 1. So does `model.predict` on this batch without the '
+        "strategy.",
+    )

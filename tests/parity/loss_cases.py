@@ -47,6 +47,16 @@ def loss_function_that_averages(strategy: tf.distribute.Strategy) -> Outcome:
 
 
 @case()
+def loss_function_that_averages_with_weights(strategy: tf.distribute.Strategy) -> Outcome:
+    """Keras multiplies the mean with the weights of all samples."""
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+    return fitted(strategy, lambda: SGD(0.1), data=dataset(21, INPUTS, LABELS, WEIGHTS), loss=lambda: loss)
+
+
+@case()
 def regularizers(strategy: tf.distribute.Strategy) -> Outcome:
     def model() -> keras.Model:
         penalty = keras.regularizers.L1L2(0.01, 0.02)

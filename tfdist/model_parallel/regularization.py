@@ -21,7 +21,7 @@ def regularization_losses(
             value = held.read_value()
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(value)
-                loss = variable.regularizer(value)
+                loss = tf.reduce_sum(variable.regularizer(value))  # Keras adds the elements of other shapes
             given = None if scale is None else tf.cast(scale, loss.dtype)
             gradient = None if scale is None else tape.gradient(loss, value, given)
             loss = tf.cast(loss, tf.float32)
