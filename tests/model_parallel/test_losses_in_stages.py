@@ -59,6 +59,28 @@ def test_scalar_losses_with_masks() -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_ignored_classes_do_not_count(reduction: str) -> None:
+    """The mask of the loss has the shape of the outputs."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((runs.LENGTH,), dtype="int32")
+        x = layers.GRU(8, return_sequences=True)(layers.Embedding(runs.WORDS, 8, mask_zero=True)(tokens))
+        return keras.Model(tokens, layers.Dense(runs.WORDS)(x))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3, reduction=reduction)
+    model, reference, logs = fit_both(
+        strategy_of(2),
+        build,
+        lambda m: m.compile(keras.optimizers.SGD(0.1), loss),
+        runs.TOKENS,
+        runs.TARGETS["words"] % 5,
+        sample_weight=runs.WEIGHTS.repeat(2)[: runs.SAMPLES, None].repeat(runs.LENGTH, 1),
+        batch_size=40,
+    )
+    assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
+
+
 class Documented(keras.Model):
     """The example of the documentation of `keras.Model.compute_loss`."""
 

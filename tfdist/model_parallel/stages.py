@@ -110,7 +110,8 @@ def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[kera
             f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
             f"({', '.join(call.name for call in graph.calls)}) and stages={pipeline.stages}. Expected: at least one "
             "layer for each stage. A layer inside of another layer is not counted separately: use fewer stages, or "
-            "write the inner layers directly into the model."
+            "write the inner layers directly into the model. To compute a small part of a trained model, call it: "
+            "`model(x)`."
         )
     if pipeline.cuts is not None:
         return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts), of_loss)

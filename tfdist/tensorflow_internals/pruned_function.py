@@ -1,8 +1,11 @@
 """The part of a traced function that one of its outputs needs."""
 
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
+
+_OF_SHAPES = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})  # do not depend on values
 
 
 class PrunedFunction:
@@ -11,6 +14,7 @@ class PrunedFunction:
     Attributes:
         operations: The types of its operations, sorted.
         reads: How many variables and other captured tensors it uses.
+        values: The positions of the arguments on whose values, not only on whose shapes, the output depends.
     """
 
     def __init__(self, traced: Any) -> None:
@@ -19,6 +23,8 @@ class PrunedFunction:
         needed = _needed(output.op)
         number = len(traced.inputs) - len(traced.captured_inputs)
         self._used = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in needed]
+        of_values = _needed(output.op, _OF_SHAPES)
+        self.values = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in of_values]
         captured = zip(traced.inputs[number:], traced.captured_inputs, strict=True)
         handles = {given.op.name: handle for given, handle in captured if given.op.name in needed}
         inputs = [traced.inputs[index].op.name for index in self._used]
@@ -46,8 +52,8 @@ class PrunedFunction:
         return self._function(*[tensors[index] for index in self._used])
 
 
-def _needed(operation: Any) -> dict[str, str]:
-    """The types, by name, of `operation` and all operations whose data it needs.
+def _needed(operation: Any, ends: Collection[str] = ()) -> dict[str, str]:
+    """The types, by name, of `operation` and all operations whose data it needs, not beyond those of the types `ends`.
 
     Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
     """
@@ -56,5 +62,5 @@ def _needed(operation: Any) -> dict[str, str]:
         one = waiting.pop()
         if one.name not in found:
             found[one.name] = one.type
-            waiting += [tensor.op for tensor in one.inputs]
+            waiting += [] if one.type in ends else [tensor.op for tensor in one.inputs]
     return found
