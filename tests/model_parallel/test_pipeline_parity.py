@@ -173,38 +173,37 @@ def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
-class DenseLookup(layers.Embedding):
-    """Looks up rows by a product, so that the gradient of the table is dense."""
-
-    def call(self, ids: Any) -> Any:
-        return ops.matmul(ops.one_hot(ids, self.input_dim), self.embeddings)
-
-
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        lambda: optimizers.Adam(1e-2),
-        lambda: optimizers.SGD(0.1, clipnorm=0.01),
-        lambda: optimizers.SGD(0.1, clipvalue=1e-3),
-    ],
-    ids=["adam", "clipnorm", "clipvalue"],
+    [lambda: optimizers.Adam(1e-2), lambda: optimizers.SGD(0.1, clipnorm=0.01)],
+    ids=["adam", "clipnorm"],
 )
-def test_rows_of_tables_are_added_before_they_are_squared_or_clipped(optimizer: Any) -> None:
-    """Ids occur several times in a batch, and each micro-batch looks up all positions."""
+def test_rows_of_a_shared_table_are_added_as_in_one_process(optimizer: Any) -> None:
+    """Ids occur several times in a batch. One process looks up the positions once, each micro-batch once more."""
 
-    def build(lookup: Any) -> keras.Model:
+    def build() -> keras.Model:
         ids = keras.Input((6,), dtype="int32")
-        x = lookup(7, 8, mask_zero=True)(ids) + lookup(6, 8)(ops.arange(6))
+        x = layers.Embedding(7, 8, mask_zero=True)(ids) + Positions()(ids)
         return keras.Model(ids, layers.Dense(5)(layers.LSTM(9)(x)))
 
     ids = np.random.default_rng(0).integers(0, 7, (50, 6))
     compile_model = lambda m: runs.compile_classifier(m, optimizer())  # noqa: E731
-    with strategy_of(2, 2).scope():
-        model = runs.made(lambda: build(layers.Embedding), compile_model)
-    reference = runs.made(lambda: build(DenseLookup), compile_model)
-    for one in (model, reference):
-        one.fit(ids, runs.CLASSES, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    model, reference, _ = fit_both(strategy_of(2, 2), build, compile_model, ids)
     assert difference(model.weights, reference.weights) <= 1e-6
+
+
+class Positions(layers.Layer):
+    """Embeds positions, as Keras' transformer example does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(6, 8)
+
+    def call(self, ids: Any) -> Any:
+        return self.table(ops.arange(0, ops.shape(ids)[-1], 1))
+
+    def compute_output_spec(self, ids: Any) -> Any:
+        return keras.KerasTensor((6, 8))
 
 
 def test_sums_of_many_columns_are_sliced_and_casts_stay_close() -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.model_parallel.batch_rows import MicroBatch
@@ -132,14 +133,29 @@ class ColumnRun:
             return [op.outputs[0] for op in self._last[index] if op.outputs]
         found = tape.gradient(targets, sources, given)
         weights = len(self.values[index].trainable)
-        totals = self.gradients[index]
-        for position, gradient in enumerate(found[:weights]):
-            totals[position] = added(totals[position], gradient)
+        totals, trainable = self.gradients[index], self.values[index].trainable
+        fixed = self._functions.fixed_tables(index)
+        for position, (number_of_variable, gradient) in enumerate(zip(trainable, found[:weights], strict=True)):
+            is_fixed = number_of_variable in fixed
+            own = _dense(gradient, stage.variables[number_of_variable]) if is_fixed else gradient
+            totals[position] = added(totals[position], own)
         for symbolic, gradient in zip(inputs, found[weights:], strict=True):
             if gradient is not None:
                 self._received[id(symbolic), number].append(gradient)
         done = [gradient for gradient in found if gradient is not None]
         return [getattr(gradient, "values", gradient) for gradient in done][:1]
+
+
+def _dense(gradient: Any, variable: keras.Variable) -> Any:
+    """Returns the gradient of a table whose rows one process looks up once a batch, and each micro-batch again.
+
+    Dense gradients are added row by row. Rows of `tf.IndexedSlices` would be squared separately.
+    """
+    if gradient is None:
+        return None
+    dense = tf.convert_to_tensor(gradient)
+    dense.set_shape(variable.shape)
+    return dense
 
 
 def added(total: Any, gradient: Any) -> Any:

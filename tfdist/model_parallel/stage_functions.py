@@ -11,6 +11,7 @@ from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, 
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class StageInputs(NamedTuple):
@@ -77,6 +78,7 @@ class StageFunction:
     Attributes:
         changed: The variables whose new values are the result's `states`.
         num_divisors: How many divisors of the batch its losses use.
+        fixed_tables: The positions of variables of which each micro-batch looks up the same rows.
     """
 
     def __init__(self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs) -> None:
@@ -92,6 +94,7 @@ class StageFunction:
         with tf.init_scope(), tf.device(None):
             self._function = traced.get_concrete_function(_specs(stages, stage, example, kind))
         _check_captures(self._function, stage)
+        self.fixed_tables = tables_of_fixed_rows(self._function, len(stage.variables))
 
     def __call__(self, inputs: StageInputs) -> StageResult:
         """Computes the stage on a micro-batch."""

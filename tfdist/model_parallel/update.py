@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import sum_duplicate_rows
 from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
@@ -65,7 +64,7 @@ def update_columns(
     known = [index for index, gradient in enumerate(gradients[0]) if gradient is not None]
     inner._filter_empty_gradients(list(gradients[0]), list(variables))  # warns, or raises if there are none
     chosen = [variables[index] for index in known]
-    of_columns = [[_with_unique_rows(of_column[index]) for index in known] for of_column in gradients]
+    of_columns = [[of_column[index] for index in known] for of_column in gradients]
     scale = None if outer is None else LossScale(outer)
     update = OptimizerUpdate(inner, chosen, scale)
     _Application(update, inner, chosen, columns, compiles_large=compiles_large).micro_step(of_columns)
@@ -195,13 +194,6 @@ def _times(gradient: Any, factor: Any) -> Any:
     return gradient * factor
 
 
-def _with_unique_rows(gradient: Any) -> Any:
-    """Adds rows of the same index, of one or several micro-batches, before anything is squared or clipped."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    with tf.device(gradient.values.device):
-        return sum_duplicate_rows(gradient)
-
-
 def _sum_of_squares(gradient: Any) -> tf.Tensor:
-    return tf.cast(tf.reduce_sum(tf.square(getattr(gradient, "values", gradient))), tf.float32)
+    # Dense, so that rows of the same index are added first.
+    return tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient))), tf.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_OF_SHAPES = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})  # do not depend on values
+OF_SHAPES = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})  # do not depend on values
 
 
 class PrunedFunction:
@@ -20,10 +20,10 @@ class PrunedFunction:
     def __init__(self, traced: Any) -> None:
         """Prunes `traced`, a concrete function with one output."""
         [output] = traced.outputs
-        needed = _needed(output.op)
+        needed = needed_operations(output.op)
         number = len(traced.inputs) - len(traced.captured_inputs)
         self._used = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in needed]
-        of_values = _needed(output.op, _OF_SHAPES)
+        of_values = needed_operations(output.op, OF_SHAPES)
         self.values = [index for index, given in enumerate(traced.inputs[:number]) if given.op.name in of_values]
         captured = zip(traced.inputs[number:], traced.captured_inputs, strict=True)
         handles = {given.op.name: handle for given, handle in captured if given.op.name in needed}
@@ -52,7 +52,7 @@ class PrunedFunction:
         return self._function(*[tensors[index] for index in self._used])
 
 
-def _needed(operation: Any, ends: Collection[str] = ()) -> dict[str, str]:
+def needed_operations(operation: Any, ends: Collection[str] = ()) -> dict[str, str]:
     """The types, by name, of `operation` and all operations whose data it needs, not beyond those of the types `ends`.
 
     Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
