@@ -21,6 +21,7 @@ class LossStep:
     Keras has scaled.
 
     Attributes:
+        has_totals: Whether `total_of` returns the sum over all parts.
         has_scaled: Whether a loss was scaled since this was set to False.
         parts_of_replica: The number of micro-batches of the replica.
         unweighted: A value that a metric must count as Keras does.
@@ -29,6 +30,7 @@ class LossStep:
         has_read_number_before: Whether it has in any step, or outside of one.
     """
 
+    has_totals = False
     scaled_degree = 1
     has_scaled = False
     parts_of_replica = 1

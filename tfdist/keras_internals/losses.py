@@ -85,13 +85,13 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
                 return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
         has_weights = sample_weight is not None or mask is not None
-        if step is None or not (has_weights and is_scalar(values) and is_symbolic(values)) or is_in_layer_call():
+        if step is None or not step.has_totals or not (has_weights and is_scalar(values) and is_symbolic(values)):
+            return weighted(values)
+        if is_in_layer_call():
             return weighted(values)
         # Keras multiplies the scalar of a loss function with the mean, or sum, of the weights of all samples.
         factor = step.total_of(weighted(tf.ones([], values.dtype)))
-        return (
-            weighted(values) if factor is None else step.mark_scaled(times(step.as_part(values, is_mean=True), factor))
-        )
+        return step.mark_scaled(times(step.as_part(values, is_mean=True), factor))
 
     def unscale_output_loss(value: Any) -> Any:
         step = current_step()

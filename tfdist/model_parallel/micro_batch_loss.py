@@ -31,6 +31,7 @@ class _PartLoss(LossStep):
         num_divisors: The number of divisors, other than the number of samples, that were used so far.
     """
 
+    has_totals = True
     samples_are_static = False  # the loss of an output stays a part
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any) -> None:

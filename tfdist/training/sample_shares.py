@@ -66,6 +66,7 @@ class ReplicaStep(LossStep):
         model: The model whose step it is.
     """
 
+    has_totals = True
     graph: Any = None
     model: Any = None
 
