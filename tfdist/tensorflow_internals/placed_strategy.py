@@ -140,6 +140,8 @@ def _received(variable: tf.Variable) -> np.ndarray:
             part = flat[begin : begin + piece]
         found[begin : begin + piece] = part.numpy()
     return found.reshape(variable.shape)
+
+
 def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
