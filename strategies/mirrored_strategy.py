@@ -34,6 +34,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         *,
         compression: Compression = None,
         bucket_bytes: int | None = None,
+        shard_optimizer_state: bool = False,
         communication_options: Any = None,
     ) -> None:
         """Creates the strategy.
@@ -47,15 +48,18 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
                 `tfdist.compression.Policy`. No compression by default. See `docs/compression.md`.
             bucket_bytes: The size from which a bucket of gradients is sent, during backpropagation, in bytes. 0 sends
                 all gradients at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
+            shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
+                the variables only, updates that part, and receives the others. See `docs/sharded_state.md`.
             communication_options: A `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
                 NCCL) and the timeout. By default NCCL between GPUs, a ring between CPUs and virtual GPUs.
 
         Raises:
             ValueError: An argument is invalid, or the devices cannot reduce with each other.
         """
-        reduction = self._configure(bucket_bytes, communication_options, compression)
+        reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
         extended = ReplicaMirroredExtended(self, devices, cross_device_ops, communication_options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
+        self._split_state()
         check_installed_versions(is_chief=True)
 
     @property

@@ -59,6 +59,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         *,
         compression: Compression = None,
         bucket_bytes: int | None = None,
+        shard_optimizer_state: bool = False,
         start_timeout_seconds: float | None = None,
         micro_batches: int | None = None,
     ) -> None:
@@ -74,6 +75,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 `tfdist.compression.Policy`. No compression by default. See `docs/compression.md`.
             bucket_bytes: The size from which a bucket of gradients is sent, during backpropagation, in bytes. 0 sends
                 all gradients at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
+            shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
+                the variables only, updates that part, and receives the others. See `docs/sharded_state.md`.
             start_timeout_seconds: How many seconds the other workers may take to start. By default the value of
                 `tfdist run --start-timeout`, else 300.
             micro_batches: The number of micro-batches into which each replica splits its part of a training step. They
@@ -86,7 +89,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use.
         """
-        reduction = self._configure(bucket_bytes, communication_options, compression)
+        reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
@@ -109,6 +112,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         with exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext():
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
+        self._split_state()
         self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
         self._agree_on_random_seed()
         self._compare_cpus()

@@ -15,6 +15,7 @@ from tfdist.keras_internals.model_introspection import patch_concatenation, patc
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
+from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
@@ -60,6 +61,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_auto_jit_compile(is_ours)
     patch_compiled_calls(is_ours, compiles_calls)
     patch_optimizers_of_strategies(is_ours, _update, apply_once_for_micro_batches, _build)
+    patch_sharded_optimizers(lambda strategy: strategy.state_sharding if is_ours(strategy) else None)
     patch_seed_generators(is_ours, _replica_index)
     patch_predict_on_batch(is_ours, strategy_class._shard_rows)
     patch_concatenation(is_unequal)

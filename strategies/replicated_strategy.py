@@ -20,6 +20,7 @@ from tfdist.keras_internals.model_introspection import (
     is_predict_step,
     predicting_model,
 )
+from tfdist.sharded_state.state_sharding import StateSharding, check_sharding
 from tfdist.strategies.checked_strategy import CheckedStrategy
 from tfdist.strategies.replicated_patches import has_unequal_workers, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
@@ -59,7 +60,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     """
 
     def _configure(
-        self, bucket_bytes: int | None, options: Any, compression: Compression
+        self, bucket_bytes: int | None, options: Any, compression: Compression, shards_state: bool
     ) -> Callable[..., ReplicaReduction]:
         """Checks the arguments and returns the factory of replica reductions.
 
@@ -80,6 +81,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
                 f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
+        check_sharding(shards_state, policy)
         _check_nccl_has_gpu(options)
         check_collectives()
         patch_keras_once(ReplicatedStrategy)
@@ -87,6 +89,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
+        self._state_bucket_bytes = bucket_bytes if shards_state else None
+        self._state_sharding: StateSharding | None = None
         self._reduction_context = ReductionContext()
         self._compression_state = CompressionState(policy if policy.compresses else None)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -128,6 +132,16 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     def compression_state(self) -> CompressionState:
         """The state that the compressors of this process keep from step to step."""
         return self._compression_state
+
+    @property
+    def state_sharding(self) -> StateSharding | None:
+        """How the slots of optimizers are split over the replicas; `None` if each replica holds all of them."""
+        return self._state_sharding
+
+    def _split_state(self) -> None:
+        """Splits the slots of optimizers from now on if that was requested. All workers call this."""
+        if self._state_bucket_bytes is not None and self.num_replicas_in_sync > 1:
+            self._state_sharding = StateSharding(self, self._state_bucket_bytes)
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:

@@ -24,11 +24,12 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals model_parallel parameter_server servers training utils "
-        "versions".split()
+        "cluster collectives compression internals model_parallel parameter_server servers sharded_state training "
+        "utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals"}),
+    "training": frozenset({"collectives", "compression", "internals", "sharded_state"}),
+    "sharded_state": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset({"compression", "internals", "servers", "utils"}),

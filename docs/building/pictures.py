@@ -134,23 +134,24 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "training": (665, 225, "a Keras step on replicas", "core"),
     "parameter_server": (890, 225, "chief, workers, servers", "core"),
     "model_parallel": (1090, 225, "stages on several devices", "core"),
-    "transport": (105, 330, "authenticated messages", ""),
-    "checkpoint": (360, 330, "the store of checkpoints", ""),
-    "data_position": (545, 330, "position in the data", "core"),
-    "collectives": (735, 330, "gradient exchange", "core"),
-    "servers": (940, 330, "TensorFlow's servers", ""),
-    "cluster": (230, 435, "TF_CONFIG, Slurm, …", ""),
-    "internals": (545, 435, "private symbols", ""),
-    "compression": (820, 435, "how a gradient is encoded", "core"),
+    "sharded_state": (665, 310, "split optimizer state", "core"),
+    "transport": (105, 395, "authenticated messages", ""),
+    "checkpoint": (360, 395, "the store of checkpoints", ""),
+    "data_position": (545, 395, "position in the data", "core"),
+    "collectives": (735, 395, "gradient exchange", "core"),
+    "servers": (940, 395, "TensorFlow's servers", ""),
+    "cluster": (230, 500, "TF_CONFIG, Slurm, …", ""),
+    "internals": (545, 500, "private symbols", ""),
+    "compression": (820, 500, "how a gradient is encoded", "core"),
 }
 ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 # Arrows that would cross a box, as corners between start and end.
 BENDS: dict[tuple[str, str], list[Point]] = {
-    ("doctor", "cluster"): [(204, 312), (204, 405)],
-    ("callbacks", "cluster"): [(305, 200), (252, 310)],
-    ("servers", "cluster"): [(965, 382), (965, 512), (230, 512), (230, 487)],
-    ("model_parallel", "internals"): [(1090, 277), (1090, 526), (545, 526), (545, 487)],
-    ("parameter_server", "internals"): [(833, 330), (833, 398)],
+    ("doctor", "cluster"): [(204, 377), (204, 470)],
+    ("callbacks", "cluster"): [(305, 200), (252, 375)],
+    ("servers", "cluster"): [(965, 447), (965, 577), (230, 577), (230, 552)],
+    ("model_parallel", "internals"): [(1090, 277), (1090, 591), (545, 591), (545, 552)],
+    ("parameter_server", "internals"): [(833, 330), (833, 463)],
 }
 
 
@@ -190,7 +191,7 @@ def rooms() -> Picture:
     if unknown:
         raise SystemExit(f"{__file__}: give these rooms a place in ROOMS: {sorted(unknown)}")
     arrows = {room: others - set(COMMON) for room, others in table.items() if room in ROOMS}
-    picture = Picture(1200, 590, "The rooms of tfdist and which may import which")
+    picture = Picture(1200, 655, "The rooms of tfdist and which may import which")
     picture.text(20, 28, "Rooms of tfdist: an arrow means “may import”", "title")
     picture.box(340, 48, 180, 40, "examples, benchmarks")
     for room, (x, y, holds, kind) in ROOMS.items():
@@ -202,12 +203,12 @@ def rooms() -> Picture:
         picture.arrow(_between(room, other, outgoing))
     picture.text(
         20,
-        545,
+        610,
         "Blue: what users import or run. Green: what trains. Not drawn: arrows beside a longer path, and those to "
         "utils, versions and private_symbols.",
         "small",
     )
-    picture.text(20, 565, "launch, doctor, transport, checkpoint and cluster do not import TensorFlow.", "small")
+    picture.text(20, 630, "launch, doctor, transport, checkpoint and cluster do not import TensorFlow.", "small")
     return picture
 
 

@@ -106,6 +106,18 @@ class ReplicaReduction:
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
         return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
 
+    def gradient_group(self, tensors: Sequence[Any], options: Any = None) -> Group:
+        """Returns all replicas as a group that counts gradients, for one update that exchanges `tensors` itself.
+
+        Args:
+            tensors: The gradients of the update, in the order of `context.paths`.
+            options: See `__call__`.
+        """
+        self._counters.add_update()
+        group = self._group(self._hierarchy.all, GRADIENTS, options)
+        self._count_dense(tensors, group)
+        return group
+
     def _sum_compressed(self, policy: Policy, tensors: Sequence[Any], paths: Sequence[str], options: Any) -> list[Any]:
         contributes = self.context.contributes
         tensors = [

@@ -62,11 +62,15 @@ class CollectiveGroup(Group):
         if self.size == 1:
             return tf.identity(slices), tf.zeros([], tf.int32)
         # Each row holds the position of its receiver, so that the receiver learns its position.
-        message = tf.concat([tf.range(self.size)[:, tf.newaxis], slices], axis=1)
-        self._count(message, (self.size - 1) / self.size)
-        received = [self._launcher.exchange(piece, self._options) for piece in _pieces(message, axis=1)]
-        message = tf.concat(received, axis=1) if len(received) > 1 else received[0]
+        message = self.exchange_rows(tf.concat([tf.range(self.size)[:, tf.newaxis], slices], axis=1))
         return message[:, 1:], message[0, 0]
+
+    def exchange_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        if self.size == 1:
+            return tf.identity(rows)
+        self._count(rows, (self.size - 1) / self.size)
+        received = [self._launcher.exchange(piece, self._options) for piece in _pieces(rows, axis=1)]
+        return tf.concat(received, axis=1) if len(received) > 1 else received[0]
 
     def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._launcher.sum(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))

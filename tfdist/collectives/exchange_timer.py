@@ -123,6 +123,12 @@ class TimedGroup(Group):
         self._add_elapsed(_EXCHANGE, received)
         return received, position
 
+    def exchange_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        self._add_elapsed(_ENCODE, rows)
+        received = self._group.exchange_rows(rows)
+        self._add_elapsed(_EXCHANGE, received)
+        return received
+
     def bucket(self, gradients: Sequence[tf.Tensor]) -> "_TimedBucket":
         """Returns the group for one bucket of `gradients`."""
         return _TimedBucket(self._group, self._timer, self._label, gradients)

@@ -28,6 +28,12 @@ def is_of_each_variable(optimizer: Any) -> bool:
     return type(optimizer).update_step in _UPDATES and is_of_keras(optimizer)
 
 
+def is_of_each_value(optimizer: Any) -> bool:
+    """Whether an update is Keras' own, and that of a value uses its own slots alone, so that a part can be updated."""
+    update = type(optimizer).update_step
+    return (update in _UPDATES or update is keras.optimizers.Ftrl.update_step) and is_of_keras(optimizer)
+
+
 def is_equal_on_replicas(optimizer: Any) -> bool:
     """Whether an update is Keras' own code, which differs between replicas in their copies of variables alone."""
     rate = optimizer._learning_rate

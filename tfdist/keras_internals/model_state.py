@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.sharded_variables import ShardedVariable
 from tfdist.private_symbols import private
 
 private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
@@ -76,7 +77,12 @@ def metric_variables_by_key(model: Any) -> dict[str, Any]:
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:
-    """Returns this worker's `tf.Variable`s of a variable: one per local replica if it is distributed."""
+    """Returns this worker's `tf.Variable`s of a variable: one per local replica if it is distributed.
+
+    A slot that is split over the replicas stands for itself: its whole value is read and assigned.
+    """
+    if isinstance(variable, ShardedVariable):
+        return [variable]
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, tf.distribute.DistributedValues):
         return list(strategy.experimental_local_results(value))

@@ -23,6 +23,7 @@ from tfdist.recovery.random_generators import (
     restore_python_and_numpy,
 )
 from tfdist.recovery.resharding import is_replica_name, merge_ranks
+from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
 from tfdist.recovery.worker_tensors import WorkerCopies, open_worker_tensors
@@ -145,6 +146,7 @@ class TrainingState:
         callbacks = save_callbacks(self._callbacks)
         rank_metadata = {**metadata, "generators": python_and_numpy_state(), "callbacks": callbacks.values}
         if not is_chief:
+            NamedVariables(self._model).send_split_slots()
             return None, Shard(self._variables.per_replica(), rank_metadata)
         shared, per_replica, description = self._variables.snapshot()
         shared_metadata = {"description": description}

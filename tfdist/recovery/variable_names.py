@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.keras_internals.model_state import (
     SEED,
     WEIGHT,
@@ -16,6 +18,7 @@ from tfdist.keras_internals.model_state import (
     optimizers_of,
     path_of,
 )
+from tfdist.keras_internals.sharded_variables import ShardedVariable
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
@@ -41,7 +44,7 @@ class NamedVariable:
     def spec(self) -> VariableSpec:
         """Shape, dtype and path."""
         first = self.components[0]
-        return VariableSpec(tuple(first.shape), first.dtype.name, self.path)
+        return VariableSpec(tuple(first.shape), tf.as_dtype(first.dtype).name, self.path)
 
 
 class NamedVariables:
@@ -96,6 +99,13 @@ class NamedVariables:
             f"{METRICS}{key}": self._named(variable, "total" if variable.aggregation == "sum" else "first")
             for key, variable in metric_variables_by_key(self._model).items()
         }
+
+    def send_split_slots(self) -> None:
+        """Takes part in gathering the slots that are split over the replicas, which the chief copies from `shared`."""
+        for variable in self.shared.values():
+            for component in variable.components:
+                if isinstance(component, ShardedVariable):
+                    component.read_value()
 
     def model_keys(self) -> dict[int, str]:
         """Returns the keys of the model's variables by `id(variable)`."""

@@ -193,6 +193,11 @@ class AllReduce(CollectiveAllReduce):
         return self._launchers[0].host
 
     @property
+    def launchers(self) -> list[ReplicaLauncher]:
+        """Those over all replicas, one for each local replica."""
+        return self._launchers
+
+    @property
     def reductions(self) -> list[Any]:
         """The result of `reduction` for each local replica."""
         return self._reductions

@@ -11,6 +11,7 @@ from tfdist.collectives.all_reduce import ReductionContext
 from tfdist.compression.gradient_tensors import all_finite, divided, zeros_unless
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
+from tfdist.sharded_state.sharded_update import sharded_update
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
@@ -170,15 +171,18 @@ def _reduce_and_apply(
     for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(shape)  # The inferred shape depends on the data for which a replica is traced.
+    sharded = sharded_update(optimizer)
+    clip_and_apply: Callable[[Any, bool | None], None] = (sharded or optimizer).clip_and_apply
+    summed: Any
     with context.of_gradients(contributes, optimizer.paths), shared_operations():
-        summed = sum_over_replicas(gradients)
+        summed = sum_over_replicas(gradients) if sharded is None else sharded.scatter(gradients, context)
     if loss_scale is None:
-        optimizer.clip_and_apply(summed, compiles)
+        clip_and_apply(summed, compiles)
         return
-    finite = all_finite(summed)
+    finite = all_finite(summed) if sharded is None else sharded.all_finite(summed)
     cond_over_replicas(
         finite,
-        lambda: optimizer.clip_and_apply(summed, compiles),
+        lambda: clip_and_apply(summed, compiles),
         # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
         lambda: optimizer.take_back(micro_steps),
     )

@@ -1,0 +1,66 @@
+"""The program of two workers in `test_sharded_on_workers.py`: each writes its observations to a folder.
+
+Its arguments are the folder and the number of devices of a worker.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import sharded_models
+import shared_iterator_functions
+import tensorflow as tf
+import without_autotuning
+
+from tfdist.callbacks import FailureRecovery
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends `fit` by an error within the second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer._iterations.numpy()) == 5:
+            raise InterruptedError
+
+
+def interrupted(strategy, folder):
+    """Trains until the second step of the second epoch, with checkpoints after every second step."""
+    model = sharded_models.compiled(strategy, sharded_models.OPTIMIZERS["resumed"])
+    try:
+        sharded_models.fit(model, callbacks=[Stop(), FailureRecovery(folder, every_steps=2)])
+    except InterruptedError:
+        return
+    raise AssertionError("not interrupted")
+
+
+def main(folder, devices):
+    without_autotuning.install()
+    shared_iterator_functions.install()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    sharded = MultiWorkerMirroredStrategy(shard_optimizer_state=True)
+    whole = MultiWorkerMirroredStrategy()
+    rank = sharded.rank
+    seen = {"replicas": sharded.num_replicas_in_sync, "owned": {}}
+    for name in ("momentum", "everything"):
+        for strategy in (sharded, whole):
+            model = sharded_models.trained(strategy, sharded_models.OPTIMIZERS[name])
+            kind = "sharded" if strategy is sharded else "whole"
+            np.savez(folder / f"{name}-{kind}-{rank}.npz", **sharded_models.values(model))
+            if strategy is sharded:
+                model.save(folder / f"{name}-{rank}.keras")
+                seen["owned"][name] = [int(owned) for owned in sharded_models.owned_values(model)]
+    with sharded.scope():
+        loaded = keras.models.load_model(folder / f"everything-{rank}.keras")
+    np.savez(folder / f"loaded-{rank}.npz", **sharded_models.values(loaded))
+    reference = sharded_models.trained(whole, sharded_models.OPTIMIZERS["resumed"])
+    np.savez(folder / f"resumed-{rank}.npz", **sharded_models.values(reference))
+    interrupted(sharded, folder / "checkpoints")
+    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,165 @@
+"""Exchanges the units of a layout: each replica gets the sums of its part, and later the new values of all parts."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
+from tfdist.compression import Group
+from tfdist.compression.gradient_tensors import flatten, zeros_unless
+from tfdist.sharded_state.layout import ShardLayout, Unit
+
+Tensors = Mapping[int, tf.Tensor]
+
+
+def reduce_scatter(
+    layout: ShardLayout,
+    unit: Unit,
+    gradients: Tensors,
+    group: Group,
+    replicas: Sequence[int],
+    replica: int,
+    contributes: tf.Tensor | None = None,
+) -> dict[int, tf.Tensor]:
+    """Sums gradients over the group; a replica gets the part that it owns.
+
+    An all-to-all of the parts and an addition, because TensorFlow has no reduce-scatter on CPUs. A replica of N sends
+    `(N - 1) / N` of the gradients.
+
+    Args:
+        layout: Who owns what.
+        unit: The unit of the gradients.
+        gradients: The replica's dense gradients by position: those of the unit, or some of them.
+        group: All replicas.
+        replicas: The number of the replica at each position of the group.
+        replica: The number of this replica.
+        contributes: Bool scalar; if it is false, zeros are sent. `None` counts as true.
+
+    Returns:
+        The sums of this replica's spans that are not empty, flat, by position.
+    """
+    present = [position for position in unit.positions if position in gradients]
+    if not present:
+        return {}
+    members = [gradients[position] for position in present]
+    dtype = members[0].dtype
+    timed = begin_bucket(group, members)
+    flat = zeros_unless(contributes, flatten(members))
+    if len(present) == len(unit.positions):
+        length = unit.part_length
+        rows = tf.reshape(_padded(flat, layout.replicas * length), [layout.replicas, length])
+        if list(replicas) != list(range(layout.replicas)):
+            rows = tf.gather(rows, list(replicas))
+    else:
+        length = _longest(layout, present)
+        vectors = dict(zip(present, tf.split(flat, [layout.sizes[position] for position in present]), strict=True))
+        rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
+    received = timed.exchange_rows(_to_words(rows))
+    total = tf.add_n(tf.unstack(_from_words(received, dtype, layout.replicas, length), num=layout.replicas))
+    end_bucket(timed, [total])
+    return _split(layout, total, present, replica)
+
+
+def all_gather(
+    layout: ShardLayout, unit: Unit, parts: Tensors, positions: Sequence[int], group: Group, replicas: Sequence[int],
+    dtype: tf.DType,
+) -> dict[int, tf.Tensor]:  # fmt: skip
+    """Gathers the parts of variables. A replica of N sends `(N - 1) / N` of the variables.
+
+    Args:
+        layout: Who owns what.
+        unit: The unit of the variables.
+        parts: The values of this replica's spans that are not empty, flat, by position.
+        positions: Those of the unit's variables that are gathered, in the order of the unit, equal on all replicas.
+        group: All replicas.
+        replicas: The number of the replica at each position of the group.
+        dtype: The dtype of the variables.
+
+    Returns:
+        The variables, flat, by position.
+    """
+    own = [parts[position] for position in positions if position in parts]
+    is_complete = len(positions) == len(unit.positions)
+    length = unit.part_length if is_complete else _longest(layout, positions)
+    row = _padded(flatten(own) if own else tf.zeros([0], dtype), length)
+    timed = begin_bucket(group, [row])
+    rows = _from_words(timed.gather(_to_words(row[tf.newaxis])), dtype, layout.replicas, length)
+    end_bucket(timed, [rows])
+    sizes = [layout.sizes[position] for position in positions]
+    if is_complete:
+        if list(replicas) != list(range(layout.replicas)):
+            rows = tf.gather(rows, [list(replicas).index(owner) for owner in range(layout.replicas)])
+        vectors = tf.split(tf.reshape(rows, [-1])[: sum(sizes)], sizes)
+        return dict(zip(positions, vectors, strict=True))
+    found: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
+    for owner in range(layout.replicas):
+        split = _split(layout, rows[list(replicas).index(owner)], positions, owner)
+        for position, part in split.items():
+            found[position].append(part)
+    return {position: flatten(of_owners) for position, of_owners in found.items()}
+
+
+def own_part(layout: ShardLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns the values of the span of `replica` of a whole gradient, flat.
+
+    Args:
+        layout: Who owns what.
+        position: The position of the variable.
+        replica: The number of the replica.
+        gradient: Dense, or `tf.IndexedSlices` with rows of static length.
+    """
+    span = layout.spans(position)[replica]
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.reshape(gradient, [-1])[span.start : span.stop]
+    row = int(gradient.values.shape[1:].num_elements())
+    first, last = span.start // row, -(-span.stop // row)
+    is_own = (gradient.indices >= first) & (gradient.indices < last)
+    values = tf.reshape(tf.boolean_mask(gradient.values, is_own), [-1, row])
+    rows = tf.boolean_mask(gradient.indices, is_own) - first
+    dense = tf.reshape(tf.math.unsorted_segment_sum(values, rows, last - first), [-1])
+    return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
+
+
+def _longest(layout: ShardLayout, positions: Sequence[int]) -> int:
+    return max(
+        sum(layout.spans(position)[replica].size for position in positions) for replica in range(layout.replicas)
+    )
+
+
+def _part(layout: ShardLayout, vectors: Tensors, positions: Sequence[int], replica: int) -> tf.Tensor:
+    spans = [(vectors[position], layout.spans(position)[replica]) for position in positions]
+    return flatten([vector[span.start : span.stop] for vector, span in spans])
+
+
+def _split(layout: ShardLayout, row: tf.Tensor, positions: Sequence[int], replica: int) -> dict[int, tf.Tensor]:
+    """Splits the part of `replica` into its spans."""
+    found, start = {}, 0
+    for position in positions:
+        size = layout.spans(position)[replica].size
+        if size:
+            found[position] = row[start : start + size]
+            start += size
+    return found
+
+
+def _padded(vector: tf.Tensor, length: int) -> tf.Tensor:
+    missing = length - int(vector.shape[0])
+    return tf.pad(vector, [[0, missing]]) if missing else vector
+
+
+def _to_words(rows: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of `[rows, length]` as int32, which all collectives of CPUs and GPUs can send."""
+    count, length = rows.shape
+    per_word = 4 // rows.dtype.size if rows.dtype.size < 4 else 1
+    if per_word > 1:
+        rows = tf.pad(rows, [[0, 0], [0, -length % per_word]])
+        return tf.bitcast(tf.reshape(rows, [count, -1, per_word]), tf.int32)
+    return tf.reshape(tf.bitcast(rows, tf.int32), [count, length * rows.dtype.size // 4])
+
+
+def _from_words(words: tf.Tensor, dtype: tf.DType, count: int, length: int) -> tf.Tensor:
+    """Returns the `count` rows of `length` values that `_to_words` has encoded."""
+    if dtype.size > 4:
+        words = tf.reshape(words, [count, length, dtype.size // 4])
+    rows = tf.reshape(tf.bitcast(words, dtype), [count, -1 if dtype.size < 4 else length])
+    return rows[:, :length] if dtype.size < 4 else rows

@@ -1,0 +1,62 @@
+"""The sharding of a strategy: its replicas, and how the slots of its optimizers are split over them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.compression import Policy
+from tfdist.sharded_state.layout import ShardLayout
+from tfdist.tensorflow_internals.part_gathers import PartGathers, replicas_by_position
+
+
+class StateSharding:
+    """Splits the slots of the optimizers of one strategy over its replicas.
+
+    Attributes:
+        devices: Those of the replicas of this process.
+        first: The number of the first of them over all workers.
+        replicas: The number of the replica at each position of the group of all replicas.
+        gather: Gathers whole slots outside of steps.
+    """
+
+    def __init__(self, strategy: Any, bucket_bytes: int) -> None:
+        """Splits over the replicas of `strategy`; see `fill_buckets` for `bucket_bytes`. All workers call this."""
+        operations = strategy.extended.replica_operations
+        self._operations = operations
+        self._bucket_bytes = bucket_bytes
+        self.devices: Sequence[str] = [launcher.device for launcher in operations.launchers]
+        self.first = sum(strategy.replicas_of_workers[: strategy.rank])
+        self.replicas = replicas_by_position(operations.launchers, self.first)
+        self.gather = PartGathers(operations.launchers, self.replicas)
+
+    def plan(self, specs: Sequence[tf.TensorSpec]) -> ShardLayout:
+        """Returns who owns what of variables of these shapes and dtypes."""
+        return ShardLayout.plan(specs, len(self.replicas), self._bucket_bytes)
+
+    def reduction(self, local_replica: int) -> ReplicaReduction:
+        """Returns the reduction of a replica of this process."""
+        return self._operations.reductions[local_replica]
+
+
+def check_sharding(shards_state: bool, policy: Policy) -> None:
+    """Checks the arguments of a strategy.
+
+    Args:
+        shards_state: Its `shard_optimizer_state`.
+        policy: Its compression.
+
+    Raises:
+        ValueError: If they are invalid, or cannot be combined.
+    """
+    if not isinstance(shards_state, bool):
+        raise ValueError(
+            f"Invalid `shard_optimizer_state`. Received: {shards_state!r}. Expected: True or False. Pass one of them."
+        )
+    if shards_state and policy.compresses:
+        raise ValueError(
+            "`shard_optimizer_state=True` and `compression` cannot be combined: gradients are summed where their part "
+            f"is owned, and the methods sum them everywhere. Received: {policy!r}. Expected: compression=None. Leave "
+            "one of the two arguments out."
+        )

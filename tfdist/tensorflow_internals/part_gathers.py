@@ -1,0 +1,103 @@
+"""Gathers parts of a vector that the replicas of all workers hold, outside of steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
+
+# Longer than a worker should be busy elsewhere, such as with the callbacks of an epoch.
+TIMEOUT_SECONDS = 300.0
+
+
+def replicas_by_position(launchers: Sequence[ReplicaLauncher], first: int) -> list[int]:
+    """Returns the number of the replica at each position of the group, which TensorFlow chooses.
+
+    Args:
+        launchers: Those of the local replicas, over all replicas. All workers have to call this.
+        first: The number of the first local replica.
+    """
+    gathered = _gather(launchers, [tf.constant([first + index]) for index in range(len(launchers))], None)
+    return [int(number) for number in gathered.numpy()]
+
+
+class PartGathers:
+    """Gathers vectors of which each replica holds a part."""
+
+    def __init__(self, launchers: Sequence[ReplicaLauncher], order: Sequence[int]) -> None:
+        """Gathers over the group of `launchers`, of which `order` are the replicas by position."""
+        self._launchers, self._order = list(launchers), list(order)
+        self._functions: dict[Any, Any] = {}
+
+    def __call__(self, parts: Sequence[tf.Tensor], lengths: Sequence[int]) -> tf.Tensor:
+        """Returns the parts of all replicas as one vector. All workers have to call this with equal `lengths`.
+
+        Args:
+            parts: Those of the local replicas, vectors.
+            lengths: The lengths of the parts of all replicas, by their numbers.
+
+        Raises:
+            RuntimeError: If another worker does not take part within five minutes.
+        """
+        if len(parts) == len(lengths):
+            return tf.concat([_on_host(part) for part in parts], axis=0)
+        dtype, longest = parts[0].dtype, max(lengths)
+        words = [_words(tf.pad(part, [[0, longest - int(part.shape[0])]])) for part in parts]
+        rows = tf.reshape(self._gather_once(words), [len(lengths), -1])
+        owned = [_values(rows[self._order.index(replica)], dtype)[:length] for replica, length in enumerate(lengths)]
+        return tf.concat(owned, axis=0)
+
+    def _gather_once(self, words: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Gathers by one function for each length."""
+        length = int(words[0].shape[0])
+        if length not in self._functions:
+            specs = [tf.TensorSpec([length], words[0].dtype)] * len(words)
+
+            def gather(*local: tf.Tensor) -> tf.Tensor:
+                return _launched(self._launchers, local, TIMEOUT_SECONDS)
+
+            self._functions[length] = tf.function(gather, input_signature=specs, autograph=False)
+        try:
+            return _on_host(self._functions[length](*words))
+        except tf.errors.DeadlineExceededError as error:
+            raise RuntimeError(
+                "A slot of an optimizer whose state is sharded was not read by all workers. Received: no answer of "
+                f"another worker within {TIMEOUT_SECONDS:g} s. Expected: all workers save the model, or read "
+                "`optimizer.variables`, at the same step. Call `model.save` on every worker, each with its own path."
+            ) from error
+
+
+def _gather(launchers: Sequence[ReplicaLauncher], tensors: Sequence[tf.Tensor], timeout: float | None) -> tf.Tensor:
+    function = tf.function(lambda *local: _launched(launchers, local, timeout), autograph=False)
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    return function.get_concrete_function(*specs)(*tensors)
+
+
+def _launched(launchers: Sequence[ReplicaLauncher], tensors: Sequence[tf.Tensor], timeout: float | None) -> tf.Tensor:
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout)
+    gathered = []
+    for launcher, tensor in zip(launchers, tensors, strict=True):
+        with tf.device(launcher.device):
+            gathered.append(launcher.gather(tf.identity(tensor), options, shape_is_fixed=True))
+    with tf.control_dependencies(gathered):
+        return tf.identity(gathered[0])
+
+
+def _on_host(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return tf.identity(tensor)
+
+
+def _words(vector: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of a vector as int32."""
+    if vector.dtype.size < 4:
+        per_word = 4 // vector.dtype.size
+        return tf.bitcast(tf.reshape(tf.pad(vector, [[0, -len(vector) % per_word]]), [-1, per_word]), tf.int32)
+    return tf.reshape(tf.bitcast(vector, tf.int32), [-1])
+
+
+def _values(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype.size > 4:
+        words = tf.reshape(words, [-1, dtype.size // 4])
+    return tf.reshape(tf.bitcast(words, dtype), [-1])
