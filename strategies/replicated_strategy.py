@@ -141,7 +141,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     def _split_state(self) -> None:
         """Splits the slots of optimizers from now on if that was requested. All workers call this."""
         if self._state_bucket_bytes is not None and self.num_replicas_in_sync > 1:
-            self._state_sharding = StateSharding(self, self._state_bucket_bytes)
+            name = f"tfdist/slots/{self._collective_key_base}"
+            self._state_sharding = StateSharding(self, self._state_bucket_bytes, name)
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:

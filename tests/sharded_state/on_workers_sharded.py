@@ -5,6 +5,7 @@ Its arguments are the folder and the number of devices of a worker.
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -16,6 +17,7 @@ import without_autotuning
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MultiWorkerMirroredStrategy
+from tfdist.tensorflow_internals import part_gathers
 
 
 class Stop(keras.callbacks.Callback):
@@ -34,6 +36,21 @@ def interrupted(strategy, folder):
     except InterruptedError:
         return
     raise AssertionError("not interrupted")
+
+
+def read_alone(model, rank, end):
+    """Returns the error of a worker that reads a slot while the other one waits for that."""
+    part_gathers.TIMEOUT_SECONDS = 2.0
+    if rank:
+        while not end.exists():
+            time.sleep(0.05)
+        return ""
+    try:
+        model.optimizer.variables[-1].numpy()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        end.touch()
 
 
 def main(folder, devices):
@@ -59,6 +76,7 @@ def main(folder, devices):
     reference = sharded_models.trained(whole, sharded_models.OPTIMIZERS["resumed"])
     np.savez(folder / f"resumed-{rank}.npz", **sharded_models.values(reference))
     interrupted(sharded, folder / "checkpoints")
+    seen["read alone"] = read_alone(loaded, rank, folder / "read")
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 
 

@@ -67,6 +67,11 @@ def test_a_saved_model_is_loaded_by_all_workers(run, rank):
         np.testing.assert_array_equal(loaded[key], value, key)
 
 
+def test_a_worker_that_reads_a_slot_alone_gets_an_error(run):
+    message = run.json("seen-0.json")["read alone"]
+    assert "was not read by all workers. Received: no answer of worker 1 within 2 s. Expected: all workers" in message
+
+
 @pytest.mark.parametrize("replicas", [0, 3], ids=["no strategy", "3 replicas"])
 def test_a_training_resumes_on_another_number_of_replicas(run, cpus, tmp_path, replicas):
     checkpoints = shutil.copytree(run.path("checkpoints"), tmp_path / "checkpoints")

@@ -44,18 +44,20 @@ def reduce_scatter(
     members = [gradients[position] for position in present]
     dtype = members[0].dtype
     timed = begin_bucket(group, members)
-    flat = zeros_unless(contributes, flatten(members))
+    sizes = [layout.sizes[position] for position in present]
     if len(present) == len(unit.positions):
         length = unit.part_length
-        rows = tf.reshape(_padded(flat, layout.replicas * length), [layout.replicas, length])
+        missing = tf.zeros([layout.replicas * length - sum(sizes)], dtype)  # joined with the others: one copy
+        rows = tf.reshape(zeros_unless(contributes, flatten([*members, missing])), [layout.replicas, length])
         if list(replicas) != list(range(layout.replicas)):
             rows = tf.gather(rows, list(replicas))
     else:
         length = _longest(layout, present)
-        vectors = dict(zip(present, tf.split(flat, [layout.sizes[position] for position in present]), strict=True))
+        flat = zeros_unless(contributes, flatten(members))
+        vectors = dict(zip(present, tf.split(flat, sizes), strict=True))
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
     received = timed.exchange_rows(_to_words(rows))
-    total = tf.add_n(tf.unstack(_from_words(received, dtype, layout.replicas, length), num=layout.replicas))
+    total = tf.reduce_sum(_from_words(received, dtype, layout.replicas, length), axis=0)
     end_bucket(timed, [total])
     return _split(layout, total, present, replica)
 
@@ -89,7 +91,7 @@ def all_gather(
     if is_complete:
         if list(replicas) != list(range(layout.replicas)):
             rows = tf.gather(rows, [list(replicas).index(owner) for owner in range(layout.replicas)])
-        vectors = tf.split(tf.reshape(rows, [-1])[: sum(sizes)], sizes)
+        *vectors, _ = tf.split(tf.reshape(rows, [-1]), [*sizes, layout.replicas * length - sum(sizes)])
         return dict(zip(positions, vectors, strict=True))
     found: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
     for owner in range(layout.replicas):

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.compression import Policy
 from tfdist.sharded_state.layout import ShardLayout
-from tfdist.tensorflow_internals.part_gathers import PartGathers, replicas_by_position
+from tfdist.tensorflow_internals.part_gathers import Meeting, PartGathers, replicas_by_position
 
 
 class StateSharding:
@@ -21,15 +21,22 @@ class StateSharding:
         gather: Gathers whole slots outside of steps.
     """
 
-    def __init__(self, strategy: Any, bucket_bytes: int) -> None:
-        """Splits over the replicas of `strategy`; see `fill_buckets` for `bucket_bytes`. All workers call this."""
+    def __init__(self, strategy: Any, bucket_bytes: int, name: str) -> None:
+        """Splits over the replicas of `strategy`. All workers call this.
+
+        Args:
+            strategy: A mirrored strategy of tfdist.
+            bucket_bytes: See `fill_buckets`.
+            name: A name that is unique in the cluster.
+        """
         operations = strategy.extended.replica_operations
         self._operations = operations
         self._bucket_bytes = bucket_bytes
         self.devices: Sequence[str] = [launcher.device for launcher in operations.launchers]
         self.first = sum(strategy.replicas_of_workers[: strategy.rank])
         self.replicas = replicas_by_position(operations.launchers, self.first)
-        self.gather = PartGathers(operations.launchers, self.replicas)
+        meeting = Meeting(name, strategy.rank, strategy.num_workers)
+        self.gather = PartGathers(operations.launchers, self.replicas, meeting)
 
     def plan(self, specs: Sequence[tf.TensorSpec]) -> ShardLayout:
         """Returns who owns what of variables of these shapes and dtypes."""

@@ -1,7 +1,9 @@
 """TensorFlow's runtime in this process: server, key-value store, global seed and generator, autograph."""
 
 import faulthandler
+import queue
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +66,36 @@ def set_key_value(key: str, value: str) -> None:
 def wait_for_key_value(key: str) -> str:
     """Waits until a worker has published `key` and returns its value."""
     return str(context().get_config_key_value(key))
+
+
+def wait_for_key_until(key: str, seconds: float) -> bool:
+    """Waits like `wait_for_key_value`; returns whether a worker has published `key` within `seconds`.
+
+    Raises:
+        tf.errors.OpError: If the key-value store is lost.
+    """
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            wait_for_key_value(key)
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
+    try:
+        error = ended.get(timeout=max(seconds, 0.0))
+    except queue.Empty:
+        return False
+    if error is not None:
+        raise error
+    return True
+
+
+def delete_key_value(key: str) -> None:
+    """Removes what was published under `key`."""
+    context().delete_config_key_value(key)
 
 
 def global_seed() -> int | None:
