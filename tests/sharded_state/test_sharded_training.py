@@ -12,6 +12,8 @@ from tfdist.strategies import MirroredStrategy
 # The parts of a variable begin at other addresses than the variable, so TensorFlow computes other values one by one
 # instead of eight at a time, where its `rsqrt` differs in the last bit. Norms are sums of parts.
 _ROUNDED = {"adadelta", "adagrad", "rmsprop", "clipnorm", "global_clipnorm", "everything"}
+# Others have the same kinds of slots and operations, or "everything" contains it.
+_COVERED = {"accumulation", "adadelta", "adagrad", "adamax", "adamw", "averages", "clipvalue"}
 
 
 def assert_equal_values(ours, theirs, tolerance=0.0):
@@ -28,7 +30,13 @@ def both(cpus, optimizer, **arguments):
     ]
 
 
-@pytest.mark.parametrize("name", sorted(sharded_models.OPTIMIZERS.keys() - {"resumed"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in _COVERED else name
+        for name in sorted(sharded_models.OPTIMIZERS.keys() - {"resumed"})
+    ],
+)
 def test_two_replicas_compute_what_they_do_with_whole_state(cpus, name):
     sharded, whole = both(cpus[:2], sharded_models.OPTIMIZERS[name])
     assert_equal_values(sharded_models.values(sharded), sharded_models.values(whole), 1e-6 if name in _ROUNDED else 0.0)
@@ -58,7 +66,9 @@ def test_all_replicas_have_the_same_weights(cpus):
             np.testing.assert_array_equal(other, first, variable.path)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_each_replica_holds_its_part_of_the_slots(cpus, replicas):
     strategy = MirroredStrategy(cpus[:replicas], shard_optimizer_state=True)
     model = sharded_models.compiled(strategy, sharded_models.OPTIMIZERS["averages"])
@@ -68,7 +78,7 @@ def test_each_replica_holds_its_part_of_the_slots(cpus, replicas):
     assert max(owned) <= 1.05 * sum(owned) / replicas
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long), "float64"])
 def test_other_dtypes(cpus, dtype):
     def trained(shards):
         strategy = MirroredStrategy(cpus[:2], shard_optimizer_state=shards)
