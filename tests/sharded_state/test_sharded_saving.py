@@ -68,12 +68,14 @@ def test_set_weights_and_get_config(sharded):
     assert isinstance(optimizers.Adam.from_config(model.optimizer.get_config()), optimizers.Adam)
 
 
-def test_averages_are_swapped_for_an_evaluation(sharded, cpus):
+@pytest.mark.parametrize("swap_on_epoch", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_averages_are_swapped_for_an_evaluation(cpus, swap_on_epoch):
     data = [sharded_models.NUMBERS, sharded_models.WORDS], sharded_models.TARGETS
     histories = []
-    for strategy in (sharded, MirroredStrategy(cpus[:3])):
+    for shards in (True, False):
+        strategy = MirroredStrategy(cpus[:2], shard_optimizer_state=shards)
         model = sharded_models.compiled(strategy, sharded_models.OPTIMIZERS["averages"])
-        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)]
         histories.append(sharded_models.fit(model, validation_data=data, callbacks=callbacks).history)
     for key, values in histories[1].items():
         assert histories[0][key] == pytest.approx(values, rel=1e-5), key
