@@ -8,6 +8,8 @@ _trainer_name, _base_name = (
 )
 _TRAINER_CLASS, BASE_TRAINER = f"{_TRAINER}:{_trainer_name}", f"keras.src.trainers.trainer:{_base_name}"
 
+# How the names of the graphs begin in which Keras computes the shapes of layers (`compute_output_spec`).
+SHAPE_GRAPH = "scratch_graph"
 losses = private("keras.src.losses:loss", "scales losses by the number of replicas; has no hook for uneven batches")
 compile_utils = private("keras.src.trainers:compile_utils", "keeps the mean of every output's loss")
 trainer = private("keras.src.backend.tensorflow:trainer", "makes the epoch iterators of fit, evaluate and predict")

@@ -8,22 +8,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH
+from tfdist.tensorflow_internals.runtime import captured_handles
+
 
 class MovedVariables:
     """Variables that one placement has moved. Each is a new `tf.Variable` afterwards."""
 
     def __init__(self) -> None:
-        self._earlier: list[tuple[str, weakref.ref[Any]]] = []
+        self._earlier: list[tuple[str, weakref.ref[Any], weakref.ref[Any]]] = []
 
     def add(self, variable: keras.Variable, earlier: tf.Variable) -> None:
         """Notes that another `tf.Variable` than `earlier` will hold `variable`."""
-        self._earlier.append((variable.path, weakref.ref(earlier.handle)))
+        self._earlier.append((variable.path, weakref.ref(earlier), weakref.ref(earlier.handle)))
 
     def warn_if_used(self) -> None:
         """Warns if something has kept an earlier `tf.Variable`, as a traced function does, once for all of them."""
-        if self._kept():
-            gc.collect()  # of graphs in which Keras has computed shapes
-        kept = self._kept()
+        if not self._alive():
+            return
+        gc.collect()
+        # Not of the graphs in which Keras has computed shapes: a layer's own gradients keep them.
+        captured = captured_handles(ignored=SHAPE_GRAPH) if self._alive() else set()
+        kept = [path for path, variable, handle in self._alive() if variable() is not None or id(handle()) in captured]
         if kept:
             warnings.warn(
                 "A function that was traced before the first step in stages keeps the earlier values of weights, "
@@ -34,5 +40,5 @@ class MovedVariables:
                 stacklevel=2,
             )
 
-    def _kept(self) -> list[str]:
-        return [path for path, handle in self._earlier if handle() is not None]
+    def _alive(self) -> list[tuple[str, weakref.ref[Any], weakref.ref[Any]]]:
+        return [one for one in self._earlier if one[2]() is not None]
