@@ -59,7 +59,9 @@ def test_scalar_losses_with_masks() -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    "reduction", [pytest.param("sum_over_batch_size", marks=pytest.mark.long), "mean_with_sample_weight"]
+)
 def test_ignored_classes_do_not_count(reduction: str) -> None:
     """The mask of the loss has the shape of the outputs."""
 

@@ -13,7 +13,18 @@ from tfdist.strategies import MirroredStrategy
 # instead of eight at a time, where its `rsqrt` differs in the last bit. Norms are sums of parts.
 _ROUNDED = {"adadelta", "adagrad", "rmsprop", "clipnorm", "global_clipnorm", "everything"}
 # Others have the same kinds of slots and operations, or "everything" contains it.
-_COVERED = {"accumulation", "adadelta", "adagrad", "adamax", "adamw", "averages", "clipvalue"}
+_COVERED = {
+    "accumulation",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "averages",
+    "clipnorm",
+    "clipvalue",
+    "lion",
+}
 
 
 def assert_equal_values(ours, theirs, tolerance=0.0):
