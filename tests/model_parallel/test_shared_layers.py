@@ -1,5 +1,6 @@
 """Models that share layers, and models whose layers change, train the same weights as in one process."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,26 @@ def test_a_function_that_keeps_earlier_weights_is_warned_of() -> None:
     predict(runs.X)
     with pytest.warns(UserWarning, match="keeps the earlier values of weights.* 6 such .*dense"):
         model.predict(runs.X, verbose=0)
+
+
+class OwnGradient(keras.layers.Layer):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def scaled(x: tf.Tensor) -> Any:
+            return 2 * x, lambda gradient: 2 * gradient
+
+        return scaled(x)
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_a_layer_with_its_own_gradient_is_not_warned_of() -> None:
+    """TensorFlow keeps the graph of such a layer in which Keras has computed shapes, with all that it captured."""
+    with strategy_of(2).scope():
+        model = keras.Sequential([keras.Input((runs.X.shape[1],)), keras.layers.Dense(3), OwnGradient()])
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(runs.X, np.zeros([len(runs.X), 1]))

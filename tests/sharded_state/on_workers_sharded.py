@@ -16,8 +16,8 @@ import tensorflow as tf
 import without_autotuning
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.sharded_state import part_gathers
 from tfdist.strategies import MultiWorkerMirroredStrategy
-from tfdist.tensorflow_internals import part_gathers
 
 
 class Stop(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import SHAPE_GRAPH
-from tfdist.tensorflow_internals.runtime import captured_handles
+from tfdist.tensorflow_internals.captured_tensors import captured_handles
 
 
 class MovedVariables:

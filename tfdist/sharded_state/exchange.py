@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.compression import Group
-from tfdist.compression.gradient_tensors import flatten, zeros_unless
+from tfdist.compression.gradient_tensors import flatten, from_words, to_words, zeros_unless
 from tfdist.sharded_state.layout import ShardLayout, Unit
 
 Tensors = Mapping[int, tf.Tensor]
@@ -56,8 +56,8 @@ def reduce_scatter(
         flat = zeros_unless(contributes, flatten(members))
         vectors = dict(zip(present, tf.split(flat, sizes), strict=True))
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
-    received = timed.exchange_rows(_to_words(rows))
-    total = tf.reduce_sum(_from_words(received, dtype, layout.replicas, length), axis=0)
+    received = timed.exchange_rows(to_words(rows))
+    total = tf.reduce_sum(from_words(received, dtype, layout.replicas, length), axis=0)
     end_bucket(timed, [total])
     return _split(layout, total, present, replica)
 
@@ -85,7 +85,7 @@ def all_gather(
     length = unit.part_length if is_complete else _longest(layout, positions)
     row = _padded(flatten(own) if own else tf.zeros([0], dtype), length)
     timed = begin_bucket(group, [row])
-    rows = _from_words(timed.gather(_to_words(row[tf.newaxis])), dtype, layout.replicas, length)
+    rows = from_words(timed.gather(to_words(row[tf.newaxis])), dtype, layout.replicas, length)
     end_bucket(timed, [rows])
     sizes = [layout.sizes[position] for position in positions]
     if is_complete:
@@ -147,21 +147,3 @@ def _split(layout: ShardLayout, row: tf.Tensor, positions: Sequence[int], replic
 def _padded(vector: tf.Tensor, length: int) -> tf.Tensor:
     missing = length - int(vector.shape[0])
     return tf.pad(vector, [[0, missing]]) if missing else vector
-
-
-def _to_words(rows: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of `[rows, length]` as int32, which all collectives of CPUs and GPUs can send."""
-    count, length = rows.shape
-    per_word = 4 // rows.dtype.size if rows.dtype.size < 4 else 1
-    if per_word > 1:
-        rows = tf.pad(rows, [[0, 0], [0, -length % per_word]])
-        return tf.bitcast(tf.reshape(rows, [count, -1, per_word]), tf.int32)
-    return tf.reshape(tf.bitcast(rows, tf.int32), [count, length * rows.dtype.size // 4])
-
-
-def _from_words(words: tf.Tensor, dtype: tf.DType, count: int, length: int) -> tf.Tensor:
-    """Returns the `count` rows of `length` values that `_to_words` has encoded."""
-    if dtype.size > 4:
-        words = tf.reshape(words, [count, length, dtype.size // 4])
-    rows = tf.reshape(tf.bitcast(words, dtype), [count, -1 if dtype.size < 4 else length])
-    return rows[:, :length] if dtype.size < 4 else rows

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.compression import Policy
 from tfdist.sharded_state.layout import ShardLayout
-from tfdist.tensorflow_internals.part_gathers import Meeting, PartGathers, replicas_by_position
+from tfdist.sharded_state.part_gathers import Meeting, PartGathers, replicas_by_position
 
 
 class StateSharding:

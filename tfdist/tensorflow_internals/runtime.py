@@ -1,7 +1,6 @@
 """TensorFlow's runtime in this process: server, key-value store, global seed and generator, autograph."""
 
 import faulthandler
-import gc
 import queue
 import sys
 import threading
@@ -19,24 +18,6 @@ _random_ops = private(
 _autograph = private(
     "tensorflow.python.autograph.core:config", "which packages autograph leaves as they are, as TensorFlow and Keras"
 )
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graphs of functions")
-
-
-def captured_handles(ignored: str) -> set[int]:
-    """Returns the ids of the tensors that the graphs of functions in this process have captured.
-
-    Args:
-        ignored: The beginning of the names of graphs that do not count, nor the graphs within them.
-    """
-    found: set[int] = set()
-    for graph in [one for one in gc.get_objects() if isinstance(one, _FuncGraph)]:
-        around, names = graph, []
-        while isinstance(around, _FuncGraph):
-            names.append(around.name)
-            around = around.outer_graph
-        if not any(name.startswith(ignored) for name in names):
-            found.update(map(id, graph.external_captures))
-    return found
 
 
 def exclude_from_autograph() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compression.gradient_tensors import from_words, to_words
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
 
@@ -82,10 +83,10 @@ class PartGathers:
         if len(parts) == len(lengths):
             return tf.concat([_on_host(part) for part in parts], axis=0)
         dtype, longest = parts[0].dtype, max(lengths)
-        words = [_words(tf.pad(part, [[0, longest - int(part.shape[0])]])) for part in parts]
-        rows = tf.reshape(self._gather_once(words), [len(lengths), -1])
-        owned = [_values(rows[self._order.index(replica)], dtype)[:length] for replica, length in enumerate(lengths)]
-        return tf.concat(owned, axis=0)
+        padded = [tf.pad(part, [[0, longest - int(part.shape[0])]]) for part in parts]
+        words = self._gather_once([to_words(part[tf.newaxis])[0] for part in padded])
+        rows = from_words(tf.reshape(words, [len(lengths), -1]), dtype, len(lengths), longest)
+        return tf.concat([rows[self._order.index(one)][:length] for one, length in enumerate(lengths)], axis=0)
 
     def _gather_once(self, words: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gathers by one function for each length."""
@@ -121,17 +122,3 @@ def _launched(launchers: Sequence[ReplicaLauncher], tensors: Sequence[tf.Tensor]
 def _on_host(tensor: tf.Tensor) -> tf.Tensor:
     with tf.device("CPU:0"):
         return tf.identity(tensor)
-
-
-def _words(vector: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of a vector as int32."""
-    if vector.dtype.size < 4:
-        per_word = 4 // vector.dtype.size
-        return tf.bitcast(tf.reshape(tf.pad(vector, [[0, -len(vector) % per_word]]), [-1, per_word]), tf.int32)
-    return tf.reshape(tf.bitcast(vector, tf.int32), [-1])
-
-
-def _values(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    if dtype.size > 4:
-        words = tf.reshape(words, [-1, dtype.size // 4])
-    return tf.reshape(tf.bitcast(words, dtype), [-1])
