@@ -94,6 +94,12 @@ def test_many_workers_cause_no_warning_of_retracing(
     assert not [record for record in caplog.records if "retracing" in record.getMessage()]
 
 
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="No checkpoint can be written. Received: .*Not a directory.* Expected: "):
+        worker_calls.check_shared_directory(tmp_path / "file" / "checkpoints", {}, 30.0)
+
+
 def test_values_can_be_read_as_arrays(
     copies: WorkerCopies, variables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

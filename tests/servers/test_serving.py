@@ -1,6 +1,7 @@
 """A server ends with its chief, and not by a signal that announces the end of the host."""
 
 import signal
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -30,6 +31,20 @@ def test_it_serves_until_the_chief_that_it_has_seen_is_lost(serve):
     with pytest.raises(StopIteration):
         serve([False, False])
     serve([False, True, False])
+
+
+def test_it_does_not_wait_for_a_chief_without_limit(serve, monkeypatch):
+    monkeypatch.setattr(serving, "_CHIEF_START_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match="has not started after 0 s. Received: no answer from chief 0 at a:1"):
+        serve([False, False])
+    serve([True, False])  # a chief that was seen and is lost has ended
+
+
+def test_under_tfdist_run_it_waits_as_long_as_the_chief_runs(serve, monkeypatch):
+    monkeypatch.setattr(serving, "_CHIEF_START_SECONDS", 0.0)
+    monkeypatch.setattr(serving.Heartbeat, "from_environment", lambda: mock.Mock())
+    with pytest.raises(StopIteration):
+        serve([False, False])
 
 
 def test_a_notice_of_preemption_does_not_end_it(serve):

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.checkpoint import CheckpointError
+from tfdist.checkpoint.errors import explained
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
 from tfdist.utils import atomic_files
 
@@ -119,17 +120,19 @@ def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_se
     """Checks that the tasks see a file that this process writes into the directory of checkpoints.
 
     Args:
-        directory: The directory; it exists.
+        directory: The directory.
         tasks: By task a device of it.
         timeout_seconds: How long to wait for an answer.
 
     Raises:
-        CheckpointError: If a worker does not see the file, or does not answer.
+        CheckpointError: If a worker does not see the file, or does not answer, or this process cannot write it.
     """
     path = (directory / _PROBE_FILE).absolute()
     content = str(time.time_ns()).encode()
     calls = {task: _reads_content(str(path), device, content) for task, device in tasks.items()}
-    atomic_files.write(path, content)
+    with explained("No checkpoint can be written", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(path, content)
     try:
         reasons = call_workers(calls, "read", timeout_seconds)
     finally:

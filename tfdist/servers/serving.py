@@ -13,6 +13,7 @@ from tfdist.servers.server_monitor import is_reachable
 
 _POLL_SECONDS = 0.5
 _CHIEF_LOST_SECONDS = 10.0
+_CHIEF_START_SECONDS = 3600.0  # without tfdist run, which ends its servers when the chief ends
 
 
 def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
@@ -25,6 +26,10 @@ def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
         cluster: The addresses of each job.
         job: "worker" or "ps".
         index: The task's index in the job, from 0.
+
+    Raises:
+        TimeoutError: No chief has been reached within an hour. Under `tfdist run` there is no limit: it ends its
+            servers when the chief ends.
     """
     if threading.current_thread() is threading.main_thread():
         # TensorFlow's server prevents an orderly exit of the interpreter.
@@ -49,8 +54,14 @@ def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
     if chief is None:
         server.join()
         return
-    seen_at: float | None = None
+    started_at, seen_at = time.monotonic(), None
     while seen_at is None or time.monotonic() - seen_at < _CHIEF_LOST_SECONDS:
         if is_reachable(chief):
             seen_at = time.monotonic()
+        elif seen_at is None and heartbeat is None and time.monotonic() - started_at > _CHIEF_START_SECONDS:
+            raise TimeoutError(
+                f"The chief of this server has not started after {_CHIEF_START_SECONDS:g} s. Received: no answer from "
+                f"chief 0 at {chief}. Expected: a process there that creates the strategy. Start it, open its port, or "
+                "correct TF_CONFIG, and start this server again."
+            )
         time.sleep(_POLL_SECONDS)
