@@ -122,7 +122,7 @@ class LearnedWeights(keras.Model):
         return ops.exp(-self.scales[0]) * stock + ops.exp(-self.scales[1]) * absolute + ops.sum(self.scales)
 
 
-@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("columns", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", [Documented, LearnedWeights])
 def test_own_losses_update_metrics_and_train_variables(kind: type, columns: int) -> None:
     def build() -> keras.Model:

@@ -63,7 +63,7 @@ def nested(is_tied: bool) -> keras.Model:
     [
         pytest.param(None, 1, marks=pytest.mark.long),
         (["backbone/lstm", "backbone/mlp/block/dense", "value"], 1),
-        (["mlp"], 2),
+        pytest.param(["mlp"], 2, marks=pytest.mark.long),
     ],
 )
 def test_nested_models_are_cut(cuts: list[str] | None, columns: int, tmp_path: Any) -> None:

@@ -108,7 +108,7 @@ def test_losses_with_fewer_samples_than_micro_batches(loss: Any, options: dict[s
         lambda: optimizers.LossScaleOptimizer(optimizers.Adam(1e-2), initial_scale=2.0**8, dynamic_growth_steps=3),
         lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), loss_scale_factor=8.0),
         pytest.param(lambda: optimizers.Nadam(1e-2, clipvalue=0.01), marks=pytest.mark.long),
-        lambda: optimizers.Muon(1e-2),
+        pytest.param(lambda: optimizers.Muon(1e-2), marks=pytest.mark.long),
         _averaging,
     ],
     ids=["accumulation", "loss scale", "schedule", "nadam", "muon", "averaging"],
@@ -175,7 +175,10 @@ def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int
 
 @pytest.mark.parametrize(
     "optimizer",
-    [lambda: optimizers.Adam(1e-2), lambda: optimizers.SGD(0.1, clipnorm=0.01)],
+    [
+        lambda: optimizers.Adam(1e-2),
+        pytest.param(lambda: optimizers.SGD(0.1, clipnorm=0.01), marks=pytest.mark.long),
+    ],
     ids=["adam", "clipnorm"],
 )
 def test_rows_of_a_shared_table_are_added_as_in_one_process(optimizer: Any) -> None:

@@ -24,7 +24,7 @@ def in_both(program: Callable[[], Any], *strategy: Any) -> tuple[Any, Any]:
     return result, program()
 
 
-@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("columns", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_part_of_a_model_is_used_between_its_trainings(columns: int) -> None:
     """Functions that were traced before another model was cut elsewhere still train the weights of all models."""
 

@@ -214,7 +214,7 @@ def test_an_overflow_skips_the_update_and_nothing_is_remembered(cpus):
     assert np.isfinite(model.get_weights()[0]).all() and not np.array_equal(model.get_weights()[0], weights[0])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "mixed_float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.long), "mixed_float16"])
 def test_short_variables_and_mixed_precision(cpus, dtype):
     strategy = MirroredStrategy(cpus[:2], compression=Policy("int8", dense_below=0))
     model = compiled(strategy, dtype=dtype)
