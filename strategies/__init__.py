@@ -4,6 +4,7 @@ from tfdist.versions import require_supported_versions
 
 require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
 
+from tfdist.model_parallel.auto_layout import auto_layout  # noqa: E402
 from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
@@ -19,4 +20,5 @@ __all__ = [
     "ParameterServerStrategy",
     "Pipeline",
     "Synchronous",
+    "auto_layout",
 ]

@@ -16,6 +16,8 @@ from tfdist.model_parallel.measured_costs import measured_costs
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.placed_models import PlacedModels
 from tfdist.model_parallel.schedule_picture import schedule_picture
+from tfdist.model_parallel.shard_layout import ShardLayout
+from tfdist.model_parallel.shard_table import shard_table
 from tfdist.model_parallel.stage_table import stage_table
 from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.transfers import DENSE
@@ -51,7 +53,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
 
     Attributes:
         pipeline: The options of the pipeline.
-        columns: By column and stage, the full name of the device.
+        columns: By column and stage, the full name of the device. With a `layout_map`, the devices that share a stage
+            are in neighbouring columns.
         servers: Notices that a worker is lost; None without workers.
     """
 
@@ -61,17 +64,22 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         *,
         pipeline: Pipeline,
         data_parallel: int = 1,
+        layout_map: Any = None,
         compression: Compression = None,
         start_timeout_seconds: float | None = None,
     ) -> None:
         """Creates the strategy.
 
         Args:
-            devices: `stages` devices for each column, column after column: "CPU:0", "GPU:1", or a device of another
-                task ("/job:worker/task:1/device:CPU:0"). By default those of all workers in their order, or without
-                workers those of this process: of each process its GPUs, or its CPU devices if it has none.
+            devices: `stages` devices for each column (with `layout_map` times those of a stage), column after column:
+                "CPU:0", "GPU:1", or a device of another task ("/job:worker/task:1/device:CPU:0"). By default those of
+                all workers in their order, or without workers those of this process: of each process its GPUs, or its
+                CPU devices if it has none.
             pipeline: How the model is cut, and in which order micro-batches are computed.
             data_parallel: The number of columns: copies of all stages, each of which computes a part of every batch.
+            layout_map: A `keras.distribution.LayoutMap`, which splits variables over the devices of a stage. Each stage
+                then has as many devices as its mesh along the axis that the layouts use; they are adjacent in
+                `devices`. By default each stage has one device.
             compression: The compression of the gradients that columns send to each other, with residuals for each
                 column: a `tfdist.compression.Compressor`, its name ("int8", "powersgd:4"), a mapping from regular
                 expressions over variable paths to these, or a `tfdist.compression.Policy`. No compression by default.
@@ -90,11 +98,17 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             )
         check_whole_number("data_parallel", data_parallel, at_least=1)
         policy = compression if isinstance(compression, Policy) else Policy(compression)
+        if layout_map is not None and policy.compresses:
+            raise ValueError(
+                f"Gradients of split variables cannot be compressed. Received: compression={compression!r} with a "
+                "layout map. Expected: one of them. Leave out `compression` or `layout_map`."
+            )
         self.servers = connect_to_workers(start_timeout_of(start_timeout_seconds))
-        resolved = _checked_devices(devices, pipeline.stages, data_parallel)
+        self._layout = None if layout_map is None else ShardLayout(layout_map)
+        ways = 1 if self._layout is None else self._layout.ways
+        resolved = _checked_devices(devices, pipeline.stages, data_parallel, ways)
         self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
-        stages = pipeline.stages
-        self.columns = tuple(tuple(resolved[c * stages : (c + 1) * stages]) for c in range(data_parallel))
+        self.columns = _columns(resolved, pipeline.stages, ways)
         self._chief = resolved_device("CPU:0")
         super().__init__(PlacedExtended(self, self._chief, self.columns[0], resolved))
         if policy.compresses:
@@ -103,7 +117,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
         reduction = ColumnReduction(policy, self._compression_state)
         self._counters = LinkCounters(self._chief)
-        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters)
+        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters, self._layout)
         patch_keras_once(ModelParallelStrategy)
         exclude_from_autograph()
         check_installed_versions(is_chief=True)
@@ -182,7 +196,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         if model is None or name is None:
             return super().run(fn, args, kwargs, options)
         check_model_for_stages(model, self, name)
-        step = self._placed.step(model, keras.utils.unpack_x_y_sample_weight(args[0])[0])
+        step = self._placed.step(model, keras.utils.unpack_x_y_sample_weight(args[0])[0], name)
         step_function = {"train_step": step.train, "test_step": step.test, "predict_step": step.predict}[name]
         return super().run(step_function, args, kwargs, options)
 
@@ -194,6 +208,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
     def summary(self, model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
         """Prints the stages of a model (layers, parameters, what is sent), the expected bubble, and the schedule.
 
+        With a `layout_map` also what the devices of a stage send to each other, layer by layer.
+
         Args:
             model: A built Functional or Sequential model; a subclassed model after its first batch.
             print_fn: Takes each line; by default `print`.
@@ -202,7 +218,10 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             ValueError: The model has no graph yet, or cannot be cut.
         """
         stages = self._placed.stages_of(model) or stages_of(graph_of(model), self.pipeline)
-        for line in (*stage_table(stages, self.pipeline, self.columns), *schedule_picture(self.pipeline)):
+        lines = [*stage_table(stages, self.pipeline, self.columns), *schedule_picture(self.pipeline)]
+        if self._layout is not None and self._layout.ways > 1:
+            lines += shard_table(model, stages, self._layout.axes_of(stages.variables), self._layout.ways)
+        for line in lines:
             (print_fn or print)(line)
 
     def measure_costs(self, model: Any, x: Any) -> dict[str, float]:
@@ -225,15 +244,23 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             return measured_costs(graph_of(model, x), x, self.columns[0][0])
 
 
-def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int) -> list[str]:
+def _columns(devices: Sequence[str], stages: int, ways: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the devices by column and stage; columns that share stages are neighbours."""
+    of_copy = [devices[first : first + stages * ways] for first in range(0, len(devices), stages * ways)]
+    return tuple(tuple(of_one[rank::ways]) for of_one in of_copy for rank in range(ways))
+
+
+def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int, ways: int) -> list[str]:
     """Returns the full names of the devices."""
     given = default_devices() if devices is None else devices
-    if isinstance(given, str) or len(given) != stages * columns:
+    needed = stages * columns * ways
+    if isinstance(given, str) or len(given) != needed:
         raise ValueError(
             f"The number of devices differs from stages times columns. Received: {stages} stages, data_parallel="
-            f"{columns}, and the devices {given!r}{'' if devices is not None else ', all that there are'}. Expected: "
-            f"{stages * columns} devices. Start as many workers (tfdist run --chief --workers {stages * columns}), "
-            "change the stages or `data_parallel`, or name the `devices`."
+            f"{columns}, {ways} devices for each stage, and the devices {given!r}"
+            f"{'' if devices is not None else ', all that there are'}. Expected: {needed} devices. Start as many "
+            f"workers (tfdist run --chief --workers {needed}), change the stages, `data_parallel` or the mesh of "
+            "`layout_map`, or name the `devices`."
         )
     resolved = [resolved_device(device) for device in given]
     if len(set(resolved)) != len(resolved):

@@ -53,7 +53,7 @@ class ColumnProgram:
         self._captured = dict(zip(inputs[len(specs) :], concrete.captured_inputs, strict=True))
         self._exchanges, self._rank = group.exchanges, None if group.rank is None else group.rank.name
         self._outputs = [tensor.name for tensor in outputs]
-        self._parts = _parts_of(concrete.graph, inputs, group, self._outputs)
+        self._parts = parts_of(concrete.graph, inputs, group, self._outputs)
         self.exchanges = len(self._exchanges)
         self._traced = concrete  # TensorFlow forgets the branches of its conditions when it is deleted
 
@@ -64,7 +64,7 @@ class ColumnProgram:
             arguments: By column, on its device.
             devices: By column.
         """
-        _keep_alive(self)
+        keep_alive(self)
         known: list[dict[str, tf.Tensor]] = []
         for column, (given, device) in enumerate(zip(arguments, devices, strict=True)):
             tensors = self._captured | dict(zip(self._arguments, tf.nest.flatten(given), strict=True))
@@ -90,7 +90,7 @@ class ColumnProgram:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class Exchange:
     """An exchange, and the names of the tensors that a column sends and receives."""
 
     kind: str
@@ -103,7 +103,7 @@ class _RecordingGroup(Group):
 
     def __init__(self, size: int, graph: Any) -> None:
         self._size, self._graph = size, graph
-        self.exchanges: list[_Exchange] = []
+        self.exchanges: list[Exchange] = []
         self.rank: tf.Tensor | None = None
 
     @property
@@ -131,7 +131,7 @@ class _RecordingGroup(Group):
             )
         sent = tf.identity(tensor)
         received = tf.compat.v1.placeholder(sent.dtype, shape, name="received")
-        self.exchanges.append(_Exchange(kind, sent.name, received.name))
+        self.exchanges.append(Exchange(kind, sent.name, received.name))
         return received
 
 
@@ -144,7 +144,7 @@ class _Part:
     outputs: list[str]
 
 
-def _parts_of(
+def parts_of(
     graph: Any, arguments: Sequence[str], group: _RecordingGroup, outputs: Sequence[str]
 ) -> list[_Part | None]:
     """Returns the parts of a traced function, one more than exchanges; None for a part without operations."""
@@ -215,7 +215,7 @@ def _part(definition: Any, names: set[str], inputs: Sequence[tf.Tensor], results
     return _Part(concrete, [tensor.name for tensor in inputs], [tensor.name for tensor in results])
 
 
-def _keep_alive(program: ColumnProgram) -> None:
+def keep_alive(program: Any) -> None:
     """Keeps a program as long as the functions that are being traced and call it."""
     graph = tf.compat.v1.get_default_graph()
     while hasattr(graph, "outer_graph"):

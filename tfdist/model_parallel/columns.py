@@ -1,6 +1,6 @@
 """Columns of stages: copies of the model on other devices, and the sums of their gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,17 @@ class Columns:
 
     Attributes:
         devices: By column and stage.
+        ways: How many neighbouring columns share one copy of the model; here 1.
+        axes: By the id of a variable that such columns split, its axis.
+        weight_of_slot: By the id of a slot that is not split yet, the id of its weight.
     """
+
+    ways = 1
+    axes: Mapping[int, int] = {}
 
     def __init__(self, devices: Sequence[Sequence[str]]) -> None:
         self.devices = devices
+        self.weight_of_slot: Mapping[str, str] = {}
         self._variables: list[keras.Variable] = []
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """One step of a model in stages: training, testing or predicting a batch in micro-batches."""
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -12,10 +13,10 @@ from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
-from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.model_parallel.batch_rows import are_even, micro_batches_of
-from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
+from tfdist.model_parallel.column_gradients import by_column, gradients_of
+from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.column_run import ColumnRun, added
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.joined_rows import JoinedRows
@@ -24,11 +25,13 @@ from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
 from tfdist.model_parallel.regularization import regularization_losses
-from tfdist.model_parallel.stage_functions import StageKind
+from tfdist.model_parallel.sharded_run import ShardedColumnRun
+from tfdist.model_parallel.sharded_stage import ShardedStageFunction
+from tfdist.model_parallel.stage_functions import StageFunction, StageKind
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, WEIGHT_GRADIENT, Transfers, record_transfer
-from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns, updates_weights
+from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, Transfers, record_transfer
+from tfdist.model_parallel.update import loss_scale_of, update_columns, updates_weights
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -70,17 +73,18 @@ class PipelineStep:
         with sent.recording():
             batch = _Batch(self, data, StageKind(training=True, has_loss=True))
             batch.run(loss_scale_of(optimizer))
-            gradients = self._gradients(batch)
+            gradients = gradients_of(self._model, self._stages, self._columns, batch.runs)
             penalties, of_weights = self._regularization()
             batch.assign_states()
 
             def update(sums: list[list[Any]]) -> None:
-                for of_column, of_regularizers in zip(sums, of_weights, strict=True):
+                of_columns = by_column(sums, self._columns)
+                for of_column, of_regularizers in zip(of_columns, of_weights, strict=True):
                     for index, gradient in of_regularizers:
                         with tf.device(gradient.device):
                             of_column[index] = added(of_column[index], gradient)
                 variables, may_compile = self._model.trainable_variables, not rejects_xla(self._model)
-                update_columns(optimizer, variables, sums, self._columns, compiles_large=may_compile)
+                update_columns(optimizer, variables, of_columns, self._columns, compiles_large=may_compile)
 
             with self._columns.updating():
                 self._reduction(gradients, update)
@@ -115,44 +119,18 @@ class PipelineStep:
         self._counters.add("predict_step", sent.total())
         return outputs
 
-    def _gradients(self, batch: "_Batch") -> list[ColumnGradient]:
-        """Returns the gradients of the loss of the batch, for each trainable variable those of all columns."""
-        variables = self._model.trainable_variables
-        of_columns = [self._of_variables(run, column) for column, run in enumerate(batch.runs)]
-        unscale = unscaling_of(self._model.optimizer)
-        gradients = []
-        paths = OptimizerUpdate(self._model.optimizer, variables).paths
-        for variable, path in zip(variables, paths, strict=True):
-            devices = self._columns.devices_of(variable)
-            found: list[Any] = []
-            for totals, device in zip(of_columns, devices, strict=True):
-                with tf.device(device):
-                    total = totals.get(id(variable))
-                    found.append(None if total is None else unscale(total))
-            gradients.append(ColumnGradient(path, tuple(variable.shape), devices, found))
-        return gradients
-
     def _regularization(self) -> tuple[list[tf.Tensor], list[list[tuple[int, Any]]]]:
         """Returns the losses of weights, and by column the indices of regularized variables and the gradients."""
-        penalties: list[tf.Tensor] = []
+        variables, penalties = self._model.trainable_variables, []
         of_columns: list[list[tuple[int, Any]]] = []
         for column in range(len(self._columns)):
             with self._columns.entered(column):
-                found = list(regularization_losses(self._model.trainable_variables, tf.ones([])))
-            penalties = penalties or [loss for _, loss, _ in found]
+                found = list(regularization_losses(variables, tf.ones([])))
+            is_part = [id(variables[index]) in self._columns.axes for index, _, _ in found]
+            known = [column == 0 or (column < self._columns.ways and part) for part in is_part]
+            penalties += [loss for (_, loss, _), counts in zip(found, known, strict=True) if counts]
             of_columns.append([(index, gradient) for index, _, gradient in found if gradient is not None])
         return penalties, of_columns
-
-    def _of_variables(self, run: ColumnRun, column: int) -> dict[int, Any]:
-        """Sums a column's gradients over the stages that share a variable, on the device that holds it."""
-        totals: dict[int, Any] = {}
-        for stage, values, gradients in zip(self._stages.stages, run.values, run.gradients, strict=True):
-            for position, gradient in zip(values.trainable, gradients, strict=True):
-                key, device = id(stage.variables[position]), self._columns.devices_of(stage.variables[position])[column]
-                record_transfer(WEIGHT_GRADIENT, [gradient], device)
-                with tf.device(device):
-                    totals[key] = added(totals.get(key), gradient)
-        return totals
 
 
 class _Batch:
@@ -166,46 +144,67 @@ class _Batch:
         self._inputs = self._stages.graph.flat_inputs(self.x)
         own_loss = kind.has_loss and overrides_compute_loss(model)
         self._data = (self.x if own_loss else None, self.y, self.sample_weight) if kind.has_loss else None
-        parts = step._pipeline.micro_batches * len(self.devices)
+        self._ways = step._columns.ways
+        parts = step._pipeline.micro_batches * (len(self.devices) // self._ways)
         self._parts = micro_batches_of([self._inputs, self._data], parts)
         self._seeds = seed_states(model)
         self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
-        self.runs: list[ColumnRun] = []
+        self.runs: list[Any] = []
         self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
         batch = (self._inputs, self._data)
         kind = dataclasses.replace(self._kind, is_even=are_even(self._parts))
-        functions = StepFunctions(self._model, self._stages, kind, batch, self._chief)
+        trace: Any = StageFunction
+        if self._ways > 1:
+            trace = functools.partial(ShardedStageFunction, axes=self._columns.axes, ways=self._ways)
+        functions = StepFunctions(self._model, self._stages, kind, batch, self._chief, trace)
         pipeline, count = self._pipeline, len(self._stages.stages)
         orders = [
             tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)
             for index in range(count)
         ]
         trainable = {id(one) for one in self._model.trainable_variables}
-        for column, devices in enumerate(self.devices):
-            with self._columns.entered(column):
-                values = [
-                    StageValues(
-                        stage,
-                        read_values(self._stages, stage, devices, self._seeds, column),
-                        trainable if loss_scale is not None else (),
-                        self._averaged,
-                    )
-                    for stage in self._stages.stages
-                ]
-            first = column * pipeline.micro_batches
+        for group in range(len(self.devices) // self._ways):
+            columns = range(group * self._ways, (group + 1) * self._ways)
+            values = [self._values(column, group, trainable if loss_scale is not None else ()) for column in columns]
+            first = group * pipeline.micro_batches
             parts = self._parts[first : first + pipeline.micro_batches]
-            run = ColumnRun(functions, devices, values, parts, loss_scale)
+            devices = [self.devices[column] for column in columns]
             with independent_calls():
-                run.run(orders, self._inputs, self._data)
-            self.runs.append(run)
+                if self._ways == 1:
+                    run = ColumnRun(functions, devices[0], values[0], parts, loss_scale)
+                    run.run(orders, self._inputs, self._data)
+                    self.runs.append(run)
+                else:
+                    shared = ShardedColumnRun(functions, devices, values, parts, loss_scale)
+                    shared.run(orders, self._inputs, self._data)
+                    self.runs += shared.runs
         if self._kind.has_loss and not self._has_loss():
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
                 "a `loss` in `compile`, a layer with `add_loss`, or a regularizer."
             )
+
+    def _values(self, column: int, group: int, trainable: Collection[int]) -> list[StageValues]:
+        """Returns the values of the variables of a column by stage."""
+        devices = self.devices[column]
+        with self._columns.entered(column):
+            return [
+                StageValues(
+                    stage,
+                    read_values(self._stages, stage, devices, self._seeds, group),
+                    trainable,
+                    self._averaged,
+                )
+                for stage in self._stages.stages
+            ]
+
+    @property
+    def _whole_runs(self) -> list[Any]:
+        """Of each group of columns that share a copy of the model, the first one's run."""
+        return self.runs[:: self._ways]
 
     def _has_loss(self) -> bool:
         regularized = any(getattr(one, "regularizer", None) for one in self._model.trainable_variables)
@@ -213,7 +212,7 @@ class _Batch:
 
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
-        of_columns = [run.values for run in self.runs]
+        of_columns = [run.values for run in self._whole_runs]
         states = changed_states(self._stages, of_columns, self._seeds, self._averaged)
         variables = {id(one): one for one in self._stages.variables}
         with self._columns.updating():
@@ -250,7 +249,7 @@ class _Batch:
             )
         stage = self._stages.stages[index]
         position = next(i for i, tensor in enumerate(stage.outputs) if tensor is symbolic)
-        results = [run.results[index, m] for run in self.runs for m in range(self._pipeline.micro_batches)]
+        results = [run.results[index, m] for run in self._whole_runs for m in range(self._pipeline.micro_batches)]
         tensor = self._joined.join(PREDICTION, [result.tensors[position] for result in results])
         masks = [result.masks[position] for result in results]
         if masks[0] is not None:
@@ -259,13 +258,13 @@ class _Batch:
 
     def _targets(self) -> Any:
         """Returns targets and sample weights of the batch, on the device of the last stage."""
-        leaves = [tf.nest.flatten(data[1:]) for run in self.runs for data in run.data]
+        leaves = [tf.nest.flatten(data[1:]) for run in self._whole_runs for data in run.data]
         joined = [self._joined.join(BATCH, of_leaf) for of_leaf in zip(*leaves, strict=True)]
         return tf.nest.pack_sequence_as((self.y, self.sample_weight), joined)
 
     def logs(self, penalties: Sequence[tf.Tensor]) -> Any:
         """Updates the metrics of the losses and the compiled metrics, and returns the logs."""
-        results = [result for run in self.runs for result in run.results.values()]
+        results = [result for run in self._whole_runs for result in run.results.values()]
         y_pred = self._outputs()
         with tf.device(self.devices[0][-1]):
             parts = [result.loss for result in results if result.loss is not None]

@@ -14,7 +14,10 @@ from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
 from tfdist.model_parallel.placement import place
+from tfdist.model_parallel.shard_columns import ShardColumns
+from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.stages import ModelStages, stages_of
+from tfdist.model_parallel.unsupported_layouts import check_split_variables
 
 _ATTRIBUTE = "_tfdist_stages"
 
@@ -37,6 +40,7 @@ class PlacedModels:
         chief: str,
         reduction: ColumnReduction,
         counters: LinkCounters,
+        layout: ShardLayout | None = None,
     ) -> None:
         """Creates the collection.
 
@@ -47,7 +51,9 @@ class PlacedModels:
             chief: The device of batches and scalars.
             reduction: Sums the gradients of the columns.
             counters: Count what the steps send.
+            layout: Which variables neighbouring columns split, or None.
         """
+        self._layout = layout
         self._strategy = strategy
         self._pipeline, self._devices, self._chief = pipeline, devices, chief
         self._reduction, self._counters = reduction, counters
@@ -61,15 +67,21 @@ class PlacedModels:
         owner, placed = vars(model).get(_ATTRIBUTE, (None, None))
         return placed if owner is self else None
 
-    def step(self, model: Any, x: Any) -> PipelineStep:
+    def _columns(self) -> Columns:
+        if self._layout is None or self._layout.ways == 1:
+            return Columns(self._devices)
+        return ShardColumns(self._devices, self._layout)
+
+    def step(self, model: Any, x: Any, name: str) -> PipelineStep:
         """Returns the steps of a model whose variables, also new ones, are in their place.
 
         Args:
             model: The Keras model.
             x: The inputs of a batch.
+            name: Which of them is used: "train_step", "test_step" or "predict_step".
 
         Raises:
-            ValueError: The model has no graph, or too few layers.
+            ValueError: The model has no graph, or too few layers, or cannot be trained with split variables.
         """
         with tf.init_scope(), tf.device(None), self._strategy.scope():
             graph = graph_of(model, x)
@@ -78,11 +90,13 @@ class PlacedModels:
             variables = [*(one for call in graph.calls for one in call.variables), *of_loss]
             signature = [*graph.signature(), *map(id, variables)]
             if placed is None or placed.signature != signature:
-                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), Columns(self._devices))
+                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), self._columns())
                 # An attribute, as the stages refer to the model. Keras does not track it.
                 object.__setattr__(model, _ATTRIBUTE, (self, placed))
             colocated_with = self._strategy.extended.colocated_with
+            placed.columns.weight_of_slot = dict(colocated_with)  # those of new slots
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)
+            check_split_variables(model, placed.columns.axes, name)
         options = (self._pipeline, self._chief, self._reduction, self._counters)
         return PipelineStep(model, placed.stages, placed.columns, *options)

@@ -16,6 +16,7 @@ from tfdist.keras_internals.placed_variables import (
 from tfdist.model_parallel.moved_variables import MovedVariables
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 
 def place(model: Any, stages: ModelStages, devices: Sequence[str], chief: str, colocated_with: dict[str, str]) -> None:
@@ -72,6 +73,6 @@ def copy_to(variable: keras.Variable, device: str) -> tf.Variable:
 
 def _move(variable: keras.Variable, device: str, places: Collection[str], moved: MovedVariables) -> None:
     held = held_variable(variable)
-    if not isinstance(held, ColumnVariable) or held.device not in places:
+    if not isinstance(held, (ColumnVariable, ShardedVariable)) or held.device not in places:
         moved.add(variable, held)
         hold(variable, variable_like(held, device))

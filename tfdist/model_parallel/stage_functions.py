@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
+from tfdist.keras_internals.replaced_calls import initial_scope
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
 from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
@@ -89,25 +90,31 @@ class StageFunction:
         """
         self.changed: Sequence[keras.Variable] = ()
         self.num_divisors = 0
+        self.fixed_tables: set[int] = set()
         self._model, self._stages, self._stage, self._kind = model, stages, stage, kind
-        traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
-        with tf.init_scope(), tf.device(None):
-            self._function = traced.get_concrete_function(_specs(stages, stage, example, kind))
+        self._function = self._traced(_specs(stages, stage, example, kind))
         _check_captures(self._function, stage)
-        self.fixed_tables = tables_of_fixed_rows(self._function, len(stage.variables))
 
     def __call__(self, inputs: StageInputs) -> StageResult:
         """Computes the stage on a micro-batch."""
         return self._function(inputs)
 
+    def _traced(self, specs: StageInputs) -> Any:
+        """Returns the traced function, which has a `graph`."""
+        traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
+        with tf.init_scope(), tf.device(None):
+            function = traced.get_concrete_function(specs)
+        self.fixed_tables = tables_of_fixed_rows(function, len(self._stage.variables))
+        return function
+
     def _run(self, given: StageInputs) -> StageResult:
         stage = self._stage
         samples = _samples(self._stages, stage, given)
         loss = MicroBatchLoss(given.fraction, given.is_real, samples[0], given.divisors)
-        scope = keras.StatelessScope(list(zip(stage.variables, given.values, strict=True)), collect_losses=True)
+        scope = initial_scope(stage.variables, given.values)
         before = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
         with loss.running(samples[1]), scope:
-            values = _computed(stage, given, training=self._kind.training)
+            values = self._computed(given)
             added = [tf.reduce_sum(loss.as_part(one, is_mean=True)) for one in scope.losses]
             parts = [tf.cast(one, tf.float32) for one in added]
             _check_divisors(loss, stage)
@@ -128,6 +135,23 @@ class StageFunction:
             states=[tf.where(given.is_real > 0, after[id(one)], before[id(one)]) for one in self.changed],
         )
 
+    def _received(self, given: StageInputs) -> dict[int, Any]:
+        """Returns the inputs of the stage with their masks, by the ids of the symbolic tensors."""
+        values: dict[int, Any] = {}
+        for symbolic, tensor, mask in zip(self._stage.inputs, given.tensors, given.masks, strict=True):
+            values[id(symbolic)] = tf.identity(tensor)
+            if mask is not None:
+                set_mask(values[id(symbolic)], mask)
+        return values
+
+    def _computed(self, given: StageInputs) -> dict[int, Any]:
+        """Returns the inputs and all results of the layer calls, by the ids of the symbolic tensors."""
+        values = self._received(given)
+        for call in self._stage.calls:
+            results = call(values, training=self._kind.training)
+            values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
+        return values
+
     def _compiled_loss(self, step: MicroBatchLoss, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
         x, y, sample_weight = data
         graph = self._stages.graph
@@ -139,19 +163,6 @@ class StageFunction:
                 "scalar. Give the losses of `compile` a `reduction` other than None."
             )
         return tf.cast(loss, tf.float32), of_outputs
-
-
-def _computed(stage: Stage, given: StageInputs, *, training: bool) -> dict[int, Any]:
-    """Returns the inputs and all results of the layer calls of a stage, by the ids of the symbolic tensors."""
-    values: dict[int, Any] = {}
-    for symbolic, tensor, mask in zip(stage.inputs, given.tensors, given.masks, strict=True):
-        values[id(symbolic)] = tf.identity(tensor)
-        if mask is not None:
-            set_mask(values[id(symbolic)], mask)
-    for call in stage.calls:
-        results = call(values, training=training)
-        values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
-    return values
 
 
 def _samples(stages: ModelStages, stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:

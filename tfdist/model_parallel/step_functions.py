@@ -1,5 +1,6 @@
 """The traced functions of the stages for one kind of step, and the divisors of its losses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,15 @@ class StepFunctions:
         stages: The stages.
     """
 
-    def __init__(self, model: Any, stages: ModelStages, kind: StageKind, batch: Any, chief: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        stages: ModelStages,
+        kind: StageKind,
+        batch: Any,
+        chief: str,
+        trace: Callable[..., Any] = StageFunction,
+    ) -> None:
         """Prepares a step.
 
         Args:
@@ -25,17 +34,19 @@ class StepFunctions:
             kind: Which functions are traced.
             batch: Of the complete batch the inputs as the graph has them, and inputs, targets and weights for losses.
             chief: The device of the divisors.
+            trace: Creates the function of a stage, as `StageFunction` does.
         """
         self.stages = stages
         self._model, self._kind, self._batch, self._chief = model, kind, batch, chief
-        self._functions: dict[int, StageFunction] = {}
+        self._trace = trace
+        self._functions: dict[int, Any] = {}
         self._divisors: tf.Tensor | None = None
 
-    def of(self, index: int, given: StageInputs) -> tuple[StageFunction, StageInputs]:
+    def of(self, index: int, given: StageInputs) -> tuple[Any, StageInputs]:
         """Returns the function of a stage, and its arguments `given` with the divisors of the losses."""
         function = self._functions.get(index)
         if function is None:
-            function = StageFunction(self._model, self.stages, self.stages.stages[index], self._kind, given)
+            function = self._trace(self._model, self.stages, self.stages.stages[index], self._kind, given)
             self._functions[index] = function
             if function.num_divisors:
                 with tf.control_dependencies(None), tf.device(self._chief):

@@ -138,7 +138,7 @@ class _Application:
             ]
         if scale is None:
             return self._apply(gradients)
-        finite = _all_finite(gradients[0])
+        finite = _all_finite([one for of_column in gradients[: self._columns.ways] for one in of_column])
         # The micro-step is counted after the update; those of a skipped update do not count.
         skip = lambda: self._update.take_back(micro_steps)  # noqa: E731
         tf.cond(finite, doing(lambda: self._apply(gradients)), doing(skip))
@@ -155,14 +155,14 @@ class _Application:
         return results
 
     def _apply(self, gradients: Sequence[Sequence[Any]]) -> None:
-        clip = self._clipping(gradients[0])
+        clip = self._clipping(gradients)
         clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
         for column, of_column in enumerate(clipped):
             with self._columns.entered(column):
                 apply_by_device(self._optimizer, self._variables, of_column, compiles_large=self._compiles_large)
 
-    def _clipping(self, gradients: Sequence[Any]) -> Callable[[Any], Any]:
-        """Returns the clipping of the optimizer; `gradients` are those of the first column."""
+    def _clipping(self, gradients: Sequence[Sequence[Any]]) -> Callable[[Any], Any]:
+        """Returns the clipping of the optimizer."""
         optimizer = self._optimizer
         if optimizer.clipnorm:
             return optimizer._clip_by_norm
@@ -170,7 +170,11 @@ class _Application:
             limit = optimizer.clipvalue
             return lambda gradient: tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit)
         if optimizer.global_clipnorm:
-            squares = self._on_devices(0, gradients, _sum_of_squares)
+            squares = self._on_devices(0, gradients[0], _sum_of_squares)
+            for column in range(1, self._columns.ways):  # whose parts of variables are others
+                of_column = self._on_devices(column, gradients[column], _sum_of_squares)
+                pairs = zip(self._variables, of_column, strict=True)
+                squares += [square for variable, square in pairs if id(variable) in self._columns.axes]
             norm = tf.sqrt(tf.add_n([tf.identity(square) for square in squares]))
             limit = optimizer.global_clipnorm
             # As in Keras: a norm that is not finite makes all gradients NaN.

@@ -58,9 +58,9 @@ class HostCopies:
 
 def _view(variable: Any) -> np.ndarray:
     """Returns the value: a view of the variable's memory if NumPy can read it, a copy from other devices (GPU, TPU)."""
-    if "/job:localhost/" in variable.device and "CPU" in variable.device:
+    if "/job:localhost/" in variable.device and "CPU" in variable.device and hasattr(variable, "handle"):
         value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # a third of the time
-    else:  # on a server or a TPU, the variable itself knows how it is read
+    else:  # on a server or a TPU, or in parts, the variable itself knows how it is read
         value = variable.read_value()
     if "CPU" in value.device:
         try:

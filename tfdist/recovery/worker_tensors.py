@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.worker_calls import call_once, call_workers, host_of, own_task, task_of
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]
@@ -98,11 +99,21 @@ class WorkerCopies:
         self._bytes: dict[str, int] = {}
 
     def request(self, name: str, variable: Any) -> np.ndarray | None:
-        """Requests a copy, as `HostCopies.request`. Returns None if it will be on a worker."""
+        """Requests a copy, as `HostCopies.request`. Returns None if it will be on a worker.
+
+        Raises:
+            ValueError: If parts of the variable are in other processes.
+        """
         own = own_task()
         remote = [one for one in (variable, *getattr(variable, "copies", ())) if task_of(one.device) != own]
         if not remote:
             return self._host_copies.request(name, variable)
+        if isinstance(variable, ShardedVariable):
+            raise ValueError(
+                f"FailureRecovery cannot save split variables of other processes. Received: {name!r}, which the layout "
+                "map of ModelParallelStrategy splits. Expected: a layout map with devices of one process. Save by "
+                "keras.callbacks.ModelCheckpoint instead."
+            )
         chosen = min(remote, key=lambda one: self._bytes.get(task_of(one.device), 0))
         task = task_of(chosen.device)
         self._requested.setdefault(task, {})[name] = chosen

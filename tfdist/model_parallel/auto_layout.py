@@ -1,0 +1,115 @@
+"""auto_layout: the layout of Megatron-LM (Shoeybi et al. 2019) for the layers of a model."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.functional_graph import graph_of
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.model_parallel.sharded_layers import ATTENTION, aware_layers, is_elementwise, projections_of
+from tfdist.utils.argument_checks import check_whole_number
+
+_AXIS = "model"
+_Layouts = dict[int, tuple[str | None, ...]]
+
+
+def auto_layout(model: Any, ways: int) -> Any:
+    """Returns a layout that splits a model over the devices of a stage, with one sum for each pair of layers.
+
+    Dense layers are split by columns and, where only elementwise layers lie between, the next one by rows; attention by
+    heads; an `Embedding` by words; the Dense layer that returns the output of a model by columns, if it is wider than
+    its input, as that of a vocabulary. What is not divisible by `ways` stays whole, and so do other layers.
+
+    The layout has the paths of the variables of `model`. A model that is built again has the same paths if its layers
+    have names, or after `keras.utils.clear_session()`.
+
+    Args:
+        model: A built Functional or Sequential model, or a subclassed one after its first batch.
+        ways: The number of devices of a stage.
+
+    Returns:
+        A `keras.distribution.LayoutMap`, for `ModelParallelStrategy(layout_map=...)`.
+
+    Raises:
+        ValueError: The model has no graph yet, or `ways` is not a whole number from 1 on.
+
+    >>> x = keras.Input((8,))
+    >>> hidden = keras.layers.Dense(32, "gelu", name="up")(x)
+    >>> layout_map = auto_layout(keras.Model(x, keras.layers.Dense(8, name="down")(hidden)), ways=2)
+    >>> {path: layout_map[path].axes for path in layout_map}
+    {'up/kernel': (None, 'model'), 'up/bias': ('model',), 'down/kernel': ('model', None)}
+    """
+    check_whole_number("ways", ways, at_least=1)
+    graph = graph_of(model)
+    numbers = Counter(id(call.operation) for call in graph.calls)
+    once = [call for call in graph.calls if numbers[id(call.operation)] == 1]
+    layouts: _Layouts = {}
+    consumers: dict[int, list[LayerCall]] = defaultdict(list)
+    for call in graph.calls:
+        for tensor in call.inputs:
+            consumers[id(tensor)].append(call)
+    makers = {id(tensor): call for call in once for tensor in call.outputs}
+    returned = {id(tensor) for tensor in graph.outputs}
+    for call in once:
+        layer = call.operation
+        if type(layer) in ATTENTION:
+            layouts |= _heads(layer, ways)
+        elif type(layer) is keras.layers.Embedding and layer.input_dim % ways == 0:
+            layouts[id(layer._embeddings)] = (_AXIS, None)
+        elif _is_dense(layer) and layer._kernel.shape[0] % ways == 0:
+            columns = _columns_before(call, makers, consumers, returned)
+            if columns and all(id(one._kernel) not in layouts and one.units % ways == 0 for one in columns):
+                layouts |= {key: axes for one in columns for key, axes in _by_columns(one).items()}
+                layouts[id(layer._kernel)] = (_AXIS, None)
+    for call in once:
+        layer = call.operation
+        if _is_dense(layer) and id(layer._kernel) not in layouts and id(call.outputs[0]) in returned:
+            if layer.units % ways == 0 and layer.units > layer._kernel.shape[0]:
+                layouts |= _by_columns(layer)
+    mesh = keras.distribution.DeviceMesh((1, ways), ["batch", _AXIS], devices=[str(rank) for rank in range(ways)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    variables = [variable for call in once for variable in call.variables if id(variable) in layouts]
+    for path, axes in {variable.path: layouts[id(variable)] for variable in variables}.items():
+        layout_map[path] = axes
+    return layout_map
+
+
+def _is_dense(layer: Any) -> bool:
+    return type(layer) is keras.layers.Dense and bool(list(aware_layers(layer, {})))
+
+
+def _by_columns(layer: Any) -> _Layouts:
+    found: _Layouts = {id(layer._kernel): (None, _AXIS)}
+    return found if layer.bias is None else {**found, id(layer.bias): (_AXIS,)}
+
+
+def _heads(layer: Any, ways: int) -> _Layouts:
+    projections = projections_of(layer)
+    axes = {id(one._kernel): 1 for one in projections}
+    if any(one._kernel.shape[1] % ways for one in projections) or not list(aware_layers(layer, axes)):
+        return {}
+    found: _Layouts = {id(one._kernel): (None, _AXIS, None) for one in projections}
+    found |= {id(one.bias): (_AXIS, None) for one in projections if one.bias is not None}
+    kernel = layer._output_dense._kernel
+    return {**found, id(kernel): (_AXIS, *[None] * (len(kernel.shape) - 1))}
+
+
+def _columns_before(
+    call: LayerCall, makers: dict[int, LayerCall], consumers: dict[int, list[LayerCall]], returned: set[int]
+) -> Sequence[Any]:
+    """Returns the Dense layers whose results reach a call through elementwise layers, and no other; or none."""
+    found, waiting = [], list(call.inputs)
+    while waiting:
+        tensor = waiting.pop()
+        maker = makers.get(id(tensor))
+        if maker is None or id(tensor) in returned or len(consumers[id(tensor)]) > 1:
+            return []
+        if _is_dense(maker.operation):
+            found.append(maker.operation)
+        elif is_elementwise(maker.operation) or type(maker.operation) is keras.layers.Dropout:
+            waiting += maker.inputs
+        else:
+            return []
+    return found

@@ -1,0 +1,159 @@
+"""What the devices of a stage exchange while a stage is traced once for all of them, with the rules of gradients.
+
+A tensor is *whole* (equal on all devices, and so is its gradient) or *split* (each device has a part). Each operation
+changes one into the other, and its backward pass is the transposed rule (Shoeybi et al. 2019, "Megatron-LM").
+
+| operation | forward | backward |
+|---|---|---|
+| `enter`: whole, before each device uses it in its own way | nothing | sum |
+| `sum`: one summand on each device, to whole | sum | nothing |
+| `gather`: split to whole | all parts | own part |
+| `part`: whole to split | own part | all parts |
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.model_parallel.column_program import Exchange
+
+SUM, GATHER, SEED = "sum", "gather", "seed"
+
+
+@dataclass(frozen=True)
+class ShardExchange:
+    """What a layer exchanges in the forward or the backward pass of a micro-batch.
+
+    Attributes:
+        layer: The name of the layer call.
+        kind: `SUM` or `GATHER`.
+        is_backward: Whether it is in the backward pass.
+        shape: The shape of what each device gives, in which None is the number of samples.
+        dtype: Its dtype.
+    """
+
+    layer: str
+    kind: str
+    is_backward: bool
+    shape: tf.TensorShape
+    dtype: tf.DType
+
+
+class ShardGroup:
+    """Records the exchanges of a stage that is being traced. Each is cut there, and made by the step.
+
+    Attributes:
+        ways: The number of devices.
+        exchanges: What was recorded so far.
+        sent_shapes: By the name of a tensor that is sent, its shape.
+        rank: The number of the device, an int32 scalar; None if nothing uses it.
+        layer: The name of the layer call that is being traced.
+        made: The exchanges of layers, without the seeds.
+    """
+
+    def __init__(self, ways: int, graph: Any) -> None:
+        self.ways, self._graph = ways, graph
+        self.exchanges: list[Exchange] = []
+        self.sent_shapes: dict[str, tf.TensorShape] = {}
+        self.rank: tf.Tensor | None = None
+        self.layer = ""
+        self.made: list[ShardExchange] = []
+        self._is_backward = False
+        self._entered: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def enter(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns a whole tensor for split variables. Several of them that use the same tensor share one sum."""
+        layer, known = self.layer, self._entered.get(id(tensor))
+        if known is not None and known[0] is tensor:
+            return known[1]
+
+        @tf.custom_gradient
+        def entered(x: tf.Tensor) -> Any:
+            return tf.identity(x), lambda gradient: self._record(SUM, gradient, x.shape, x.shape, layer)
+
+        result = entered(tensor) if tensor.dtype.is_floating else tensor
+        self._entered[id(tensor)] = tensor, result
+        return result
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the sum over the devices."""
+
+        @tf.custom_gradient
+        def summed(x: tf.Tensor) -> Any:
+            return self._record(SUM, x, x.shape, x.shape), tf.identity
+
+        return summed(tensor)
+
+    def gather(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        """Returns the whole tensor of a split one."""
+        if not tensor.dtype.is_floating:
+            return self._gathered(tensor, axis)
+
+        @tf.custom_gradient
+        def gathered(x: tf.Tensor) -> Any:
+            whole = self._gathered(x, axis)
+
+            def own(gradient: tf.Tensor) -> tf.Tensor:
+                gradient.set_shape(whole.shape)
+                return self._own(gradient, axis)
+
+            return whole, own
+
+        return gathered(tensor)
+
+    def part(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        """Returns this device's part of a whole tensor."""
+        if not tensor.dtype.is_floating:
+            return self._own(tensor, axis)
+
+        layer = self.layer
+
+        @tf.custom_gradient
+        def own(x: tf.Tensor) -> Any:
+            part = self._own(x, axis)
+            return part, lambda gradient: self._gathered(gradient, axis, part.shape, layer)
+
+        return own(tensor)
+
+    def own_rank(self) -> tf.Tensor:
+        """Returns the number of this device, an int32 scalar."""
+        if self.rank is None:
+            with self._graph.as_default(), tf.control_dependencies(None):
+                self.rank = tf.compat.v1.placeholder(tf.int32, [], name="rank")
+        return self.rank
+
+    def seed(self, target: tf.Tensor) -> tf.Tensor:
+        """Returns the gradient of the loss with respect to `target`, which the backward pass is given."""
+        return self._record(SEED, target, target.shape, target.shape)
+
+    def _gathered(self, tensor: tf.Tensor, axis: int, shape: Any = None, layer: str = "") -> tf.Tensor:
+        shape = tensor.shape if shape is None else shape
+        parts = self._record(GATHER, tensor, shape, [self.ways, *shape], layer)
+        return tf.concat(tf.unstack(parts, num=self.ways), axis)
+
+    def _own(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
+        position = axis % tensor.shape.rank
+        size = tensor.shape[position] // self.ways
+        begin = [self.own_rank() * size if index == position else 0 for index in range(tensor.shape.rank)]
+        extent = [size if index == position else -1 for index in range(tensor.shape.rank)]
+        result = tf.slice(tensor, begin, extent)
+        result.set_shape([size if index == position else length for index, length in enumerate(tensor.shape)])
+        return result
+
+    def _record(self, kind: str, tensor: tf.Tensor, shape: Any, of_received: Any, layer: str = "") -> tf.Tensor:
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise ValueError(
+                "Devices of a stage cannot exchange tensors within a condition, a loop or a rematerialized layer. "
+                f"Received: a split layer whose {kind} is there. Expected: split layers outside of them. Remove the "
+                "variables of this layer from the layout map."
+            )
+        sent = tf.identity(tensor)
+        received = tf.compat.v1.placeholder(sent.dtype, of_received, name="received")
+        self.sent_shapes[sent.name] = tf.TensorShape(shape)
+        self._is_backward |= kind == SEED
+        if kind != SEED:
+            made = ShardExchange(layer or self.layer, kind, self._is_backward, tf.TensorShape(shape), sent.dtype)
+            self.made.append(made)
+        self.exchanges.append(Exchange(kind, sent.name, received.name))
+        return received

@@ -1,0 +1,149 @@
+"""A stage with its gradient for all devices that share it: traced once, and cut at the exchanges into parts.
+
+Each device calls the same parts, which TensorFlow optimizes by themselves, so whole tensors stay bit-identical.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.model_parallel.column_program import keep_alive, parts_of
+from tfdist.model_parallel.shard_exchanges import gathered_from_shards, summed_over_shards
+from tfdist.model_parallel.shard_group import SEED, SUM, ShardGroup
+from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT
+from tfdist.tensorflow_internals.independent_operations import independent_calls
+
+
+class ShardProgram:
+    """A pure function of one device and its gradient, for all devices of a stage.
+
+    Attributes:
+        ways: The number of devices.
+    """
+
+    def __init__(self, function: Callable[[ShardGroup, Any], tuple[Any, Callable[[], Any]]], specs: Any, ways: int):
+        """Traces `function`.
+
+        Args:
+            function: Takes a `ShardGroup` and the arguments; returns a structure of results, and the function that
+                returns the structure of gradients with the group's seeds.
+            specs: The structure of the arguments, of `tf.TensorSpec` and None.
+            ways: How many devices compute together.
+
+        Raises:
+            ValueError: Devices exchange tensors within a condition or a loop.
+        """
+        self.ways = ways
+        flat = [spec for spec in tf.nest.flatten(specs) if spec is not None]
+        traced_parts: list[Any] = []
+
+        def traced(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            group = ShardGroup(ways, tf.compat.v1.get_default_graph())
+            waiting = iter(tensors)
+            given = tf.nest.map_structure(lambda spec: None if spec is None else next(waiting), specs)
+            result, differentiate = function(group, given)
+            result = _named(result)
+            forward = len(group.exchanges)
+            gradients = _named(differentiate())
+            traced_parts.append((group, result, forward, gradients))
+            return [one for one in tf.nest.flatten((result, gradients)) if one is not None]
+
+        with tf.init_scope(), tf.device(None):
+            concrete = tf.function(traced, autograph=False).get_concrete_function(*flat)
+        group, result, self._forward_exchanges, gradients = traced_parts[-1]
+        self._result, self._gradients = (tf.nest.map_structure(_name, one) for one in (result, gradients))
+        inputs = [tensor.name for tensor in concrete.inputs]
+        self._arguments = inputs[: len(flat)]
+        self._captured = dict(zip(inputs[len(flat) :], concrete.captured_inputs, strict=True))
+        self._exchanges, self._rank = group.exchanges, None if group.rank is None else group.rank.name
+        outputs = [name for name in tf.nest.flatten((self._result, self._gradients)) if name is not None]
+        self._parts = parts_of(concrete.graph, inputs, group, outputs)
+        # Functions made from parts of a graph do not know all shapes of their results.
+        self._shapes = [None if one.kind == SEED else group.sent_shapes[one.sent] for one in self._exchanges]
+        self.graph, self._traced = concrete.graph, concrete  # TensorFlow forgets its conditions when it is deleted
+
+    def forward(
+        self, arguments: Sequence[Any], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any
+    ) -> tuple[list[Any], "ShardState"]:
+        """Adds the forward pass of all devices to the graph.
+
+        Args:
+            arguments: By device, on it.
+            devices: Their full names.
+            after: By device, the operations for which it waits.
+            rows: The number of samples, if it is not static.
+
+        Returns:
+            By device the results, and what the backward pass needs.
+        """
+        keep_alive(self)
+        known: list[dict[str, tf.Tensor]] = []
+        for rank, (given, device) in enumerate(zip(arguments, devices, strict=True)):
+            leaves = [leaf for leaf in tf.nest.flatten(given) if leaf is not None]
+            tensors = self._captured | dict(zip(self._arguments, leaves, strict=True))
+            if self._rank is not None:
+                with tf.device(device):
+                    tensors[self._rank] = tf.constant(rank)
+            known.append(tensors)
+        state = ShardState(known, devices, rows)
+        self._run(state, 0, self._forward_exchanges, after, ACTIVATION)
+        return [_filled(self._result, tensors) for tensors in known], state
+
+    def backward(
+        self, state: "ShardState", seeds: Sequence[Sequence[tf.Tensor]], after: Sequence[list[tf.Operation]]
+    ) -> list[Any]:
+        """Adds the backward pass of all devices to the graph.
+
+        Args:
+            state: That of the forward pass.
+            seeds: By device, the gradients of the loss with respect to the targets in their order.
+            after: By device, the operations for which it waits.
+
+        Returns:
+            By device, the gradients.
+        """
+        names = [one.received for one in self._exchanges if one.kind == SEED]
+        for tensors, given in zip(state.known, seeds, strict=True):
+            tensors.update(zip(names, given, strict=True))
+        self._run(state, self._forward_exchanges + 1, len(self._exchanges), after, ACTIVATION_GRADIENT)
+        return [_filled(self._gradients, tensors) for tensors in state.known]
+
+    def _run(self, state: "ShardState", first: int, last: int, after: Any, kind: str) -> None:
+        """Runs the parts `first` to `last`, and the exchanges between them."""
+        for number in range(first, last + 1):
+            part = self._parts[number]
+            for tensors, device, before in zip(state.known, state.devices, after, strict=True):
+                if part is not None:
+                    with tf.device(device), tf.control_dependencies(before), independent_calls():
+                        results = part.function(*[tensors[name] for name in part.inputs])
+                    tensors.update(zip(part.outputs, results, strict=True))
+            if number < last and self._exchanges[number].kind != SEED:
+                exchange = self._exchanges[number]
+                make = summed_over_shards if exchange.kind == SUM else gathered_from_shards
+                sent = [tensors[exchange.sent] for tensors in state.known]
+                for tensor in sent:
+                    tensor.set_shape(self._shapes[number])
+                received = make(sent, state.devices, kind, state.rows)
+                for tensors, tensor in zip(state.known, received, strict=True):
+                    tensors[exchange.received] = tensor
+
+
+class ShardState:
+    """The tensors of a micro-batch by device and name, between its forward and its backward pass."""
+
+    def __init__(self, known: list[dict[str, tf.Tensor]], devices: Sequence[str], rows: Any) -> None:
+        self.known, self.devices, self.rows = known, devices, rows
+
+
+def _named(structure: Any) -> Any:
+    """Returns copies of the tensors, whose names belong to no other result."""
+    return tf.nest.map_structure(lambda one: None if one is None else tf.identity(one), structure)
+
+
+def _name(tensor: Any) -> Any:
+    return None if tensor is None else tensor.name
+
+
+def _filled(names: Any, tensors: dict[str, tf.Tensor]) -> Any:
+    return tf.nest.map_structure(lambda name: None if name is None else tensors[name], names)

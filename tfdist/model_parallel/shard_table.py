@@ -1,0 +1,81 @@
+"""Shows what the devices of a stage send to each other, layer by layer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.model_parallel.shard_group import GATHER, SUM, ShardExchange
+from tfdist.model_parallel.sharded_layers import aware_layers
+from tfdist.model_parallel.sharded_stage import ShardedStageFunction
+from tfdist.model_parallel.stage_functions import StageInputs, StageKind
+from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.utils.formatting import align_columns, format_bytes
+
+_HEADINGS = ("layer", "variables", "sums/sample", "gathers/sample", "gathers/micro-batch")
+_LEFT = (0, 1)
+
+
+def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: int) -> Iterator[str]:
+    """Yields the lines of a table of the layers that exchange tensors: the bytes that each device of a stage sends.
+
+    Args:
+        model: The Keras model.
+        stages: Its stages.
+        axes: By the id of a split variable its axis.
+        ways: The number of devices of a stage.
+    """
+    made = [one for stage in stages.stages for one in _exchanges(model, stages, stage, axes, ways)]
+    rows, complete = [], []
+    for call in (call for stage in stages.stages for call in stage.calls):
+        own = [one for one in made if one.layer == call.name]
+        is_split = any(id(variable) in axes for variable in call.variables)
+        is_complete = is_split and not list(aware_layers(call.operation, axes))
+        complete += [call.name] if is_complete else []
+        if own:
+            kind = "complete" if is_complete else "split" if is_split else "whole"
+            sums = [one for one in own if one.kind == SUM]
+            gathers = [one for one in own if one.kind == GATHER]
+            fixed = [one for one in gathers if None not in list(one.shape)]
+            values = [one for one in gathers if None in list(one.shape)]
+            rows.append([call.name, kind, *(format_bytes(_sent(part, ways)) for part in (sums, values, fixed))])
+    split = sum(id(variable) in axes for variable in stages.variables)
+    yield f"{ways} devices share each stage: {split} of {len(stages.variables)} variables are split"
+    if rows:
+        head, *body = align_columns([_HEADINGS, *rows], left=_LEFT)
+        yield from (head, "-" * max(map(len, (head, *body))), *body)
+    if complete:
+        yield f"computed with complete variables, which are gathered for each micro-batch: {', '.join(complete)}"
+
+
+def _sent(exchanges: list[ShardExchange], ways: int) -> int:
+    """The bytes that one device sends; of a sum 2 (k - 1) / k of its size, of a gather k - 1 times its part."""
+    total = 0.0
+    for one in exchanges:
+        size = tf.TensorShape([1 if length is None else length for length in one.shape]).num_elements() * one.dtype.size
+        total += size * (ways - 1) * (2 / ways if one.kind == SUM else 1)
+    return round(total)
+
+
+def _exchanges(
+    model: Any, stages: ModelStages, stage: Stage, axes: Mapping[int, int], ways: int
+) -> list[ShardExchange]:
+    """Returns what a stage exchanges for a micro-batch in training, apart from its losses."""
+
+    def part(variable: Any) -> tf.TensorSpec:
+        axis = axes.get(id(variable))
+        shape = [size // ways if index == axis else size for index, size in enumerate(variable.shape)]
+        return tf.TensorSpec(shape, variable.dtype)
+
+    scalar = tf.TensorSpec([], tf.float32)
+    example = StageInputs(
+        values=[part(variable) for variable in stage.variables],
+        tensors=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in stage.inputs],
+        masks=[None] * len(stage.inputs),
+        data=None,
+        fraction=scalar,
+        is_real=scalar,
+        divisors=tf.TensorSpec([None], tf.float32),
+    )
+    kind = StageKind(training=True, has_loss=False, is_even=False)
+    return ShardedStageFunction(model, stages, stage, kind, example, axes, ways).exchanges

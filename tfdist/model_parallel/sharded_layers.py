@@ -1,0 +1,184 @@
+"""Layers that compute on parts of their variables: Dense, EinsumDense, Embedding, attention, and elementwise ones.
+
+Which axis of a tensor is split is seen by its shape: the part of an axis is shorter than the axis of the layer's
+complete variable, or of the symbolic tensor.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.model_parallel.shard_group import ShardGroup
+
+ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+_CONTRACTIONS = (keras.layers.Dense, keras.layers.EinsumDense)
+_ELEMENTWISE_LAYERS = (
+    *(keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity),
+    *(keras.layers.Add, keras.layers.Subtract, keras.layers.Multiply, keras.layers.Average),
+)
+_ELEMENTWISE_FUNCTIONS = frozenset(
+    "celu elu exponential gelu hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
+    "sigmoid silu softplus softsign tanh".split()
+)
+
+
+def is_elementwise(operation: Any) -> bool:
+    """Whether a layer computes each element of its output from the same element of its inputs alone."""
+    if type(operation) not in _ELEMENTWISE_LAYERS:
+        return False
+    return not isinstance(operation, keras.layers.Activation) or _is_elementwise_function(operation.activation)
+
+
+def _is_elementwise_function(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return function is None or name in _ELEMENTWISE_FUNCTIONS and function is getattr(keras.activations, name)
+
+
+def takes_parts(operation: Any) -> bool:
+    """Whether the call of a layer that knows shards also takes split inputs."""
+    return type(operation) in _CONTRACTIONS
+
+
+def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
+    """Yields the layers of a layer call that compute on parts of variables.
+
+    Args:
+        operation: The layer or operation that a model calls.
+        axes: By the id of a split variable its axis.
+    """
+    if type(operation) in ATTENTION and _is_split_by_heads(operation, axes):
+        inner = [*projections_of(operation), operation._output_dense]
+        if all(map(_is_plain, inner)):
+            yield from inner
+            yield operation._dropout_layer
+    elif type(operation) in (*_CONTRACTIONS, keras.layers.Embedding) and _is_plain(operation):
+        yield operation
+
+
+def _is_plain(layer: Any) -> bool:
+    is_changed = getattr(layer, "lora_enabled", False) or layer.quantization_mode or layer.activity_regularizer
+    contracts = type(layer) is not keras.layers.EinsumDense or _Letters.of(layer) is not None
+    return contracts and not is_changed and not getattr(layer, "_remat_mode", None)
+
+
+def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
+    return all(axes.get(id(one._kernel)) == 1 for one in projections_of(layer))
+
+
+def projections_of(attention: Any) -> list[Any]:
+    """Returns the layers of an attention whose results have an axis of heads: query, key, value and, if any, gate."""
+    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
+    return [vars(attention)[name] for name in names if name in vars(attention)]
+
+
+def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:
+    """Returns what takes the place of the `call` of one of `aware_layers`."""
+    if isinstance(layer, keras.layers.Dropout):
+        # The one of attention, on scores of shape [samples, heads, ...].
+        return partial(dropped, layer, type(layer).call.__get__(layer), group, axis=1)
+    if isinstance(layer, keras.layers.Embedding):
+        return partial(_looked_up, layer, group, axes)
+    return partial(_contracted, layer, group, axes)
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The axes of a contraction: letters of the inputs, the kernel and the outputs, from the last axis on."""
+
+    inputs: str
+    kernel: str
+    outputs: str
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Letters | None":
+        """Returns the letters of a Dense or EinsumDense; None if its equation is not of two operands."""
+        if isinstance(layer, keras.layers.Dense):
+            return cls("i", "io", "o")
+        given, _, outputs = layer.equation.replace(" ", "").replace("...", "").partition("->")
+        inputs, comma, kernel = given.partition(",")
+        return cls(inputs, kernel, outputs) if comma and kernel and outputs else None
+
+
+def _contracted(
+    layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor, training: Any = None
+) -> tf.Tensor:
+    """Dense and EinsumDense: by columns if the split axis of the kernel is one of the outputs, by rows if not."""
+    del training
+    letters, kernel = _Letters.of(layer), tf.convert_to_tensor(layer.kernel)
+    assert letters is not None
+    whole = dict(zip(letters.kernel, layer._kernel.shape, strict=True))
+    axis = axes.get(id(layer._kernel))
+    split = None if axis is None else letters.kernel[axis]
+    for letter in letters.inputs:
+        position = letters.inputs.index(letter) - len(letters.inputs)
+        is_part = letter in whole and inputs.shape[position] != whole[letter]
+        if letter == split and not is_part:
+            inputs = group.part(inputs, position)
+        elif letter != split and is_part:
+            inputs = group.gather(inputs, position)
+    if split is not None and split not in letters.inputs:
+        inputs = group.enter(inputs)
+    is_dense = isinstance(layer, keras.layers.Dense)
+    result = keras.ops.matmul(inputs, kernel) if is_dense else keras.ops.einsum(layer.equation, inputs, kernel)
+    split_output: int | None = None
+    if split is not None and split not in letters.outputs:
+        result = group.sum(result)
+    elif split is not None:
+        split_output = letters.outputs.index(split) - len(letters.outputs)
+    if layer.bias is not None:
+        result += _fitting(layer.bias, group, axes, split_output)
+    if split_output is not None and not _is_elementwise_function(layer.activation):
+        result = group.gather(result, split_output)
+    return result if layer.activation is None else layer.activation(result)
+
+
+def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output: int | None) -> tf.Tensor:
+    """Returns the part of a bias that belongs to outputs which are split along `split_output`, or all of it."""
+    value, axis = tf.convert_to_tensor(bias), axes.get(id(bias))
+    own = None if axis is None else axis - len(bias.shape)
+    if own is not None and own != split_output:
+        value, own = group.gather(value, own), None
+    if split_output is None or own is not None or -split_output > len(bias.shape):
+        return value
+    return group.part(value, split_output)
+
+
+def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor) -> tf.Tensor:
+    """Embedding, split by words or by features."""
+    table = tf.convert_to_tensor(layer.embeddings)
+    ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    if axes.get(id(layer._embeddings)) != 0:
+        return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
+    rows = layer._embeddings.shape[0] // group.ways
+    own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
+    is_own = (own >= 0) & (own < rows)
+    found = keras.ops.take(table, tf.where(is_own, own, 0), axis=0)
+    found = tf.where(is_own[..., tf.newaxis], found, tf.zeros([], found.dtype))
+    return group.sum(tf.cast(found, layer.compute_dtype))
+
+
+def dropped(
+    layer: Any, call: Callable[..., Any], group: ShardGroup, inputs: tf.Tensor, training: Any = False, *, axis: int
+) -> tf.Tensor:
+    """Dropout of a tensor that is split along `axis`: the part of the mask that one process would draw.
+
+    Args:
+        layer: The Dropout layer.
+        call: Its own `call`.
+        group: The group.
+        inputs: The split tensor.
+        training: As in the call of a layer.
+        axis: The split axis.
+    """
+    if not training or not layer.rate:
+        return inputs
+    position = axis % inputs.shape.rank
+    shape = [tf.shape(inputs)[index] if size is None else size for index, size in enumerate(inputs.shape)]
+    shape[position] *= group.ways
+    ones = tf.ones(tf.stack(shape), inputs.dtype)
+    ones.set_shape([None if size is None else shape[index] for index, size in enumerate(inputs.shape)])
+    return inputs * group.part(tf.stop_gradient(call(ones, training=training)), position)

@@ -1,0 +1,169 @@
+"""A stage that several devices compute together, each with its parts of the variables."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.replaced_calls import replaced_calls
+from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
+from tfdist.model_parallel.shard_program import ShardProgram
+from tfdist.model_parallel.sharded_layers import aware_call, aware_layers, dropped, is_elementwise, takes_parts
+from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
+from tfdist.model_parallel.stages import ModelStages, Stage
+
+
+class ShardedStageFunction(StageFunction):
+    """A stage and its gradient, traced once for all devices that share it.
+
+    Attributes:
+        program: Calls it on the devices.
+        targets: The positions of the stage's outputs whose gradients the backward pass takes. That of the loss, if
+            there is one, follows them.
+        exchanges: What its layers exchange.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stages: ModelStages,
+        stage: Stage,
+        kind: StageKind,
+        example: StageInputs,
+        axes: Mapping[int, int],
+        ways: int,
+    ) -> None:
+        """Traces the function for arguments like `example`.
+
+        Args:
+            model: The Keras model.
+            stages: Its stages.
+            stage: This one.
+            kind: Which function is traced.
+            example: The arguments of one device.
+            axes: By the id of a split variable its axis.
+            ways: How many devices share the stage.
+
+        Raises:
+            ValueError: As `StageFunction`; or a split layer is in a condition, a loop or a rematerialized layer.
+        """
+        self._axes, self._ways = axes, ways
+        self._group: ShardGroup | None = None
+        self.targets: list[int] = []
+        self.exchanges: list[ShardExchange] = []
+        super().__init__(model, stages, stage, kind, example)
+
+    def _traced(self, specs: StageInputs) -> Any:
+        self.program = ShardProgram(self._differentiable, specs, self._ways)
+        return self.program
+
+    def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:
+        self._group, self.exchanges = group, group.made
+        stage = self._stage
+        trainable = {id(one) for one in self._model.trainable_variables}
+        sources = [value for one, value in zip(stage.variables, given.values, strict=True) if id(one) in trainable]
+        sources += [given.tensors[position] for position in differentiable_inputs(self._stages, stage, given.tensors)]
+        result = self._run(given)
+        wanted = {id(tensor) for other in self._stages.stages[stage.index + 1 :] for tensor in other.inputs}
+        if not self._kind.has_loss:  # which would differentiate the outputs of the model
+            wanted |= {id(tensor) for tensor in self._stages.graph.outputs}
+        self.targets = [
+            position
+            for position, (symbolic, tensor) in enumerate(zip(stage.outputs, result.tensors, strict=True))
+            if id(symbolic) in wanted and tensor.dtype.is_floating
+        ]
+
+        def differentiate() -> list[Any]:
+            targets = [result.tensors[position] for position in self.targets]
+            targets += [] if result.loss is None else [result.loss]
+            if not self._kind.training or not targets or not sources:
+                return []
+            found = tf.gradients(targets, sources, [group.seed(target) for target in targets])
+            return [_flat(gradient) for gradient in found]
+
+        return result, differentiate
+
+    def _computed(self, given: StageInputs) -> dict[int, Any]:
+        """Returns the results of the layer calls, those of inputs and outputs of the stage whole."""
+        stage = self._stage
+        values = self._received(given)
+        symbols: dict[int, str] = {}
+        for call in stage.calls:
+            results = self._called(call, values)
+            values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
+            symbols |= dict.fromkeys(map(id, call.outputs), call.name)
+        for symbolic in (*stage.outputs, *self._stages.graph.outputs):
+            if id(symbolic) in symbols:
+                self._known_group.layer = symbols[id(symbolic)]
+                values[id(symbolic)] = self._whole(values[id(symbolic)], symbolic)
+        return values
+
+    def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
+        group = self._known_group
+        group.layer = call.name
+        aware = list(aware_layers(call.operation, self._axes))
+        own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
+        splits = {_split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
+        if type(call.operation) is keras.layers.Dropout and splits != {None}:
+            layer, axis = call.operation, splits.copy().pop()
+            assert axis is not None
+            replaced[layer] = lambda x, training=False: dropped(
+                layer, type(layer).call.__get__(layer), group, x, training, axis=axis
+            )
+        elif not (takes_parts(call.operation) and aware) and not (is_elementwise(call.operation) and len(splits) == 1):
+            own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        known = {id(one) for layer in aware for one in layer.variables}
+        with self._gathered([one for one in call.variables if id(one) not in known]), replaced_calls(replaced):
+            return list(call(own, training=self._kind.training))
+
+    @contextlib.contextmanager
+    def _gathered(self, variables: Any) -> Any:
+        """In the body, split variables have their complete values."""
+        scope = stateless_scope()
+        parts = [(one, scope.get_current_value(one)) for one in variables if id(one) in self._axes]
+        for variable, part in parts:
+            scope.add_update((variable, self._known_group.gather(part, self._axes[id(variable)])))
+        whole = [scope.get_current_value(variable) for variable, _ in parts]
+        yield
+        for (variable, part), before in zip(parts, whole, strict=True):
+            if scope.get_current_value(variable) is not before:
+                raise ValueError(
+                    f"A layer changes a split variable. Received: {variable.path!r}, which the layout map splits. "
+                    "Expected: states that are whole, such as moving statistics. Exclude this path from the layout map."
+                )
+            scope.add_update((variable, part))
+
+    def _whole(self, tensor: Any, symbolic: Any) -> Any:
+        axis = _split_axis(tensor, symbolic)
+        if axis is None:
+            return tensor
+        result = self._known_group.gather(tensor, axis)
+        if (mask := get_mask(tensor)) is not None:
+            set_mask(result, mask)
+        return result
+
+    @property
+    def _known_group(self) -> ShardGroup:
+        assert self._group is not None
+        return self._group
+
+
+def differentiable_inputs(stages: ModelStages, stage: Stage, tensors: Any) -> list[int]:
+    """Returns the positions of the inputs of a stage that earlier stages want the gradients of."""
+    pairs = enumerate(zip(stage.inputs, tensors, strict=True))
+    return [index for index, (symbolic, one) in pairs if one.dtype.is_floating and stages.maker(symbolic) >= 0]
+
+
+def _split_axis(tensor: Any, symbolic: Any) -> int | None:
+    """Returns the axis in which a tensor is a part of what the symbolic tensor describes."""
+    sizes = zip(tensor.shape, symbolic.shape, strict=True)
+    return next((i for i, (own, whole) in enumerate(sizes) if None not in (own, whole) and own != whole), None)
+
+
+def _flat(gradient: Any) -> Any:
+    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
