@@ -62,7 +62,7 @@ def main(folder, devices):
     whole = MultiWorkerMirroredStrategy()
     rank = sharded.rank
     seen = {"replicas": sharded.num_replicas_in_sync, "owned": {}}
-    for name in ("momentum", "everything"):
+    for name in ("momentum", "everything", "adafactor"):
         for strategy in (sharded, whole):
             model = sharded_models.trained(strategy, sharded_models.OPTIMIZERS[name])
             kind = "sharded" if strategy is sharded else "whole"

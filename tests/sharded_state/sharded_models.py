@@ -41,6 +41,8 @@ OPTIMIZERS = {
     # 2 ** 127 overflows at first, so that updates are skipped.
     "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**127),
     "everything": everything,
+    # Has whole variables, and factors of slots.
+    "adafactor": lambda: optimizers.Adafactor(0.01),
     # For which Keras without a strategy counts as tfdist does: no schedule and no averages.
     "resumed": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.2, gradient_accumulation_steps=2),
 }

@@ -10,6 +10,13 @@ _UPDATES = tuple(
     for name in "Adadelta Adagrad Adam Adamax AdamW Lion RMSprop SGD".split()
 )
 
+# Those of values, too, which XLA does not compile.
+_OTHER_UPDATES_OF_VALUES = tuple(
+    getattr(keras.optimizers, name).update_step
+    for name in ("Ftrl", "ScheduleFreeAdamW")
+    if hasattr(keras.optimizers, name)
+)
+
 _METHODS_OF_AN_UPDATE = (
     "_apply_weight_decay _backend_update_step _distributed_tf_update_step _get_current_learning_rate _use_weight_decay "
     "assign assign_add assign_sub learning_rate update_step"
@@ -31,7 +38,7 @@ def is_of_each_variable(optimizer: Any) -> bool:
 def is_of_each_value(optimizer: Any) -> bool:
     """Whether an update is Keras' own, and that of a value uses its own slots alone, so that a part can be updated."""
     update = type(optimizer).update_step
-    return (update in _UPDATES or update is keras.optimizers.Ftrl.update_step) and is_of_keras(optimizer)
+    return (update in _UPDATES or update in _OTHER_UPDATES_OF_VALUES) and is_of_keras(optimizer)
 
 
 def is_equal_on_replicas(optimizer: Any) -> bool:

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +24,16 @@ from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on
 LARGE_UPDATE = 200_000
 
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
+
+
+@contextlib.contextmanager
+def reduced_gradients() -> Iterator[None]:
+    """Within this context Keras does not sum gradients over the replicas."""
+    token = _reduced.set(True)
+    try:
+        yield
+    finally:
+        _reduced.reset(token)
 
 
 class OptimizerUpdate:
@@ -164,13 +174,9 @@ class OptimizerUpdate:
         self._update_parts(gradients, variables)
 
     def _update_parts(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        token = _reduced.set(True)
-        try:
-            with shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
-                self._optimizer._apply_weight_decay(variables)
-                self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
-        finally:
-            _reduced.reset(token)
+        with reduced_gradients(), shared_operations() if is_of_keras(self._optimizer) else contextlib.nullcontext():
+            self._optimizer._apply_weight_decay(variables)
+            self._optimizer._backend_update_step(list(gradients), variables, self._optimizer.learning_rate)
 
     def _large(self, gradients: Sequence[Any]) -> list[int]:
         """The positions of the gradients of large variables whose updates XLA can compile."""

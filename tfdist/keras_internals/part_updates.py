@@ -101,8 +101,17 @@ class PartUpdate:
 
     def own_part(self, position: int) -> tf.Tensor:
         """Returns the present values of the replica's part of a variable."""
+        return self._as_part(position, tf.convert_to_tensor(self._copy(position)))
+
+    def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:
+        """The replica's part of a whole value."""
         span = self._spans[position]
-        return tf.reshape(tf.convert_to_tensor(self._copy(position)), [-1])[span.start : span.stop]
+        return tf.reshape(value, [-1])[span.start : span.stop]
+
+    def rows(self, position: int) -> int | None:
+        """The first dimension of a variable; `None` if it is a scalar."""
+        shape = self._copy(position).shape
+        return int(shape[0]) if shape.rank else None
 
     def dtype(self, position: int) -> tf.DType:
         """The dtype of a variable."""

@@ -34,7 +34,10 @@ def patch_sharded_averages(is_split: Callable[[Any], bool]) -> None:
             if not is_split(optimizer):
                 return stock(self, argument)
             variables = argument if owner is TFOptimizer else optimizer._trainable_variables
-            for variable, average in zip(variables, optimizer._model_variables_moving_average, strict=True):
+            averages = optimizer._model_variables_moving_average
+            for variable in variables:  # without those that were frozen, with those of other optimizers
+                position = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+                average = None if position is None else averages[position]
                 if average is not None:
                     copy(variable, average)
             return None

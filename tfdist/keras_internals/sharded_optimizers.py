@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
-from tfdist.keras_internals.keras_updates import is_of_each_value
-from tfdist.keras_internals.optimizer_overrides import overridden_update
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.sharded_averages import patch_sharded_averages
-from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable
+from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
+from tfdist.keras_internals.state_ownership import note_patched_methods, owns_whole_variables
 from tfdist.private_symbols import private
 
 for _path, _why in {
@@ -25,9 +25,6 @@ for _path, _why in {
 }.items():
     private(_path, _why)
 
-_OWN_METHODS = (
-    "_overwrite_model_variables_with_average_value _update_model_variables_moving_average add_variable_from_reference"
-).split()
 _WHOLE = "gradient_accumulator"  # each replica sums its gradients there
 
 
@@ -45,33 +42,57 @@ class _Sharding(Protocol):
     first: int
     gather: Gather
 
-    def plan(self, specs: Sequence[tf.TensorSpec]) -> _Layout: ...
+    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> _Layout: ...
 
 
 class SplitSlots:
-    """The layout of one optimizer's slots."""
+    """The layout of one optimizer's slots.
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], sharding: Any) -> None:
+    Attributes:
+        layout: Who owns what.
+        is_whole: Whether each variable has one owner, by which it is updated.
+        is_used: Whether the optimizer has slots.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], sharding: Any, *, is_whole: bool) -> None:
         self.sharding = sharding
+        self.is_whole = is_whole
         self._positions = {optimizer._var_key(variable): number for number, variable in enumerate(variables)}
-        self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables])
+        self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables], is_whole=is_whole)
         self.is_used = False
+        self._factors = [p for p, one in enumerate(variables) if _is_factored(optimizer, one) for _ in range(2)]
 
     def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> ShardedVariable | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""
         position = self._positions.get(optimizer._var_key(variable))
         if position is None:
             return None
+        bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
+        return self._created(bounds, initializer, variable.shape, variable.dtype, name)
+
+    def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> ShardedVariable | None:
+        """Returns the next factor of a slot of Adafactor, which has two of each matrix; `None` if there is none."""
+        if not self._factors:
+            return None
+        size = int(np.prod(shape))
+        spans = self.layout.spans(self._factors.pop(0))
+        bounds = [(0, size if span.stop > span.start else 0) for span in spans]
+        return self._created(bounds, initializer, shape, dtype, name)
+
+    def _created(
+        self, bounds: Sequence[tuple[int, int]], initializer: Any, shape: Any, dtype: Any, name: str
+    ) -> ShardedVariable:
         sharding: _Sharding = self.sharding
         self.is_used = True
         return ShardedVariable(
-            [(span.start, span.stop) for span in self.layout.spans(position)],
+            bounds,
             sharding.devices,
             sharding.first,
             sharding.gather,
+            is_whole=self.is_whole,
             initializer=keras.initializers.get(initializer),
-            shape=variable.shape,
-            dtype=variable.dtype,
+            shape=shape,
+            dtype=dtype,
             trainable=False,
             name=name,
         )
@@ -98,13 +119,15 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
         sharding_of: Takes the strategy of an optimizer; returns what plans and gathers, or `None` for whole slots.
     """
     build, add = TFOptimizer.build, TFOptimizer.add_variable_from_reference
+    add_factor = keras.optimizers.Adafactor.add_variable
 
     @functools.wraps(build)
     def build_with_layout(self: Any, variables: Any) -> Any:
         sharding = None if isinstance(self, LossScaleOptimizer) else sharding_of(self._distribution_strategy)
         if sharding is not None:
-            _check_can_be_split(self)
-            _split[self] = SplitSlots(self, variables, sharding)
+            is_whole = owns_whole_variables(self)
+            if is_whole is not None:
+                _split[self] = SplitSlots(self, variables, sharding, is_whole=is_whole)
         return build(self, variables)
 
     @functools.wraps(add)
@@ -120,34 +143,42 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
         self._track_variable(slot)
         return slot
 
+    @functools.wraps(add_factor)
+    def add_split_factor(self: Any, shape: Any, initializer: Any = "zeros", dtype: Any = None, **more: Any) -> Any:
+        slots = _split.get(self)
+        slot = None
+        if slots is not None and set(more) <= {"name"}:
+            with keras.name_scope(self.name, caller=self):
+                slot = slots.new_factor(shape, initializer, dtype, more.get("name") or "factor")
+        if slot is None:
+            return add_factor(self, shape, initializer=initializer, dtype=dtype, **more)
+        self._track_variable(slot)
+        return slot
+
+    def assign_whole(name: str) -> None:
+        stock = getattr(TFOptimizer, name)
+
+        @functools.wraps(stock)
+        def assign(self: Any, variable: Any, value: Any) -> Any:
+            if isinstance(variable, ShardedVariable) and not is_updating_parts():  # as `build` may do
+                return getattr(variable, name)(value)
+            return stock(self, variable, value)
+
+        setattr(TFOptimizer, name, assign)
+
     TFOptimizer.build = build_with_layout
     TFOptimizer.add_variable_from_reference = add_split
+    keras.optimizers.Adafactor.add_variable = add_split_factor
+    for name in ("assign", "assign_add", "assign_sub"):
+        assign_whole(name)
     patch_sharded_averages(lambda optimizer: split_slots(optimizer) is not None)
-    _patched_methods.update({name: getattr(TFOptimizer, name) for name in _OWN_METHODS})
+    note_patched_methods()
 
 
-_patched_methods: dict[str, Any] = {}
-
-
-def _check_can_be_split(optimizer: Any) -> None:
-    kind = type(optimizer)
-    own = overridden_update(optimizer) or next(
-        (name for name, stock in _patched_methods.items() if getattr(kind, name) is not stock), None
-    )
-    is_keras = kind.__module__.startswith("keras.")
-    if own is None and is_of_each_value(optimizer):
-        return
-    reason = (
-        "whose update of a value uses other values of the variable, or state beside the slots"
-        if is_keras
-        else f"whose class defines its own {own or 'update'}, so that tfdist cannot know whether a part of a variable "
-        "can be updated alone"
-    )
-    raise ValueError(
-        "`shard_optimizer_state=True` needs an optimizer that updates each value of a variable by itself. Received: "
-        f"{kind.__name__}, {reason}. Expected: Adadelta, Adagrad, Adam, Adamax, AdamW, Ftrl, Lion, RMSprop or SGD. "
-        "Choose one of these, or create the strategy without `shard_optimizer_state`."
-    )
+def _is_factored(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer keeps two factors in place of a slot for `variable`."""
+    is_one = isinstance(optimizer, keras.optimizers.Adafactor) and len(variable.shape) > 1
+    return is_one and not optimizer._overwrite_variable_with_gradient(variable)
 
 
 def _spec(optimizer: Any, variable: Any) -> tf.TensorSpec:

@@ -40,20 +40,33 @@ def parts_of_replica(local_replica: int) -> Iterator[None]:
         _replica.reset(token)
 
 
+def is_updating_parts() -> bool:
+    """Whether split variables stand for their parts on a replica."""
+    return _replica.get() is not None
+
+
 class ShardedVariable(Variable):
     """A variable whose flattened values are split over the replicas of all workers.
 
     To Keras it is a variable of its whole shape: `numpy`, `assign` and saving use whole values, which reading gathers
-    from all workers, so all of them have to read it. Within `parts_of_replica` it is the flat part of that replica.
+    from all workers, so all of them have to read it. Within `parts_of_replica` it is the part of that replica.
     """
 
     def __init__(
-        self, bounds: Sequence[tuple[int, int]], devices: Sequence[str], first: int, gather: Gather, **more: Any
+        self,
+        bounds: Sequence[tuple[int, int]],
+        devices: Sequence[str],
+        first: int,
+        gather: Gather,
+        *,
+        is_whole: bool,
+        **more: Any,
     ):
         """Creates the parts of this process.
 
         Args:
             bounds: Begin and end of the part of each replica, over all workers.
+            is_whole: Whether one replica holds all values. Its part has the shape of the variable.
             devices: Those of the replicas of this process.
             first: The number of the first replica of this process.
             gather: Takes the parts of this process's replicas, flat, and the lengths of all parts; returns all parts
@@ -61,6 +74,7 @@ class ShardedVariable(Variable):
             **more: Arguments of `keras.Variable`, with an initializer that is called.
         """
         self._bounds, self._devices, self._first, self._gather = list(bounds), list(devices), first, gather
+        self._is_whole = is_whole
         self._parts: list[tf.Variable] = []
         super().__init__(**more)
 
@@ -69,9 +83,13 @@ class ShardedVariable(Variable):
             flat = tf.reshape(tf.convert_to_tensor(value() if callable(value) else value), [-1])
         for device, (start, stop) in zip(self._devices, self._own_bounds, strict=True):
             with tf.init_scope(), tf.device(device):
-                part = tf.identity(flat[start:stop])
+                part = tf.identity(self._part(flat, start, stop))
                 self._parts.append(_ResourceVariable(part, trainable=False, name=self.name))
         self._value = self._parts[0]
+
+    def _part(self, flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+        part = flat[start:stop]
+        return tf.reshape(part, self._shape) if self._is_whole and stop > start else part
 
     @property
     def _own_bounds(self) -> list[tuple[int, int]]:
@@ -79,14 +97,23 @@ class ShardedVariable(Variable):
 
     @property
     def parts(self) -> list[tf.Variable]:
-        """The flat parts of this process's replicas, in their order."""
+        """The parts of this process's replicas, in their order: flat, or for one of them the whole value."""
         return self._parts
 
     @property
     def value(self) -> Any:
         """The part of the replica that is being updated; elsewhere the whole value, a tensor."""
         replica = _replica.get()
-        return self.read_value() if replica is None else self._parts[replica]
+        if replica is None:
+            return self.read_value()
+        start, stop = self._own_bounds[replica]
+        if self._is_whole and start == stop and 0 not in self._shape:
+            raise ValueError(
+                "An optimizer whose state is sharded updates each variable on the replica that holds its slots. "
+                f"Received: an update of another variable that uses the slot {self.path!r}. Expected: `update_step` "
+                "uses slots of the variable that it updates. Create the strategy without `shard_optimizer_state`."
+            )
+        return self._parts[replica]
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -109,14 +136,14 @@ class ShardedVariable(Variable):
                 "without `shard_optimizer_state=True`."
             )
         lengths = [stop - start for start, stop in self._bounds]
-        return tf.reshape(self._gather([tf.identity(part) for part in self._parts], lengths), self._shape)
+        return tf.reshape(self._gather([tf.reshape(part, [-1]) for part in self._parts], lengths), self._shape)
 
     def numpy(self) -> np.ndarray:
         """Returns the whole value; see `read_value`."""
         return np.asarray(self.read_value().numpy())
 
     def assign(self, value: Any) -> Any:
-        """Assigns a whole value, equal on all workers; within `parts_of_replica` the flat part."""
+        """Assigns a whole value, equal on all workers; within `parts_of_replica` the part."""
         value = self._convert_to_tensor(value, dtype=self._dtype)
         if value.shape != self.shape:
             raise ValueError(
@@ -129,7 +156,7 @@ class ShardedVariable(Variable):
             return value
         flat = tf.reshape(value, [-1])
         for part, (start, stop) in zip(self._parts, self._own_bounds, strict=True):
-            part.assign(flat[start:stop])
+            part.assign(self._part(flat, start, stop))
         return value
 
     def _direct_assign(self, value: Any) -> None:

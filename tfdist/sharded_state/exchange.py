@@ -45,7 +45,12 @@ def reduce_scatter(
     dtype = members[0].dtype
     timed = begin_bucket(group, members)
     sizes = [layout.sizes[position] for position in present]
-    if len(present) == len(unit.positions):
+    if _is_sum_shorter(layout, unit, present):
+        vector = timed.sum(zeros_unless(contributes, flatten(members)))
+        end_bucket(timed, [vector])
+        vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
+        return {one: whole for one, whole in vectors.items() if layout.spans(one)[replica].size}
+    if unit.is_divided and len(present) == len(unit.positions):
         length = unit.part_length
         missing = tf.zeros([layout.replicas * length - sum(sizes)], dtype)  # joined with the others: one copy
         rows = tf.reshape(zeros_unless(contributes, flatten([*members, missing])), [layout.replicas, length])
@@ -80,8 +85,10 @@ def all_gather(
     Returns:
         The variables, flat, by position.
     """
+    if _is_sum_shorter(layout, unit, positions):
+        return _sum_of_words(layout, parts, positions, group, dtype)
     own = [parts[position] for position in positions if position in parts]
-    is_complete = len(positions) == len(unit.positions)
+    is_complete = unit.is_divided and len(positions) == len(unit.positions)
     length = unit.part_length if is_complete else _longest(layout, positions)
     row = _padded(flatten(own) if own else tf.zeros([0], dtype), length)
     timed = begin_bucket(group, [row])
@@ -101,25 +108,50 @@ def all_gather(
     return {position: flatten(of_owners) for position, of_owners in found.items()}
 
 
-def own_part(layout: ShardLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+def own_part(
+    layout: ShardLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices, rows: int | None
+) -> tf.Tensor:
     """Returns the values of the span of `replica` of a whole gradient, flat.
 
     Args:
         layout: Who owns what.
         position: The position of the variable.
         replica: The number of the replica.
-        gradient: Dense, or `tf.IndexedSlices` with rows of static length.
+        gradient: Dense, or `tf.IndexedSlices`.
+        rows: The first dimension of the variable; `None` if it is a scalar.
     """
     span = layout.spans(position)[replica]
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.reshape(gradient, [-1])[span.start : span.stop]
-    row = int(gradient.values.shape[1:].num_elements())
+    row = layout.sizes[position] // (rows or 1)
     first, last = span.start // row, -(-span.stop // row)
     is_own = (gradient.indices >= first) & (gradient.indices < last)
     values = tf.reshape(tf.boolean_mask(gradient.values, is_own), [-1, row])
     rows = tf.boolean_mask(gradient.indices, is_own) - first
     dense = tf.reshape(tf.math.unsorted_segment_sum(values, rows, last - first), [-1])
     return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
+
+
+def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:
+    """Whether an all-reduce sends less than parts of whole variables, which are filled up to the longest one."""
+    total = sum(layout.sizes[position] for position in positions)
+    return not unit.is_divided and layout.replicas * _longest(layout, positions) > 2 * total
+
+
+def _sum_of_words(
+    layout: ShardLayout, parts: Tensors, positions: Sequence[int], group: Group, dtype: tf.DType
+) -> dict[int, tf.Tensor]:
+    """Gathers whole variables: those that a replica does not own are zeros there, and bits are added up."""
+    sizes = [layout.sizes[position] for position in positions]
+    own = [
+        tf.reshape(parts[position], [-1]) if position in parts else tf.zeros([size], dtype)
+        for position, size in zip(positions, sizes, strict=True)
+    ]
+    timed = begin_bucket(group, own)
+    words = timed.sum(to_words(flatten(own)[tf.newaxis])[0])
+    vector = from_words(words[tf.newaxis], dtype, 1, sum(sizes))[0]
+    end_bucket(timed, [vector])
+    return dict(zip(positions, tf.split(vector, sizes), strict=True))
 
 
 def _longest(layout: ShardLayout, positions: Sequence[int]) -> int:

@@ -15,11 +15,13 @@ class Unit:
 
     Attributes:
         positions: The variables, by their positions in the optimizer's list, in the order of the vector.
-        part_length: Number of values of a part. The last parts may have fewer, or none.
+        part_length: Number of values of the longest part. The last parts may have fewer, or none.
+        is_divided: Whether the vector is divided into parts of equal length. Otherwise a part has whole variables.
     """
 
     positions: tuple[int, ...]
     part_length: int
+    is_divided: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class ShardLayout:
         sizes: The number of values of each variable.
         units: All variables that have values, each in one unit.
         replicas: The number of replicas.
+        owners: Of whole variables: their positions, each with the replica that owns it.
     """
 
     sizes: tuple[int, ...]
     units: tuple[Unit, ...]
     replicas: int
+    owners: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each variable is owned by one replica."""
+        return not all(unit.is_divided for unit in self.units)
 
     @classmethod
     def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "ShardLayout":
@@ -64,7 +73,7 @@ class ShardLayout:
         >>> import tensorflow as tf
         >>> layout = ShardLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
         >>> layout.units
-        (Unit(positions=(1, 0), part_length=4),)
+        (Unit(positions=(1, 0), part_length=4, is_divided=True),)
         >>> layout.spans(0), layout.spans(1)
         ((Span(start=0, stop=0), Span(start=0, stop=3)), (Span(start=0, stop=4), Span(start=4, stop=4)))
         """
@@ -77,6 +86,40 @@ class ShardLayout:
                 units.append(Unit(positions, -(-total // replicas)))
         return cls(sizes, tuple(units), replicas)
 
+    @classmethod
+    def plan_whole(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "ShardLayout":
+        """Distributes variables over `replicas`, each of them whole, so that replicas own about as many bytes.
+
+        Args:
+            specs: Shapes and dtypes of the variables.
+            replicas: The number of replicas.
+            bucket_bytes: See `fill_buckets`. A unit has as many bytes for each replica.
+
+        >>> import tensorflow as tf
+        >>> specs = [tf.TensorSpec([3]), tf.TensorSpec([2, 2]), tf.TensorSpec([])]
+        >>> layout = ShardLayout.plan_whole(specs, replicas=2, bucket_bytes=0)
+        >>> layout.units
+        (Unit(positions=(2, 1, 0), part_length=4, is_divided=False),)
+        >>> [layout.owner(position) for position in range(3)]
+        [1, 0, 1]
+        """
+        sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
+        loads, owners, units = [0] * replicas, {}, []
+        for bucket in fill_buckets(specs, bucket_bytes * replicas):
+            positions = tuple(position for position in bucket.positions if sizes[position])
+            # The largest first, each to the replica that owns least.
+            for position in sorted(positions, key=lambda one: (-sizes[one], one)):
+                owners[position] = loads.index(min(loads))
+                loads[owners[position]] += sizes[position] * specs[position].dtype.size
+            parts = [sum(sizes[one] for one in positions if owners[one] == owner) for owner in range(replicas)]
+            if positions:
+                units.append(Unit(positions, max(parts), is_divided=False))
+        return cls(sizes, tuple(units), replicas, tuple(sorted(owners.items())))
+
+    def owner(self, position: int) -> int:
+        """The replica that owns all of a variable, in a layout of `plan_whole`; 0 if the variable has no values."""
+        return dict(self.owners).get(position, 0)
+
     def spans(self, position: int) -> tuple[Span, ...]:
         """The span of the variable at `position` that each replica owns, by its number; empty ones have size 0."""
         return self._spans[position]
@@ -85,7 +128,13 @@ class ShardLayout:
     def _spans(self) -> dict[int, tuple[Span, ...]]:
         nothing = (Span(0, 0),) * self.replicas
         found = {position: nothing for position, size in enumerate(self.sizes) if not size}
+        for position, owner in self.owners:
+            found[position] = tuple(
+                Span(0, self.sizes[position] if replica == owner else 0) for replica in range(self.replicas)
+            )
         for unit in self.units:
+            if not unit.is_divided:
+                continue
             offset = 0
             for position in unit.positions:
                 size = self.sizes[position]

@@ -38,6 +38,9 @@ class Meeting:
         ends = time.monotonic() + TIMEOUT_SECONDS
         for rank in others:
             if not wait_for_key_until(f"{key}/{rank}", ends - time.monotonic()):
+                # The next read has this number again: a worker that comes late waits for it, not for one after it.
+                self._met -= 1
+                delete_key_value(f"{key}/{self._rank}")
                 raise RuntimeError(
                     "A slot of an optimizer whose state is sharded was not read by all workers. Received: no answer of "
                     f"worker {rank} within {TIMEOUT_SECONDS:g} s. Expected: all workers save the model, or read "

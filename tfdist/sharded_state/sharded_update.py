@@ -9,9 +9,11 @@ from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
 from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import all_finite
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.owned_updates import OwnedUpdate
 from tfdist.keras_internals.part_updates import PartUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots_of
 from tfdist.sharded_state.exchange import all_gather, own_part, reduce_scatter
+from tfdist.sharded_state.layout import Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 
@@ -24,7 +26,8 @@ class ShardedUpdate:
         self._replica = int(tf.get_static_value(context.replica_id_in_sync_group))
         self._reduction = sharding.reduction(self._replica - sharding.first)
         self._replicas: Sequence[int] = sharding.replicas
-        self._parts = PartUpdate(update, slots, self._replica - sharding.first)
+        kind = OwnedUpdate if slots.is_whole else PartUpdate
+        self._parts = kind(update, slots, self._replica - sharding.first)
         self._group: Group | None = None
 
     def scatter(self, gradients: Sequence[Any], context: ReductionContext) -> dict[int, tf.Tensor]:
@@ -42,8 +45,11 @@ class ShardedUpdate:
         dense = {position: one for position, one in by_position.items() if position not in sparse}
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
-            own = reduce_scatter(self._layout, unit, dense, group, self._replicas, self._replica, context.contributes)
-            parts.update(own)
+            for given in _by_dtype(unit, dense):
+                own = reduce_scatter(
+                    self._layout, unit, given, group, self._replicas, self._replica, context.contributes
+                )
+                parts.update(own)
         sums = sum_tensors(list(sparse.values()), group, 0, context.contributes)
         return parts | self._own(dict(zip(sparse, sums, strict=True)))
 
@@ -69,21 +75,30 @@ class ShardedUpdate:
 
     def _own(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         return {
-            position: own_part(self._layout, position, self._replica, gradient)
+            position: own_part(self._layout, position, self._replica, gradient, self._parts.rows(position))
             for position, gradient in gradients.items()
             if self._layout.spans(position)[self._replica].size
         }
 
-    def _gathered(self, unit: Any, values: dict[int, tf.Tensor], positions: Sequence[int]) -> dict[int, tf.Tensor]:
+    def _gathered(self, unit: Unit, values: dict[int, tf.Tensor], positions: Sequence[int]) -> dict[int, tf.Tensor]:
         dtype = self._parts.dtype(positions[0])
         if self._group is not None:
             return all_gather(self._layout, unit, values, positions, self._group, self._replicas, dtype)
         padded = []
         for position in positions:
             span, size = self._layout.spans(position)[self._replica], self._layout.sizes[position]
-            own = values.get(position, tf.zeros([0], dtype))
+            own = tf.reshape(values.get(position, tf.zeros([0], dtype)), [-1])
             padded.append(tf.pad(own, [[span.start, size - span.start - own.shape[0]]]))
         return dict(zip(positions, sum_over_replicas(padded), strict=True))
+
+
+def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.Tensor]]:
+    """The gradients of a unit, those of one dtype together: users may pass others than their variables have."""
+    found: dict[tf.DType, dict[int, tf.Tensor]] = {}
+    for position in unit.positions:
+        if position in gradients:
+            found.setdefault(gradients[position].dtype, {})[position] = gradients[position]
+    return list(found.values())
 
 
 def sharded_update(update: OptimizerUpdate) -> ShardedUpdate | None:

@@ -38,9 +38,10 @@ class StateSharding:
         meeting = Meeting(name, strategy.rank, strategy.num_workers)
         self.gather = PartGathers(operations.launchers, self.replicas, meeting)
 
-    def plan(self, specs: Sequence[tf.TensorSpec]) -> ShardLayout:
-        """Returns who owns what of variables of these shapes and dtypes."""
-        return ShardLayout.plan(specs, len(self.replicas), self._bucket_bytes)
+    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> ShardLayout:
+        """Returns who owns what of variables of these shapes and dtypes, of which each has one owner if `is_whole`."""
+        plan = ShardLayout.plan_whole if is_whole else ShardLayout.plan
+        return plan(specs, len(self.replicas), self._bucket_bytes)
 
     def reduction(self, local_replica: int) -> ReplicaReduction:
         """Returns the reduction of a replica of this process."""

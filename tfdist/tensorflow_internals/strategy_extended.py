@@ -1,7 +1,9 @@
 """The `StrategyExtended` implementations, with the changes that Keras 3 and accumulation need."""
 
+import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +26,19 @@ ReductionFactory = Callable[..., Any]
 _FIRST_GROUP_OF_ONE_DEVICE = 16  # above the few groups that a new strategy has
 
 
+_without_merge_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_without_merge", default=False)
+
+
+@contextmanager
+def without_merge_calls() -> Iterator[None]:
+    """Within this context an eager replica updates its own copies of variables; the others do something else."""
+    token = _without_merge_calls.set(True)
+    try:
+        yield
+    finally:
+        _without_merge_calls.reset(token)
+
+
 def _merge_call_is_needed(extended: Any) -> bool:
     """Whether replicas must reduce in a merge call: eagerly, when they run one after another, and between replicas.
 
@@ -32,6 +47,8 @@ def _merge_call_is_needed(extended: Any) -> bool:
     no replicas to launch them: `reduce` and `gather` take TensorFlow's path, also outside `scope()`, where
     TensorFlow's context is that of another strategy's replica.
     """
+    if _without_merge_calls.get():
+        return False
     in_function = get_default_graph().building_function
     # A function called by a replica that runs eagerly: the other replicas run after it, so its collectives would wait
     # indefinitely; a merge call raises an error there.

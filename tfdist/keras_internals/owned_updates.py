@@ -1,0 +1,67 @@
+"""The update of whole variables by the replica that owns them, for optimizers that cannot update parts of variables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.optimizers import reduced_gradients
+from tfdist.keras_internals.part_updates import Parts, PartUpdate
+from tfdist.keras_internals.sharded_variables import ShardedVariable, parts_of_replica
+from tfdist.tensorflow_internals.strategy_extended import without_merge_calls
+from tfdist.tensorflow_internals.variable_writes import WrittenVariables
+from tfdist.tensorflow_internals.xla_functions import call_compiled
+
+
+class OwnedUpdate(PartUpdate):
+    """The update of one optimizer on one replica, of the variables that the replica owns, by its own methods."""
+
+    def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
+        """Decays and updates the own variables; see `PartUpdate.apply`. Values have the shapes of variables."""
+        positions = list(gradients)
+        shapes = [self._copy(position).shape for position in positions]
+        shaped = [tf.reshape(gradients[one], shape) for one, shape in zip(positions, shapes, strict=True)]
+        is_compiled = bool(compiles) and not self._optimizer.use_ema and bool(shaped)
+
+        def update(*given: tf.Tensor) -> list[tf.Tensor]:
+            self._update_variables(positions, given)
+            return []
+
+        if not is_compiled or call_compiled(update, shaped) is None:
+            update(*shaped)
+        values = {position: self.own_part(position) for position in positions}
+        return self._average(values) if self._optimizer.use_ema else values
+
+    def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+    def _update_variables(self, positions: Sequence[int], gradients: Sequence[tf.Tensor]) -> None:
+        """Calls the optimizer on each replica, also if it owns none, because Nadam counts in each update."""
+        optimizer = self._optimizer
+        variables = [optimizer._trainable_variables[position] for position in positions]
+        written = WrittenVariables(_shared_state(optimizer))
+        with parts_of_replica(self._local_replica), reduced_gradients(), without_merge_calls():
+            optimizer._apply_weight_decay(variables)
+            optimizer._backend_update_step(list(gradients), variables, optimizer.learning_rate)
+        if written.find():
+            raise ValueError(
+                "An optimizer whose state is sharded updates each variable on one replica. Received: an update by "
+                f"{type(optimizer).__name__} that changes {written.find()[0]!r}, which belongs to no variable, so that "
+                "it would differ between replicas. Expected: `update_step` changes the variable and slots from "
+                "`add_variable_from_reference` or `add_optimizer_variables`. Create the strategy without "
+                "`shard_optimizer_state`."
+            )
+
+
+def _shared_state(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer that are no slots, unless Keras' own code changes them equally everywhere."""
+    kept = [getattr(optimizer, "_u_product", None)]
+    found = [*optimizer._variables, *(value for value in vars(optimizer).values())]
+    return [
+        one.value if isinstance(one, keras.Variable) else one
+        for one in found
+        if isinstance(one, keras.Variable | tf.Variable)
+        and not isinstance(one, ShardedVariable)
+        and not any(one is other for other in kept)
+    ]
