@@ -101,6 +101,11 @@ def _pieces(matrix: tf.Tensor, axis: int) -> list[tf.Tensor]:
     nbytes = _static_bytes(matrix)
     if length is None or nbytes is None:
         return [matrix]
+    sizes = piece_lengths(length, nbytes)
+    return tf.split(matrix, sizes, axis=axis) if len(sizes) > 1 else [matrix]
+
+
+def piece_lengths(length: int, nbytes: int) -> list[int]:
+    """Returns the lengths of the pieces in which `length` values, of `nbytes` in all, are sent."""
     count = max(1, min(length, -(-nbytes // _PIECE_BYTES)))
-    sizes = [length // count + (index < length % count) for index in range(count)]
-    return tf.split(matrix, sizes, axis=axis) if count > 1 else [matrix]
+    return [length // count + (index < length % count) for index in range(count)]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
+from tfdist.collectives.ring_order import sum_in_ring_order
 from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import flatten, from_words, to_words, zeros_unless
 from tfdist.sharded_state.layout import ShardLayout, Unit
@@ -50,7 +51,8 @@ def reduce_scatter(
         end_bucket(timed, [vector])
         vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
         return {one: whole for one, whole in vectors.items() if layout.spans(one)[replica].size}
-    if unit.is_divided and len(present) == len(unit.positions):
+    is_complete = unit.is_divided and len(present) == len(unit.positions)
+    if is_complete:
         length = unit.part_length
         missing = tf.zeros([layout.replicas * length - sum(sizes)], dtype)  # joined with the others: one copy
         rows = tf.reshape(zeros_unless(contributes, flatten([*members, missing])), [layout.replicas, length])
@@ -62,7 +64,8 @@ def reduce_scatter(
         vectors = dict(zip(present, tf.split(flat, sizes), strict=True))
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
     received = timed.exchange_rows(to_words(rows))
-    total = tf.reduce_sum(from_words(received, dtype, layout.replicas, length), axis=0)
+    rows = from_words(received, dtype, layout.replicas, length)
+    total = sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))
     end_bucket(timed, [total])
     return _split(layout, total, present, replica)
 
@@ -130,6 +133,16 @@ def own_part(
     rows = tf.boolean_mask(gradient.indices, is_own) - first
     dense = tf.reshape(tf.math.unsorted_segment_sum(values, rows, last - first), [-1])
     return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
+
+
+def _own_spans(layout: ShardLayout, positions: Sequence[int], replica: int) -> list[tuple[int, int]]:
+    """Where the values of `replica` are in the vector of the variables at `positions`."""
+    found, begin = [], 0
+    for position in positions:
+        span = layout.spans(position)[replica]
+        found.append((begin + span.start, begin + span.stop))
+        begin += layout.sizes[position]
+    return found
 
 
 def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:
