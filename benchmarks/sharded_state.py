@@ -1,79 +1,74 @@
-"""Measures what sharded optimizer state costs and saves, against whole state: step times, bytes, slots of a replica.
+"""Measures what sharded optimizer state costs and saves over shaped links, beside PyTorch's ZeroRedundancyOptimizer.
 
-    tfdist run --workers 2 benchmarks/sharded_state.py
+    python benchmarks/sharded_state.py --torch-python /path/to/another/venv/bin/python
 
-The model is an MLP of 1.9 million parameters with Adam, 64 samples for each replica. Epochs of both kinds alternate, so
-that both meet the same state of the machine. The chief prints a table.
+Two workers, each on its own core and in its own network namespace, train an MLP of 10 M parameters with Adam: with
+whole state, with sharded state, with rounded weights and gradients, and with PyTorch's DistributedDataParallel on gloo
+with and without `ZeroRedundancyOptimizer`. The variants take turns, so that all run under the same conditions. Needs
+root on Linux, `ip` and `tc`. Prints a table for each link.
 """
 
+import argparse
+import signal
+import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
+from network_run import schedule, variants
+from network_run.links import Network
+from network_run.worker_processes import WorkerProcesses
 
-from tfdist.strategies import MultiWorkerMirroredStrategy
-
-SAMPLES_OF_A_REPLICA, STEPS, EPOCHS = 64, 20, 6
-KINDS = {"whole": False, "sharded": True}
-
-
-class StepTimes(keras.callbacks.Callback):
-    """Times the steps of an epoch in seconds, without the first two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._began = 0.0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch > 1:
-            self.seconds.append(time.perf_counter() - self._began)
-
-
-def compiled(strategy: MultiWorkerMirroredStrategy) -> keras.Model:
-    """Returns the model."""
-    with strategy.scope():
-        keras.utils.set_random_seed(0)
-        hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(2)]
-        model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-3), loss=loss)
-    return model
-
-
-def held_bytes(model: keras.Model) -> int:
-    """Returns the size of the slots that the first replica of this worker holds."""
-    slots = [v for v in model.optimizer.variables if v.shape.rank and "learning_rate" not in v.name]
-    return sum(4 * int(np.prod(slot.parts[0].shape if hasattr(slot, "parts") else slot.shape)) for slot in slots)
+_NAMES = ("dense", "sharded", "sharded, bf16 weights", "sharded, bf16", "torch dense", "torch ZeRO")
+_LINKS = ("unshaped", "1 Gbit/s", "100 Mbit/s")
 
 
 def main() -> None:
-    """Trains both kinds in turn and prints the table on the chief."""
-    strategies = {kind: MultiWorkerMirroredStrategy(shard_optimizer_state=shards) for kind, shards in KINDS.items()}
-    batch = SAMPLES_OF_A_REPLICA * strategies["whole"].num_replicas_in_sync
-    random = np.random.default_rng(0)
-    inputs = random.normal(size=(batch * STEPS, 784)).astype("float32")
-    labels = random.integers(0, 10, size=batch * STEPS)
-    models = {kind: compiled(strategy) for kind, strategy in strategies.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for epoch in range(EPOCHS):
-        for kind, model in models.items():
-            times = StepTimes()
-            model.fit(inputs, labels, batch_size=batch, verbose=0, callbacks=[times])
-            if epoch:
-                seconds[kind] += times.seconds
-    if strategies["whole"].rank:
-        return
-    print("| state | median step | fastest tenth | sent in a step | slots of a replica |\n|---|---|---|---|---|")
-    for kind, strategy in strategies.items():
-        fast, median = (1000 * np.percentile(seconds[kind], part) for part in (10, 50))
-        sent = strategy.communication.wire_bytes / strategy.communication.updates
-        slots = held_bytes(models[kind])
-        print(f"| {kind} | {median:.1f} ms | {fast:.1f} ms | {sent / 1e6:.3f} MB | {slots / 1e6:.2f} MB |", flush=True)
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has PyTorch")
+    parser.add_argument("--workload", default="mlp", help="a model of benchmarks/workloads.py")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--links", nargs="+", choices=tuple(variants.LINKS), default=_LINKS)
+    parser.add_argument("--variants", nargs="+", choices=tuple(variants.BY_NAME), default=_NAMES)
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each variant on a link")
+    parser.add_argument("--turn-seconds", type=float, default=1.2, help="duration of a turn with fast steps")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    started = time.monotonic()
+
+    def log(line: str) -> None:
+        print(f"[{time.monotonic() - started:6.0f} s] {line}", file=sys.stderr, flush=True)
+
+    chosen = [variants.BY_NAME[name] for name in arguments.variants]
+    pythons = {variants.TENSORFLOW: sys.executable, variants.TORCH: arguments.torch_python}
+    with Network(arguments.workers) as network, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        groups = {}
+        for framework in dict.fromkeys(variant.framework for variant in chosen):
+            workers = WorkerProcesses(framework, pythons[framework], network, arguments.workload, Path(folder))
+            groups[framework] = stack.enter_context(workers)
+            names = [variant.name for variant in chosen if variant.framework == framework]
+            made = groups[framework].call("make", names=names)[0]
+            log(f"{framework}: {sum(made['sizes'])} parameters")
+        schedule.warm_up(groups, chosen, log)
+        held = {one.name: groups[one.framework].call("held_bytes", variant=one.name) for one in chosen}
+        plan = schedule.Schedule(rounds=arguments.rounds, turn_seconds=arguments.turn_seconds)
+        links = schedule.measure(groups, network, chosen, arguments.links, plan, log)
+    for link in arguments.links:
+        _print_table(link, links[link]["variants"], held)
+
+
+def _print_table(link: str, measured: dict[str, Any], held: dict[str, list[dict[str, Any]]]) -> None:
+    print(f"\n{link}\n\n| | median step | quartiles | sent in a step | slots of a worker |\n|---|---|---|---|---|")
+    for name, summary in measured.items():
+        low, high = (1000 * second for second in summary["quartiles_seconds"])
+        slots = max(answer["value"] for answer in held[name])
+        print(
+            f"| {name} | {1000 * summary['median_seconds']:.1f} ms | {low:.1f} to {high:.1f} | "
+            f"{summary['payload_bytes'] / 1e6:.2f} MB | {slots / 1e6:.2f} MB |"
+        )
 
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ class _Fit:
         self.strategy = strategy
         with strategy.scope():
             self.model = workload.build()
+            self.optimizer = keras.optimizers.Adam(_LEARNING_RATE)
             self.model.compile(
-                keras.optimizers.Adam(_LEARNING_RATE),
+                self.optimizer,
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 jit_compile=compiled,
             )
@@ -147,6 +148,14 @@ class TensorFlowWorker(Worker):
         seconds = trained.take(steps)
         return {"seconds": seconds, "stated": asdict(trained.strategy.communication - before)}
 
+    def held_bytes(self, variant: str) -> dict[str, int]:
+        """Returns `value`: the size of the optimizer's slots that this worker holds."""
+        held = 0
+        for slot in self._trained[variant].optimizer.variables:
+            parts = slot.parts if hasattr(slot, "parts") else [slot]
+            held += sum(4 * int(np.prod(part.shape)) for part in parts)
+        return {"value": held}
+
     def fingerprint(self, variant: str) -> dict[str, float]:
         """Returns the sum of the weights' absolute values."""
         weights = self._trained[variant].model.trainable_variables
@@ -156,12 +165,17 @@ class TensorFlowWorker(Worker):
 def _strategy_of(variant: variants.Variant, stock: Any) -> Any:
     import tensorflow as tf
 
-    from tfdist.strategies import MultiWorkerMirroredStrategy
+    from tfdist.strategies import MultiWorkerMirroredStrategy, ShardedState
 
     if variant.reduction == variants.FLOOR:
         return tf.distribute.get_strategy()
     if variant.reduction == variants.STOCK:
         return stock
+    if variant.reduction == variants.SHARDED:
+        # "weights" sends those in bfloat16, "bf16" gradients, too.
+        state = ShardedState(weights_dtype="bfloat16" if variant.compression else None)
+        method = variant.compression if variant.compression != "weights" else None
+        return MultiWorkerMirroredStrategy(shard_optimizer_state=state, compression=method)
     if variant.compression is None:
         return MultiWorkerMirroredStrategy()
     return MultiWorkerMirroredStrategy(compression=variant.compression)

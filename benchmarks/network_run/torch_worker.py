@@ -8,6 +8,7 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from network_run import variants
@@ -36,7 +37,13 @@ class _Trained:
             self._loss_of = torch.compile(_loss, isolate_recompiles=True)
         if variant.sends:
             self.model = self._distributed(variant)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        parameters = self.model.parameters()
+        if variant.reduction == variants.ZERO:
+            self.optimizer: Any = ZeroRedundancyOptimizer(
+                parameters, torch.optim.Adam, parameters_as_bucket_view=True, lr=_LEARNING_RATE, fused=True
+            )
+        else:
+            self.optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE, fused=True)
         self.taken = 0
 
     def _distributed(self, variant: variants.Variant) -> DistributedDataParallel:
@@ -133,6 +140,13 @@ class TorchWorker(Worker):
         if trained.powersgd is not None:
             stated = {"is_active": trained.powersgd.iter > _START_POWERSGD_STEP}
         return {"seconds": seconds, "stated": stated}
+
+    def held_bytes(self, variant: str) -> dict[str, int]:
+        """Returns `value`: the size of the optimizer's state that this worker holds."""
+        optimizer = self._trained[variant].optimizer
+        states = getattr(optimizer, "optim", optimizer).state.values()
+        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return {"value": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def fingerprint(self, variant: str) -> dict[str, float]:
         """Returns the sum of the weights' absolute values."""

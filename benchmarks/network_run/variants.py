@@ -10,7 +10,9 @@ FLOOR = "floor"
 STOCK = "stock"
 TFDIST = "tfdist"
 FIT = "fit"
+SHARDED = "sharded"
 DDP = "ddp"
+ZERO = "zero"
 DATA_PARALLEL = "data parallel"
 
 _TORCH_POWERSGD = ("torch powersgd:4", "torch powersgd:4, one bucket")
@@ -39,7 +41,8 @@ class Variant:
         name: In the tables.
         framework: `"tensorflow"`, `"torch"` or `"jax"`.
         reduction: `"floor"` for no exchange at all, `"stock"`, `"tfdist"`, `"fit"` (tfdist under `model.fit`), `"ddp"`,
-            `"data parallel"` (Keras' `DataParallel` on JAX).
+            `"data parallel"` (Keras' `DataParallel` on JAX), `"sharded"` (tfdist with sharded optimizer state),
+            `"zero"` (DDP with `ZeroRedundancyOptimizer`).
         compression: Value of tfdist's `compression=`, or PyTorch's hook; `None` for dense.
         bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
         compiled: Whether XLA or `torch.compile` compiles it; JAX always compiles.
@@ -89,7 +92,14 @@ ALL = (
     Variant("jax floor", JAX, FLOOR),
     Variant("jax dense", JAX, DATA_PARALLEL),
 )
-BY_NAME = {variant.name: variant for variant in ALL}
+# For sharded_state.py.
+SHARDED_STATE = (
+    Variant("sharded", TENSORFLOW, SHARDED),
+    Variant("sharded, bf16 weights", TENSORFLOW, SHARDED, "weights"),
+    Variant("sharded, bf16", TENSORFLOW, SHARDED, "bf16"),
+    Variant("torch ZeRO", TORCH, ZERO),
+)
+BY_NAME = {variant.name: variant for variant in (*ALL, *SHARDED_STATE)}
 
 # Of each compiled variant: the same one without XLA or `torch.compile`.
 NOT_COMPILED = {variant.name: variant.name.rpartition(",")[0] for variant in ALL if variant.compiled}
