@@ -7,6 +7,7 @@ require_supported_versions()  # before anything imports TensorFlow, so that the 
 from tfdist.model_parallel.auto_layout import auto_layout  # noqa: E402
 from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
+from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
@@ -19,6 +20,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "Pipeline",
+    "ShardedState",
     "Synchronous",
     "auto_layout",
 ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.strategy_extended import ReplicaMirroredExtended
@@ -34,7 +35,7 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
         *,
         compression: Compression = None,
         bucket_bytes: int | None = None,
-        shard_optimizer_state: bool = False,
+        shard_optimizer_state: bool | ShardedState = False,
         communication_options: Any = None,
     ) -> None:
         """Creates the strategy.
@@ -49,7 +50,8 @@ class MirroredStrategy(ReplicatedStrategy, tf.distribute.MirroredStrategy):
             bucket_bytes: The size from which a bucket of gradients is sent, during backpropagation, in bytes. 0 sends
                 all gradients at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
             shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
-                the variables only, updates that part, and receives the others. See `docs/sharded_state.md`.
+                the variables only, updates that part, and receives the others. A `ShardedState` has options. See
+                `docs/sharded_state.md`.
             communication_options: A `tf.distribute.experimental.CommunicationOptions` with the implementation (ring,
                 NCCL) and the timeout. By default NCCL between GPUs, a ring between CPUs and virtual GPUs.
 

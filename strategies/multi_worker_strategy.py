@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     peer_addresses,
@@ -59,7 +60,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         *,
         compression: Compression = None,
         bucket_bytes: int | None = None,
-        shard_optimizer_state: bool = False,
+        shard_optimizer_state: bool | ShardedState = False,
         start_timeout_seconds: float | None = None,
         micro_batches: int | None = None,
     ) -> None:
@@ -76,7 +77,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             bucket_bytes: The size from which a bucket of gradients is sent, during backpropagation, in bytes. 0 sends
                 all gradients at the end. By default `communication_options.bytes_per_pack` if given, else 4 MiB.
             shard_optimizer_state: Whether each replica holds the slots (moments, averages of weights) of its part of
-                the variables only, updates that part, and receives the others. See `docs/sharded_state.md`.
+                the variables only, updates that part, and receives the others. A `ShardedState` has options. See
+                `docs/sharded_state.md`.
             start_timeout_seconds: How many seconds the other workers may take to start. By default the value of
                 `tfdist run --start-timeout`, else 300.
             micro_batches: The number of micro-batches into which each replica splits its part of a training step. They

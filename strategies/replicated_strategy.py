@@ -20,7 +20,8 @@ from tfdist.keras_internals.model_introspection import (
     is_predict_step,
     predicting_model,
 )
-from tfdist.sharded_state.state_sharding import StateSharding, check_sharding
+from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
+from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.checked_strategy import CheckedStrategy
 from tfdist.strategies.replicated_patches import has_unequal_workers, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
@@ -60,7 +61,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     """
 
     def _configure(
-        self, bucket_bytes: int | None, options: Any, compression: Compression, shards_state: bool
+        self, bucket_bytes: int | None, options: Any, compression: Compression, shards_state: bool | ShardedState
     ) -> Callable[..., ReplicaReduction]:
         """Checks the arguments and returns the factory of replica reductions.
 
@@ -81,7 +82,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
                 f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
             )
-        check_sharding(shards_state, policy)
+        self._sharded_state = sharded_state_of(shards_state)
         _check_nccl_has_gpu(options)
         check_collectives()
         patch_keras_once(ReplicatedStrategy)
@@ -89,7 +90,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)
         self._builds_locally = False
-        self._state_bucket_bytes = bucket_bytes if shards_state else None
+        self._state_bucket_bytes = bucket_bytes
         self._state_sharding: StateSharding | None = None
         self._reduction_context = ReductionContext()
         self._compression_state = CompressionState(policy if policy.compresses else None)
@@ -140,9 +141,9 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
 
     def _split_state(self) -> None:
         """Splits the slots of optimizers from now on if that was requested. All workers call this."""
-        if self._state_bucket_bytes is not None and self.num_replicas_in_sync > 1:
+        if self._sharded_state is not None and self.num_replicas_in_sync > 1:
             name = f"tfdist/slots/{self._collective_key_base}"
-            self._state_sharding = StateSharding(self, self._state_bucket_bytes, name)
+            self._state_sharding = StateSharding(self, self._state_bucket_bytes, name, self._sharded_state)
 
     @property
     def gradient_reduction(self) -> ReplicaReduction:

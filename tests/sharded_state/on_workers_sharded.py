@@ -16,8 +16,9 @@ import tensorflow as tf
 import without_autotuning
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.compression import Policy
 from tfdist.sharded_state import part_gathers
-from tfdist.strategies import MultiWorkerMirroredStrategy
+from tfdist.strategies import MultiWorkerMirroredStrategy, ShardedState
 
 
 class Stop(keras.callbacks.Callback):
@@ -70,6 +71,12 @@ def main(folder, devices):
             if strategy is sharded:
                 model.save(folder / f"{name}-{rank}.keras")
                 seen["owned"][name] = [int(owned) for owned in sharded_models.owned_values(model)]
+    compressed = MultiWorkerMirroredStrategy(
+        shard_optimizer_state=ShardedState(accumulators=True, weights_dtype="bfloat16"),
+        compression=Policy("bf16", dense_below=0),
+    )
+    model = sharded_models.trained(compressed, sharded_models.OPTIMIZERS["resumed"])
+    np.savez(folder / f"compressed-{rank}.npz", **sharded_models.values(model))
     with sharded.scope():
         loaded = keras.models.load_model(folder / f"everything-{rank}.keras")
     np.savez(folder / f"loaded-{rank}.npz", **sharded_models.values(loaded))

@@ -66,7 +66,8 @@ def test_loss_scales(cpus, name):
     assert_equal_outcomes(cpus, lambda strategy: trained(strategy, optimizer))
 
 
-@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_an_update_of_a_subclass(cpus, run_eagerly):
     assert_equal_outcomes(
         cpus, lambda strategy: trained(strategy, lambda: OwnUpdate(0.1, momentum=0.5), run_eagerly=run_eagerly)

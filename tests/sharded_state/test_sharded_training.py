@@ -53,12 +53,14 @@ def test_two_replicas_compute_what_they_do_with_whole_state(cpus, name):
     assert_equal_values(sharded_models.values(sharded), sharded_models.values(whole), 1e-6 if name in _ROUNDED else 0.0)
 
 
-# The sums of three and four numbers associate differently. Adam passes on the relative error of small gradients.
+# Gradients are added up in the order of the all-reduce; norms are sums of other parts.
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["everything", "adam"])
 def test_more_replicas(cpus, name, replicas):
     sharded, whole = both(cpus[:replicas], sharded_models.OPTIMIZERS[name])
-    assert_equal_values(sharded_models.values(sharded), sharded_models.values(whole), 2e-6)
+    assert_equal_values(
+        sharded_models.values(sharded), sharded_models.values(whole), 2e-6 if name == "everything" else 0.0
+    )
 
 
 @pytest.mark.parametrize("name", ["everything", pytest.param("loss_scale", marks=pytest.mark.long)])
@@ -114,6 +116,31 @@ def dense_model(strategy, optimizer, **arguments):
     return model
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
+def test_sums_of_several_buckets_have_the_bits_of_an_all_reduce(cpus, replicas, dtype):
+    """The large variable is sent in three tensors, each of which the ring reduces in chunks."""
+    sizes = (9001, 1500, 1051500, 701, 701, 1)
+    random = np.random.default_rng(0)
+    gradients = [random.normal(size=[replicas, size]).astype("float32") for size in sizes]
+
+    def outcome(shards):
+        strategy = MirroredStrategy(cpus[:replicas], shard_optimizer_state=shards)
+        with strategy.scope():
+            variables = [keras.Variable(tf.zeros([size]), dtype=dtype) for size in sizes]
+            optimizer = optimizers.SGD(1.0, momentum=0.9)
+            optimizer.build(variables)
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.apply([tf.cast(tf.constant(of)[replica], dtype) for of in gradients], variables)
+
+        tf.function(lambda: strategy.run(step), autograph=False)()
+        return {str(index): np.asarray(tf.cast(one, tf.float32)) for index, one in enumerate(variables)}
+
+    assert_equal_values(outcome(True), outcome(False))
+
+
 @pytest.mark.parametrize("jit_compile", ["auto", pytest.param(True, marks=pytest.mark.long)])
 def test_updates_of_large_variables_and_bytes(cpus, jit_compile):
     strategies = [MirroredStrategy(cpus[:2], shard_optimizer_state=shards) for shards in (True, False)]
@@ -151,11 +178,6 @@ def test_updates_of_some_variables(cpus):
         return {str(index): variable.numpy() for index, variable in enumerate([*variables, *optimizer.variables])}
 
     assert_equal_values(outcome(True), outcome(False), 1e-6)
-
-
-def test_compression_is_refused(cpus):
-    with pytest.raises(ValueError, match="cannot be combined.*Received: .*Expected: compression=None"):
-        MirroredStrategy(cpus[:2], shard_optimizer_state=True, compression="bf16")
 
 
 def test_an_invalid_argument_is_refused(cpus):

@@ -16,6 +16,7 @@ from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.collectives.sparse_all_reduce import sum_indexed_slices
 from tfdist.compression import Group, Policy
 from tfdist.compression.gradient_tensors import flatten, unflatten, zeros_unless
+from tfdist.compression.owned_parts import OwnedParts
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 
 
@@ -110,15 +111,45 @@ class ReplicaReduction:
         """Returns all replicas as a group that counts gradients, for one update that exchanges `tensors` itself.
 
         Args:
-            tensors: The gradients of the update, in the order of `context.paths`.
+            tensors: The gradients of the update, in the order of `context.paths`; none if `scatter_compressed`
+                exchanges them.
             options: See `__call__`.
         """
-        self._counters.add_update()
         group = self._group(self._hierarchy.all, GRADIENTS, options)
-        self._count_dense(tensors, group)
+        if tensors:
+            self._counters.add_update()
+            self._count_dense(tensors, group)
         return group
 
-    def _sum_compressed(self, policy: Policy, tensors: Sequence[Any], paths: Sequence[str], options: Any) -> list[Any]:
+    def scatter_compressed(self, tensors: Sequence[Any], parts: OwnedParts) -> list[Any]:
+        """Returns the sums of gradients over all replicas, compressed by `policy`: the own parts of dense ones, flat.
+
+        Between workers with several devices whole sums are exchanged, of which parts are taken.
+
+        Args:
+            tensors: The gradients of an update, in the order of `context.paths`.
+            parts: Who owns what of them.
+        """
+        assert self.policy is not None
+        self._counters.add_update()
+        paths, is_flat = self.context.paths or (), self._hierarchy.local is None and self._hierarchy.cross is not None
+        sums = self._sum_compressed(self.policy, tensors, paths, None, parts if is_flat else None)
+        if is_flat:
+            return sums
+        dense = [index for index, one in enumerate(sums) if not isinstance(one, tf.IndexedSlices)]
+        own = parts.of(dense).own_of([sums[index] for index in dense]) if dense else []
+        for index, part in zip(dense, own, strict=True):
+            sums[index] = part
+        return sums
+
+    def _sum_compressed(
+        self,
+        policy: Policy,
+        tensors: Sequence[Any],
+        paths: Sequence[str],
+        options: Any,
+        parts: OwnedParts | None = None,
+    ) -> list[Any]:
         contributes = self.context.contributes
         tensors = [
             tensor if isinstance(tensor, tf.IndexedSlices) else zeros_unless(contributes, tensor) for tensor in tensors
@@ -135,7 +166,7 @@ class ReplicaReduction:
                 self._bucket_bytes,
                 lambda label: self._group(cross, label, options),
             )
-            tensors = reduction(tensors, paths)
+            tensors = reduction(tensors, paths, parts)
         return self._hierarchy.broadcast_locally(tensors, options)
 
     def _group(self, launcher: ReplicaLauncher, label: str, options: Any) -> Group:

@@ -7,12 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.buckets import fill_buckets
-from tfdist.collectives.byte_counters import ByteCounters
+from tfdist.collectives.byte_counters import OTHER, ByteCounters
 from tfdist.collectives.compression_state import ReplicaState
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
 from tfdist.compression import Compressor, Dense, Group, Policy
-from tfdist.compression.compressor import Wrapper
+from tfdist.compression.compressor import State, Wrapper
+from tfdist.compression.owned_parts import OwnedParts
 
 ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
@@ -60,11 +61,12 @@ class CompressedReduction:
         self._writes: list[_Write] = []
         self._finite: list[tf.Tensor] = []
 
-    def __call__(self, gradients: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+    def __call__(self, gradients: Sequence[Any], paths: Sequence[str], parts: OwnedParts | None = None) -> list[Any]:
         """Returns the sums of `gradients`, dense floating tensors or `tf.IndexedSlices`, one for each path.
 
-        If a gradient of any replica holds NaN or Inf, the compression states do not change: the update will be
-        skipped, or the training is lost.
+        With `parts`, those of dense gradients are the sums of the values that this replica owns, flat. If a gradient
+        of any replica holds NaN or Inf, the compression states do not change: the update will be skipped, or the
+        training is lost.
         """
         self._writes, self._finite = [], []
         results: list[Any] = [None] * len(gradients)
@@ -85,7 +87,8 @@ class CompressedReduction:
         for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
             members = [gradients[position] for position in positions]
             group = begin_bucket(self._group(method_label(compressor)), members)
-            sums = self._reduce(compressor, members, [paths[position] for position in positions], group)
+            own = None if parts is None else parts.of(positions)
+            sums = self._reduce(compressor, members, [paths[position] for position in positions], group, own)
             end_bucket(group, sums)
             for position, summed in zip(positions, sums, strict=True):
                 results[position] = summed
@@ -93,15 +96,28 @@ class CompressedReduction:
             if isinstance(gradient, tf.IndexedSlices):
                 results[position] = self._reduce_rows(gradient, paths[position])
         if self._writes:
-            tf.cond(tf.reduce_all(self._finite), self._write, lambda: None)
+            finite = tf.reduce_all(self._finite)
+            if parts is not None:  # of what this replica owns
+                overflows = tf.cast(tf.logical_not(finite), tf.int32)
+                finite = tf.equal(self._group(OTHER).sum(overflows), 0)
+            tf.cond(finite, self._write, lambda: None)
         return results
 
     def _reduce(
-        self, compressor: Compressor, gradients: list[tf.Tensor], paths: list[str], group: Group
+        self,
+        compressor: Compressor,
+        gradients: list[tf.Tensor],
+        paths: list[str],
+        group: Group,
+        parts: OwnedParts | None,
     ) -> list[tf.Tensor]:
         self._count_dense(compressor, gradients, paths, group)
         if compressor == Dense():
-            reduced = compressor.reduce(gradients, group, [None] * len(gradients))
+            none: list[State | None] = [None] * len(gradients)
+            if parts is None:
+                reduced = compressor.reduce(gradients, group, none)
+            else:
+                reduced = compressor.reduce_parts(gradients, group, none, parts)
             self._finite.append(reduced.finite)
             return reduced.sums
         variables = [
@@ -109,7 +125,11 @@ class CompressedReduction:
             for path, gradient in zip(paths, gradients, strict=True)
         ]
         states = [None if entries is None else _read(entries) for entries in variables]
-        reduced = compressor.reduce([tf.cast(gradient, tf.float32) for gradient in gradients], group, states)
+        as_float = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        if parts is None:
+            reduced = compressor.reduce(as_float, group, states)
+        else:
+            reduced = compressor.reduce_parts(as_float, group, states, parts)
         for entries, new_state in zip(variables, reduced.states, strict=True):
             self._writes += [_Write(entries[name], value) for name, value in new_state.items()] if entries else []
         self._finite.append(reduced.finite)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, num_elements
 from tfdist.compression.fused_calls import fused
 from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
+from tfdist.compression.owned_parts import OwnedParts
 
 
 class BlockCompressor(Compressor):
@@ -133,6 +134,42 @@ class BlockCompressor(Compressor):
                 remainder = remainder + error_parts[index]
             residuals[position] = self.from_blocks(remainder, shape)
         return Reduced(sums, residuals, new_states, finite)
+
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        """Sends each part to its owner: the first of the two phases, without the error of the second one."""
+        encoded = [position for position, state in enumerate(states) if state is not None]
+        plain = [position for position, state in enumerate(states) if state is None]
+        message, sums = [], list(gradients)
+        residuals, new_states = [tf.zeros_like(gradient) for gradient in gradients], [state or {} for state in states]
+        words = 0
+        if encoded:
+            chosen, given = parts.of(encoded, self.block_values), [gradients[position] for position in encoded]
+            blocks = tf.reshape(chosen.rows(given), [-1, self.block_values])
+            own_words, state = self._encode(blocks, states[encoded[0]] or {})
+            words = chosen.length // self.block_values * self.block_words
+            message.append(tf.reshape(own_words, [parts.size, words]))
+            errors = tf.reshape(self._fused(self.encoding_error, blocks, own_words), [parts.size, chosen.length])
+            of_gradients = chosen.whole(errors, [gradient.shape for gradient in given])
+            for position, residual in zip(encoded, of_gradients, strict=True):
+                residuals[position], new_states[position] = residual, {**(states[position] or {}), **state}
+        if plain:
+            values = parts.of(plain).rows([gradients[position] for position in plain])
+            message.append(tf.bitcast(values, tf.int32))
+        received = group.exchange_rows(tf.concat(message, axis=1))
+        totals = []
+        if encoded:
+            shape = [parts.size, words // self.block_words, self.block_words]
+            row = tf.reshape(fused(self.sum_blocks, tf.reshape(received[:, :words], shape)), [-1])
+            totals.append((encoded, chosen, row))
+        if plain:
+            row = tf.reduce_sum(tf.bitcast(received[:, words:], tf.float32), axis=0)
+            totals.append((plain, parts.of(plain), row))
+        for positions, chosen, row in totals:
+            for position, part in zip(positions, chosen.split(row), strict=True):
+                sums[position] = part
+        return Reduced(sums, residuals, new_states, all_finite([row for *_, row in totals]))
 
     def _fused(self, function: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
         return fused(function, *tensors) if self.is_fused else function(*tensors)

@@ -1,12 +1,13 @@
 """`Compressor`, the interface of all methods, `Group`, the replicas of a reduction, and `Dense`: no compression."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
+from tfdist.compression.gradient_tensors import all_finite, flatten, from_words, to_words, unflatten
+from tfdist.compression.owned_parts import OwnedParts
 
 State = dict[str, tf.Tensor]
 Payload = dict[str, tf.Tensor]
@@ -131,6 +132,26 @@ class Compressor(ABC):
             The sums, residuals and new states; see `Reduced`.
         """
 
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        """Sums gradients like `reduce`; the sums are those of the values that this replica owns, flat.
+
+        `finite` is about these values alone. By default the sums of all values are computed. Methods whose payloads can
+        be split send each part to its owner instead.
+
+        Args:
+            gradients: See `reduce`.
+            group: See `reduce`.
+            states: See `reduce`.
+            parts: Who owns what of the gradients.
+        """
+        return self._own(self.reduce(gradients, group, states), parts)
+
+    @staticmethod
+    def _own(reduced: Reduced, parts: OwnedParts) -> Reduced:
+        return replace(reduced, sums=parts.own_of(reduced.sums))
+
     def __repr__(self) -> str:
         settings = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
@@ -165,6 +186,19 @@ class Dense(Compressor):
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
         sums = sum_dense(gradients, group)
         return Reduced(sums, [tf.zeros_like(g) for g in gradients], [state or {} for state in states], all_finite(sums))
+
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        rows, dtype = parts.rows(gradients), gradients[0].dtype
+        received = from_words(group.exchange_rows(to_words(rows)), dtype, parts.size, parts.length)
+        total = tf.reduce_sum(received, axis=0)
+        zeros = [tf.zeros_like(gradient) for gradient in gradients]
+        return Reduced(parts.split(total), zeros, [state or {} for state in states], all_finite([total]))
+
+
+# Takes gradients and states, as a wrapper changes them.
+InnerReduction = Callable[[list[tf.Tensor], list[State | None]], Reduced]
 
 
 class Wrapper(Compressor):

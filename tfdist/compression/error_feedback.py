@@ -4,8 +4,18 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, Wrapper, static_or_dynamic_shape
+from tfdist.compression.compressor import (
+    Compressor,
+    Group,
+    InnerReduction,
+    Payload,
+    Reduced,
+    State,
+    Wrapper,
+    static_or_dynamic_shape,
+)
 from tfdist.compression.gradient_tensors import all_finite
+from tfdist.compression.owned_parts import OwnedParts
 
 
 class ErrorFeedback(Wrapper):
@@ -35,12 +45,24 @@ class ErrorFeedback(Wrapper):
         return payload, {"residual": tf.cond(finite, lambda: remainder, lambda: residual), **inner}
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        return self._reduce(gradients, states, lambda *given: self.compressor.reduce(given[0], group, given[1]))
+
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        return self._reduce(
+            gradients, states, lambda *given: self.compressor.reduce_parts(given[0], group, given[1], parts)
+        )
+
+    def _reduce(
+        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
+    ) -> Reduced:
         corrected, inner_states = list(gradients), list(states)
         for position, state in enumerate(states):
             if state is not None:
                 residual, inner_states[position] = pop_entry(state, "residual")
                 corrected[position] = gradients[position] + residual
-        reduced = self.compressor.reduce(corrected, group, inner_states)
+        reduced = reduce(corrected, inner_states)
         new_states = [
             {} if state is None else {"residual": remainder, **new_state}
             for state, remainder, new_state in zip(states, reduced.residuals, reduced.states, strict=True)

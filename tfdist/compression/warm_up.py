@@ -1,12 +1,13 @@
 """Dense warm-up: the gradients of the first steps are sent uncompressed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State, Wrapper
 from tfdist.compression.error_feedback import ErrorFeedback, pop_entry
 from tfdist.compression.momentum_correction import MomentumCorrection
+from tfdist.compression.owned_parts import OwnedParts
 from tfdist.utils.argument_checks import check_whole_number
 
 
@@ -42,13 +43,25 @@ class WarmUp(Wrapper):
         return payload, {"warm_up_steps": steps + 1, **inner}
 
     def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        return self._reduce(gradients, states, lambda method, *given: method.reduce(given[0], group, given[1]))
+
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        return self._reduce(
+            gradients, states, lambda method, *given: method.reduce_parts(given[0], group, given[1], parts)
+        )
+
+    def _reduce(
+        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: Callable[..., Reduced]
+    ) -> Reduced:
         known = [state for state in states if state is not None]
         if not known:
-            return self.compressor.reduce(gradients, group, states)
+            return reduce(self.compressor, gradients, states)
         inner_states = [None if state is None else pop_entry(state, "warm_up_steps")[1] for state in states]
 
         def reduce_by(compressor: Compressor) -> tuple[list[tf.Tensor], list[tf.Tensor], list[State], tf.Tensor]:
-            reduced = compressor.reduce(gradients, group, inner_states)
+            reduced = reduce(compressor, gradients, inner_states)
             # Both branches must return the same tensors, so entries that a branch does not change are passed through.
             kept = [
                 {name: tf.identity(new.get(name, value)) for name, value in (old or {}).items()}

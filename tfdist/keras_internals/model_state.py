@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.sharded_optimizers import split_slots
 from tfdist.keras_internals.sharded_variables import ShardedVariable
 from tfdist.private_symbols import private
 
@@ -187,6 +188,12 @@ class OptimizerState:
     def accumulators(self) -> list[Any]:
         """The sums of a replica's gradients, one per trainable variable; they differ between replicas."""
         return list(getattr(self._optimizer, "_accumulated_gradients", ()))
+
+    @property
+    def exact_weights(self) -> dict[int, Any]:
+        """By position, the weights of which all replicas hold rounded copies, if updates are sent rounded."""
+        slots = split_slots(self._optimizer)
+        return {} if slots is None else dict(slots.exact_weights)
 
     @property
     def variables(self) -> list[Any]:

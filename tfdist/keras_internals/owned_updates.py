@@ -24,13 +24,17 @@ class OwnedUpdate(PartUpdate):
         shaped = [tf.reshape(gradients[one], shape) for one, shape in zip(positions, shapes, strict=True)]
         is_compiled = bool(compiles) and not self._optimizer.use_ema and bool(shaped)
 
+        for position in positions:
+            if position in self._exact:
+                self._copy(position).assign(self.own_part(position))
+
         def update(*given: tf.Tensor) -> list[tf.Tensor]:
             self._update_variables(positions, given)
             return []
 
         if not is_compiled or call_compiled(update, shaped) is None:
             update(*shaped)
-        values = {position: self.own_part(position) for position in positions}
+        values = {position: tf.convert_to_tensor(self._copy(position)) for position in positions}
         return self._average(values) if self._optimizer.use_ema else values
 
     def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:

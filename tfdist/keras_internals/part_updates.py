@@ -8,7 +8,7 @@ from tfdist.keras_internals.keras_updates import is_of_each_variable
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
-from tfdist.keras_internals.sharded_variables import PartOfVariable, parts_of_replica
+from tfdist.keras_internals.sharded_variables import PartOfVariable, ShardedVariable, parts_of_replica
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
@@ -32,6 +32,12 @@ class PartUpdate:
         replica = slots.sharding.first + local_replica
         self._spans = [slots.layout.spans(position)[replica] for position in range(len(slots.layout.sizes))]
         self._sizes = slots.layout.sizes
+        self._rounded = set(slots.exact_weights)
+        self._exact = {
+            position: exact.parts[local_replica]
+            for position, exact in slots.exact_weights.items()
+            if self._spans[position].stop > self._spans[position].start
+        }
         units = [unit.positions for unit in slots.layout.units]
         number = min(len(units), _MOST_COMPUTATIONS)
         self._computations = {one: index * number // len(units) for index, unit in enumerate(units) for one in unit}
@@ -43,6 +49,24 @@ class PartUpdate:
         """The positions of the variables that the update may change."""
         overwrites = self._optimizer.use_ema and self._optimizer.ema_overwrite_frequency
         return list(range(len(self._sizes))) if overwrites else self.positions
+
+    @property
+    def accumulators(self) -> dict[int, tf.Variable]:
+        """The replica's parts of the sums of gradients, if these are split."""
+        if not self._optimizer.gradient_accumulation_steps:
+            return {}
+        found = {position: self._optimizer._accumulated_gradients[position] for position in self.positions}
+        return {
+            position: accumulator.parts[self._local_replica]
+            for position, accumulator in found.items()
+            if isinstance(accumulator, ShardedVariable) and self._spans[position].stop > self._spans[position].start
+        }
+
+    @property
+    def has_split_accumulators(self) -> bool:
+        """Whether sums of gradients are split."""
+        accumulators = self._optimizer._accumulated_gradients if self._optimizer.gradient_accumulation_steps else []
+        return any(isinstance(accumulator, ShardedVariable) for accumulator in accumulators)
 
     def clip(self, parts: Parts, sum_over_replicas: Callable[[tf.Tensor], tf.Tensor]) -> Parts:
         """Clips by the norms of the whole gradients, as the optimizer's `clipnorm` or `global_clipnorm` demands.
@@ -97,11 +121,29 @@ class PartUpdate:
         """Assigns whole values, flat, to the replica's copies of variables."""
         for position, value in values.items():
             variable = self._copy(position)
-            variable.assign(tf.reshape(value, variable.shape))
+            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
 
     def own_part(self, position: int) -> tf.Tensor:
-        """Returns the present values of the replica's part of a variable."""
-        return self._as_part(position, tf.convert_to_tensor(self._copy(position)))
+        """Returns the present values of the replica's part of a variable; the exact ones if weights are rounded."""
+        present = self._as_part(position, tf.convert_to_tensor(self._copy(position)))
+        if position not in self._exact:
+            return present
+        exact = tf.convert_to_tensor(self._exact[position])
+        return tf.where(tf.equal(tf.cast(tf.cast(exact, tf.bfloat16), exact.dtype), present), exact, present)
+
+    def rounded(self, values: Parts) -> dict[int, tf.Tensor]:
+        """Returns new values as they are sent, and keeps the exact ones if they are rounded."""
+        for position, value in values.items():
+            if position in self._exact:
+                self._exact[position].assign(value)
+        return {
+            position: tf.cast(value, tf.bfloat16) if position in self._exact else value
+            for position, value in values.items()
+        }
+
+    def sent_dtype(self, position: int) -> tf.DType:
+        """The dtype in which new values of a variable are sent."""
+        return tf.bfloat16 if position in self._rounded else self.dtype(position)
 
     def _as_part(self, position: int, value: tf.Tensor) -> tf.Tensor:
         """The replica's part of a whole value."""

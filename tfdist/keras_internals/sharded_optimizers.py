@@ -25,7 +25,7 @@ for _path, _why in {
 }.items():
     private(_path, _why)
 
-_WHOLE = "gradient_accumulator"  # each replica sums its gradients there
+_ACCUMULATOR = "gradient_accumulator"  # where a replica sums its gradients, or those of all for its part
 
 
 class _Span(Protocol):
@@ -37,7 +37,13 @@ class _Layout(Protocol):
     def spans(self, position: int) -> Sequence[_Span]: ...
 
 
+class _Options(Protocol):
+    accumulators: bool
+    weights_dtype: str | None
+
+
 class _Sharding(Protocol):
+    options: _Options
     devices: Sequence[str]
     first: int
     gather: Gather
@@ -52,6 +58,8 @@ class SplitSlots:
         layout: Who owns what.
         is_whole: Whether each variable has one owner, by which it is updated.
         is_used: Whether the optimizer has slots.
+        exact_weights: By position, the weights that all replicas hold rounded, if their updates are sent rounded. They
+            count where they round to the present weight. Elsewhere the program has assigned another one.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], sharding: Any, *, is_whole: bool) -> None:
@@ -59,8 +67,22 @@ class SplitSlots:
         self.is_whole = is_whole
         self._positions = {optimizer._var_key(variable): number for number, variable in enumerate(variables)}
         self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables], is_whole=is_whole)
-        self.is_used = False
+        self.exact_weights = self._new_exact_weights(optimizer, variables)
+        self.is_used = bool(self.exact_weights)
         self._factors = [p for p, one in enumerate(variables) if _is_factored(optimizer, one) for _ in range(2)]
+
+    def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, ShardedVariable]:
+        found = {}
+        for position, variable in enumerate(variables) if self.sharding.options.weights_dtype else ():
+            bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
+            if tf.as_dtype(variable.dtype) == tf.float32 and any(stop > start for start, stop in bounds):
+                name = f"{_name_of(variable)}_exact"
+                found[position] = self._created(bounds, "zeros", variable.shape, variable.dtype, name)
+        return found
+
+    def splits_accumulators(self, optimizer: Any, variable: Any) -> bool:
+        """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
+        return bool(self.sharding.options.accumulators) and not optimizer._overwrite_variable_with_gradient(variable)
 
     def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> ShardedVariable | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""
@@ -68,6 +90,7 @@ class SplitSlots:
         if position is None:
             return None
         bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
+        self.is_used = True
         return self._created(bounds, initializer, variable.shape, variable.dtype, name)
 
     def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> ShardedVariable | None:
@@ -77,13 +100,13 @@ class SplitSlots:
         size = int(np.prod(shape))
         spans = self.layout.spans(self._factors.pop(0))
         bounds = [(0, size if span.stop > span.start else 0) for span in spans]
+        self.is_used = True
         return self._created(bounds, initializer, shape, dtype, name)
 
     def _created(
         self, bounds: Sequence[tuple[int, int]], initializer: Any, shape: Any, dtype: Any, name: str
     ) -> ShardedVariable:
         sharding: _Sharding = self.sharding
-        self.is_used = True
         return ShardedVariable(
             bounds,
             sharding.devices,
@@ -133,11 +156,12 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
     @functools.wraps(add)
     def add_split(self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:
         slots = _split.get(self)
-        if slots is None or name == _WHOLE:
+        if slots is None or (name == _ACCUMULATOR and not slots.splits_accumulators(self, reference_variable)):
             return add(self, reference_variable, name=name, initializer=initializer)
-        path = getattr(reference_variable, "path", None) or reference_variable.name.replace(":", "_")
         with keras.name_scope(self.name, caller=self):
-            slot = slots.new_slot(self, reference_variable, f"{path.replace('/', '_')}_{name or 'var'}", initializer)
+            slot = slots.new_slot(
+                self, reference_variable, f"{_name_of(reference_variable)}_{name or 'var'}", initializer
+            )
         if slot is None:
             return add(self, reference_variable, name=name, initializer=initializer)
         self._track_variable(slot)
@@ -173,6 +197,12 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
         assign_whole(name)
     patch_sharded_averages(lambda optimizer: split_slots(optimizer) is not None)
     note_patched_methods()
+
+
+def _name_of(variable: Any) -> str:
+    """The name of a variable, as Keras begins those of its slots."""
+    path: str = getattr(variable, "path", None) or variable.name.replace(":", "_")
+    return path.replace("/", "_")
 
 
 def _is_factored(optimizer: Any, variable: Any) -> bool:

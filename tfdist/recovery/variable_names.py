@@ -24,6 +24,7 @@ from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
 
 ACCUMULATORS, GENERATORS, METRICS = "accumulators/", "generators/", "metrics/"
+EXACT_WEIGHTS = "exact_weights/"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class NamedVariables:
 
     @cached_property
     def shared(self) -> dict[str, NamedVariable]:
-        """Variables that are equal on all replicas: weights, also frozen ones, and optimizers without accumulators."""
+        """Variables that are equal on all replicas: weights, also frozen ones, and optimizers.
+
+        Without accumulators, unless they are split over the replicas and hold the sums over all.
+        """
         found = {
             f"{variable.kind}/{variable.key}": self._named(variable.variable)
             for variable in self._model_variables
@@ -75,6 +79,11 @@ class NamedVariables:
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.variables):
                 found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
+            for number, variable in enumerate(optimizer.accumulators):
+                if isinstance(variable, ShardedVariable):
+                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable)
+            for position, variable in optimizer.exact_weights.items():
+                found[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
         return found
 
     @cached_property
@@ -89,7 +98,8 @@ class NamedVariables:
         }
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
-                found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, "sum")
+                if not isinstance(variable, ShardedVariable):
+                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, "sum")
         return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
 
     @cached_property

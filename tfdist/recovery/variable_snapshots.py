@@ -6,8 +6,14 @@ from typing import Any
 import numpy as np
 
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.model_state import OptimizerState, components
+from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.symbolic_build import build_for_training
+from tfdist.recovery.accumulator_conversion import (
+    accumulation_progress,
+    find_shared_mismatch,
+    may_lack_accumulators,
+    rescale_accumulators,
+)
 from tfdist.recovery.compatibility import (
     Mismatch,
     find_optimizer_mismatch,
@@ -18,14 +24,14 @@ from tfdist.recovery.compatibility import (
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import create_generators
-from tfdist.recovery.resharding import (
-    AccumulationProgress,
-    convert_micro_steps,
-    group_by_variable,
-    replica_name,
-    reshard,
+from tfdist.recovery.resharding import group_by_variable, replica_name, reshard
+from tfdist.recovery.variable_names import (
+    ACCUMULATORS,
+    GENERATORS,
+    NamedVariable,
+    NamedVariables,
+    variable_specs,
 )
-from tfdist.recovery.variable_names import ACCUMULATORS, GENERATORS, NamedVariable, NamedVariables, variable_specs
 from tfdist.recovery.worker_tensors import WorkerCopies, assign_all
 from tfdist.training.strategy_protocol import training_strategy
 
@@ -135,7 +141,7 @@ class VariableSnapshots:
         named = NamedVariables(self._model)
         mismatch = (
             find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
-            or find_variable_mismatch(saved_specs(shared, description["paths"]), variable_specs(named.shared))
+            or find_shared_mismatch(named, shared, description)
             or self._find_per_replica_mismatch(named, per_replica, description)
         )
         if mismatch is not None:
@@ -148,11 +154,13 @@ class VariableSnapshots:
         updates stays.
         """
         named = NamedVariables(self._model)
-        assign_all([(part, shared[name]) for name, variable in named.shared.items() for part in variable.components])
+        present = {name: variable for name, variable in named.shared.items() if name in shared}
+        assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
+        rescale_accumulators(self._strategy, named, shared, description, are_split=True)
         for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=True):
             if optimizer.accumulation_steps != saved["accumulation_steps"]:
                 for component in components(self._strategy, optimizer.counter):
-                    component.assign(_accumulation_progress(optimizer, saved).micro_steps)
+                    component.assign(accumulation_progress(optimizer, saved).micro_steps)
 
     def restore_per_replica(self, per_replica: Arrays, description: Json) -> None:
         """Restores the values of each replica, without the metrics.
@@ -173,13 +181,7 @@ class VariableSnapshots:
         create_generators(generators, self._strategy)
         named = NamedVariables(self._model)
         self._assign(named.per_replica, saved, description)
-        optimizers = zip(named.optimizers, description["optimizers"], strict=True)
-        for index, (optimizer, described) in enumerate(optimizers):
-            for number, accumulator in enumerate(optimizer.accumulators):
-                is_saved = f"{ACCUMULATORS}{index}/{number}" in saved
-                factor = _accumulation_progress(optimizer, described).factor if is_saved else 0.0
-                for component in components(self._strategy, accumulator) if factor != 1.0 else ():
-                    component.assign(component * factor)
+        rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
@@ -254,11 +256,9 @@ class VariableSnapshots:
     def _find_per_replica_mismatch(
         self, named: NamedVariables, per_replica: Arrays, description: Json
     ) -> Mismatch | None:
-        # Global generators are created and removed as the checkpoint requires. Accumulators may exist on one side only
-        # if the number of micro-steps per update differs.
+        # Global generators are created and removed as the checkpoint requires.
         ignored = [GENERATORS, COMPRESSION]
-        saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
-        if saved_steps != [optimizer.accumulation_steps for optimizer in named.optimizers]:
+        if may_lack_accumulators(named, description):
             ignored.append(ACCUMULATORS)
         saved = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
         present = {**named.per_replica, **named.metrics}
@@ -294,7 +294,3 @@ class VariableSnapshots:
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
-
-
-def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
-    return convert_micro_steps(saved["micro_steps"], saved["accumulation_steps"], optimizer.accumulation_steps)

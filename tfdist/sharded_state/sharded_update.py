@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReductionContext, sum_tensors
 from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import all_finite
+from tfdist.compression.owned_parts import OwnedParts
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.owned_updates import OwnedUpdate
 from tfdist.keras_internals.part_updates import PartUpdate
@@ -40,6 +41,8 @@ class ShardedUpdate:
         by_position = dict(zip(self._parts.positions, gradients, strict=True))
         if tf.executing_eagerly():  # replicas meet in merge calls, which have sums alone
             return self._own(dict(zip(by_position, sum_over_replicas(gradients), strict=True)))
+        if self._reduction.policy is not None:
+            return self._scatter_compressed(by_position)
         self._group = group = self._reduction.gradient_group(gradients)
         sparse = {position: one for position, one in by_position.items() if isinstance(one, tf.IndexedSlices)}
         dense = {position: one for position, one in by_position.items() if position not in sparse}
@@ -52,6 +55,44 @@ class ShardedUpdate:
                 parts.update(own)
         sums = sum_tensors(list(sparse.values()), group, 0, context.contributes)
         return parts | self._own(dict(zip(sparse, sums, strict=True)))
+
+    def _scatter_compressed(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
+        self._group = self._reduction.gradient_group([])
+        spans = [self._layout.spans(position) for position in gradients]
+        by_rank = tuple(tuple((of[one].start, of[one].stop) for one in self._replicas) for of in spans)
+        parts = OwnedParts(by_rank, list(self._replicas).index(self._replica))
+        sums = self._reduction.scatter_compressed(list(gradients.values()), parts)
+        found = dict(zip(gradients, sums, strict=True))
+        sparse = {position: one for position, one in found.items() if isinstance(one, tf.IndexedSlices)}
+        own = {
+            position: one
+            for position, one in found.items()
+            if position not in sparse and self._layout.spans(position)[self._replica].size
+        }
+        return own | self._own(sparse)
+
+    @property
+    def has_split_accumulators(self) -> bool:
+        """Whether the sums of gradients are split, so that every micro-step has to `scatter` its gradients."""
+        return self._parts.has_split_accumulators
+
+    def accumulate(self, parts: dict[int, tf.Tensor]) -> None:
+        """Adds a result of `scatter` to the own parts of the sums."""
+        for position, accumulator in self._parts.accumulators.items():
+            accumulator.assign_add(_like(accumulator, parts[position]))
+
+    def accumulated(self, parts: dict[int, tf.Tensor] | None = None) -> dict[int, tf.Tensor]:
+        """Returns the own parts of the sums, flat, with `parts` added."""
+        totals = {}
+        for position, accumulator in self._parts.accumulators.items():
+            total = tf.convert_to_tensor(accumulator)
+            totals[position] = tf.reshape(total if parts is None else total + _like(accumulator, parts[position]), [-1])
+        return totals
+
+    def reset_accumulators(self) -> None:
+        """Sets the own parts of the sums to zero."""
+        for accumulator in self._parts.accumulators.values():
+            accumulator.assign(tf.zeros_like(accumulator))
 
     def all_finite(self, parts: dict[int, tf.Tensor]) -> tf.Tensor:
         """Returns whether all values of the gradients of all replicas are finite, a bool scalar."""
@@ -66,7 +107,7 @@ class ShardedUpdate:
             compiles: See `OptimizerUpdate.clip_and_apply`.
         """
         clipped = self._parts.clip(parts, lambda squares: sum_over_replicas([squares])[0])
-        values = self._parts.apply(clipped, compiles)
+        values = self._parts.rounded(self._parts.apply(clipped, compiles))
         changed = set(self._parts.changed)
         for unit in self._layout.units:
             positions = [position for position in unit.positions if position in changed]
@@ -81,7 +122,7 @@ class ShardedUpdate:
         }
 
     def _gathered(self, unit: Unit, values: dict[int, tf.Tensor], positions: Sequence[int]) -> dict[int, tf.Tensor]:
-        dtype = self._parts.dtype(positions[0])
+        dtype = self._parts.sent_dtype(positions[0])
         if self._group is not None:
             return all_gather(self._layout, unit, values, positions, self._group, self._replicas, dtype)
         padded = []
@@ -90,6 +131,10 @@ class ShardedUpdate:
             own = tf.reshape(values.get(position, tf.zeros([0], dtype)), [-1])
             padded.append(tf.pad(own, [[span.start, size - span.start - own.shape[0]]]))
         return dict(zip(positions, sum_over_replicas(padded), strict=True))
+
+
+def _like(variable: tf.Variable, part: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.reshape(part, variable.shape), variable.dtype)
 
 
 def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.Tensor]]:

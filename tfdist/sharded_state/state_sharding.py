@@ -6,9 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
-from tfdist.compression import Policy
 from tfdist.sharded_state.layout import ShardLayout
 from tfdist.sharded_state.part_gathers import Meeting, PartGathers, replicas_by_position
+from tfdist.sharded_state.sharded_state_options import ShardedState
 
 
 class StateSharding:
@@ -19,16 +19,19 @@ class StateSharding:
         first: The number of the first of them over all workers.
         replicas: The number of the replica at each position of the group of all replicas.
         gather: Gathers whole slots outside of steps.
+        options: What is split.
     """
 
-    def __init__(self, strategy: Any, bucket_bytes: int, name: str) -> None:
+    def __init__(self, strategy: Any, bucket_bytes: int, name: str, options: ShardedState) -> None:
         """Splits over the replicas of `strategy`. All workers call this.
 
         Args:
             strategy: A mirrored strategy of tfdist.
             bucket_bytes: See `fill_buckets`.
             name: A name that is unique in the cluster.
+            options: What is split.
         """
+        self.options = options
         operations = strategy.extended.replica_operations
         self._operations = operations
         self._bucket_bytes = bucket_bytes
@@ -46,25 +49,3 @@ class StateSharding:
     def reduction(self, local_replica: int) -> ReplicaReduction:
         """Returns the reduction of a replica of this process."""
         return self._operations.reductions[local_replica]
-
-
-def check_sharding(shards_state: bool, policy: Policy) -> None:
-    """Checks the arguments of a strategy.
-
-    Args:
-        shards_state: Its `shard_optimizer_state`.
-        policy: Its compression.
-
-    Raises:
-        ValueError: If they are invalid, or cannot be combined.
-    """
-    if not isinstance(shards_state, bool):
-        raise ValueError(
-            f"Invalid `shard_optimizer_state`. Received: {shards_state!r}. Expected: True or False. Pass one of them."
-        )
-    if shards_state and policy.compresses:
-        raise ValueError(
-            "`shard_optimizer_state=True` and `compression` cannot be combined: gradients are summed where their part "
-            f"is owned, and the methods sum them everywhere. Received: {policy!r}. Expected: compression=None. Leave "
-            "one of the two arguments out."
-        )

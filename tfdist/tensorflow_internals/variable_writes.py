@@ -47,13 +47,15 @@ def _parts(variable: Any) -> Sequence[Any]:
 
 def _captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """The placeholders of a function's graph for resources, each with the tensor of the program that it stands for."""
-    outer = dict((id(inner), held) for held, inner in graph.captures)
-    found = []
-    for _, inner in graph.captures:
-        held: Any = outer[id(inner)]
-        around: Any = graph.outer_graph
-        while isinstance(around, _FuncGraph) and getattr(held, "graph", None) is around:
-            held = next((known for known, placeholder in around.captures if placeholder is held), held)
-            around = around.outer_graph
-        found.append((inner, held))
-    return found
+    return [(inner, _outermost(held, graph.outer_graph)) for held, inner in graph.captures]
+
+
+def _outermost(held: Any, graph: Any) -> Any:
+    while isinstance(graph, _FuncGraph) and getattr(held, "graph", None) is graph:
+        captures, outer = _around(graph)
+        held, graph = next((known for known, placeholder in captures if placeholder is held), held), outer
+    return held
+
+
+def _around(graph: Any) -> Any:
+    return graph.captures, graph.outer_graph

@@ -11,7 +11,7 @@ from tfdist.collectives.all_reduce import ReductionContext
 from tfdist.compression.gradient_tensors import all_finite, divided, zeros_unless
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
-from tfdist.sharded_state.sharded_update import sharded_update
+from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
@@ -70,9 +70,14 @@ def update_over_replicas(
         may_compile: Whether XLA may compile updates.
     """
     steps = optimizer.accumulation_steps
-    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles_updates() if may_compile else False)
+    compiles = compiles_updates() if may_compile else False
+    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles)
     if steps == 1:
         reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
+        return
+    sharded = sharded_update(optimizer)
+    if sharded is not None and sharded.has_split_accumulators:
+        _accumulate_parts(optimizer, sharded, gradients, context, steps=steps, compiles=compiles)
         return
     accumulators = optimizer.accumulators
     contributes = _contributes()
@@ -97,6 +102,31 @@ def update_over_replicas(
     cond_over_replicas(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
 
 
+def _accumulate_parts(
+    optimizer: OptimizerUpdate,
+    sharded: ShardedUpdate,
+    gradients: Sequence[Any],
+    context: ReductionContext,
+    *,
+    steps: int,
+    compiles: bool | None,
+) -> None:
+    """Runs one micro-step whose gradients are summed over the replicas, each of which keeps the sums of its part."""
+    # Sums are of the scaled loss, as without sharding; what a compressor sees does not depend on the scale.
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.value
+    parts = _reduce(optimizer, sharded, gradients, context, _contributes(), scale)
+    if scale is not None:
+        parts = {position: part * tf.cast(scale, part.dtype) for position, part in parts.items()}
+
+    def finish() -> None:
+        total = _divided_parts(sharded.accumulated(parts), _divisor(optimizer, steps))
+        _apply(optimizer, sharded, total, micro_steps=steps, compiles=compiles)
+        sharded.reset_accumulators()
+
+    is_last = tf.equal((optimizer.micro_steps + 1) % steps, 0)
+    cond_over_replicas(is_last, finish, lambda: sharded.accumulate(parts))
+
+
 def flush(accumulation: Accumulation) -> int:
     """Applies the mean over the micro-steps that were accumulated since the last update.
 
@@ -114,9 +144,15 @@ def flush(accumulation: Accumulation) -> int:
 
     def flush_replica() -> None:
         update = accumulation.update()
-        accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
-        _reduce_and_apply(update, accumulated, context, contributes=None, micro_steps=micro_steps)
-        _reset(update)
+        sharded = sharded_update(update)
+        if sharded is not None and sharded.has_split_accumulators:
+            total = _divided_parts(sharded.accumulated(), _divisor(update, micro_steps))
+            _apply(update, sharded, total, micro_steps=micro_steps)
+            sharded.reset_accumulators()
+        else:
+            accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
+            _reduce_and_apply(update, accumulated, context, contributes=None, micro_steps=micro_steps)
+            _reset(update)
         for variable in update.constrained_variables:
             variable.assign(variable.constraint(variable))
 
@@ -156,26 +192,57 @@ def _reduce_and_apply(
     compiles: bool | None = False,
 ) -> None:
     """Sums `gradients`, the sums of `micro_steps` micro-steps, over the replicas and updates the variables."""
+    sharded = sharded_update(optimizer)
+    # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
+    # of micro-steps of an update.
+    summed = _reduce(optimizer, sharded, gradients, context, contributes, _divisor(optimizer, micro_steps))
+    _apply(optimizer, sharded, summed, micro_steps=micro_steps, compiles=compiles)
+
+
+def _reduce(
+    optimizer: OptimizerUpdate,
+    sharded: ShardedUpdate | None,
+    gradients: Sequence[Any],
+    context: ReductionContext,
+    contributes: tf.Tensor | None,
+    divisor: Any,
+) -> Any:
+    """Divides gradients and returns their sums over the replicas; if sharded, the own parts."""
     if contributes is not None and tf.executing_eagerly():
         # Eager replicas reduce in a merge call, where a replica's own condition is not known.
         gradients = [zeros_unless(contributes, gradient) for gradient in gradients]
         contributes = None
-    loss_scale = optimizer.loss_scale
-    divisor: Any = None if micro_steps == 1 else float(micro_steps)
-    if loss_scale is not None:
-        divisor = loss_scale.value * micro_steps
-    # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
-    # of micro-steps of an update.
     if divisor is not None:
         gradients = [divided(gradient, divisor) for gradient in gradients]
     for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(shape)  # The inferred shape depends on the data for which a replica is traced.
-    sharded = sharded_update(optimizer)
-    clip_and_apply: Callable[[Any, bool | None], None] = (sharded or optimizer).clip_and_apply
-    summed: Any
     with context.of_gradients(contributes, optimizer.paths), shared_operations():
-        summed = sum_over_replicas(gradients) if sharded is None else sharded.scatter(gradients, context)
+        return sum_over_replicas(gradients) if sharded is None else sharded.scatter(gradients, context)
+
+
+def _divisor(optimizer: OptimizerUpdate, micro_steps: int) -> Any:
+    """What gradients of the scaled loss of `micro_steps` are divided by; `None` stands for 1."""
+    if optimizer.loss_scale is not None:
+        return optimizer.loss_scale.value * micro_steps
+    return None if micro_steps == 1 else float(micro_steps)
+
+
+def _divided_parts(parts: dict[int, tf.Tensor], divisor: Any) -> dict[int, tf.Tensor]:
+    return parts if divisor is None else {position: divided(part, divisor) for position, part in parts.items()}
+
+
+def _apply(
+    optimizer: OptimizerUpdate,
+    sharded: ShardedUpdate | None,
+    summed: Any,
+    *,
+    micro_steps: int,
+    compiles: bool | None = False,
+) -> None:
+    """Updates the variables by the result of `_reduce`, unless a loss scale is lowered."""
+    clip_and_apply: Callable[[Any, bool | None], None] = (sharded or optimizer).clip_and_apply
+    loss_scale = optimizer.loss_scale
     if loss_scale is None:
         clip_and_apply(summed, compiles)
         return

@@ -1,0 +1,90 @@
+"""The values of gradients that each replica of a group owns, where sums are not needed everywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfdist.compression.gradient_tensors import flatten
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class OwnedParts:
+    """The parts of some gradients.
+
+    Attributes:
+        spans: For each gradient, begin and end of the span of its flattened values that belongs to the replica at each
+            position of the group.
+        own: The position of this replica.
+        block: The part of a gradient fills complete blocks of so many values, so that no block has those of two.
+
+    >>> import tensorflow as tf
+    >>> parts = OwnedParts((((0, 2), (2, 3)), ((0, 0), (0, 2))), own=1)
+    >>> rows = parts.rows([tf.constant([1, 2, 3]), tf.constant([[4], [5]])])
+    >>> rows.numpy().tolist()
+    [[1, 2, 0], [3, 4, 5]]
+    >>> [part.numpy().tolist() for part in parts.split(rows[1])]
+    [[3], [4, 5]]
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    own: int
+    block: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+        return len(self.spans[0])
+
+    @property
+    def length(self) -> int:
+        """The length of a row."""
+        return max(sum(self._filled(position)) for position in range(self.size))
+
+    def of(self, chosen: Sequence[int], block: int = 1) -> "OwnedParts":
+        """Returns the parts of the chosen gradients, in rows of complete blocks of `block` values."""
+        return OwnedParts(tuple(self.spans[index] for index in chosen), self.own, block)
+
+    def rows(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the parts of all replicas, `[size, length]`, filled up with zeros."""
+        flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+        rows = []
+        for position in range(self.size):
+            pieces = []
+            for vector, spans, filled in zip(flat, self.spans, self._filled(position), strict=True):
+                start, stop = spans[position]
+                pieces += [vector[start:stop], tf.zeros([filled - (stop - start)], vector.dtype)]
+            pieces.append(tf.zeros([self.length - sum(self._filled(position))], flat[0].dtype))
+            rows.append(flatten([piece for piece in pieces if piece.shape[0]] or pieces[:1]))
+        return tf.stack(rows)
+
+    def split(self, row: tf.Tensor) -> list[tf.Tensor]:
+        """Splits the row of this replica into the parts of the gradients, flat."""
+        return self._pieces(row, self.own)
+
+    def whole(self, rows: tf.Tensor, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+        """Returns the gradients, of `shapes`, that `rows` has split."""
+        by_position = [self._pieces(row, position) for position, row in enumerate(tf.unstack(rows, num=self.size))]
+        return [
+            tf.reshape(tf.concat(pieces, axis=0), shape)
+            for pieces, shape in zip(zip(*by_position, strict=True), shapes, strict=True)
+        ]
+
+    def own_of(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the parts of whole gradients that this replica owns, flat."""
+        pairs = zip(gradients, self.spans, strict=True)
+        return [tf.reshape(gradient, [-1])[slice(*spans[self.own])] for gradient, spans in pairs]
+
+    def _filled(self, position: int) -> list[int]:
+        """The lengths of the pieces of a row, which are filled up to complete blocks."""
+        sizes = [spans[position][1] - spans[position][0] for spans in self.spans]
+        return [-(-size // self.block) * self.block for size in sizes]
+
+    def _pieces(self, row: tf.Tensor, position: int) -> list[tf.Tensor]:
+        found, begin = [], 0
+        for spans, filled in zip(self.spans, self._filled(position), strict=True):
+            found.append(row[begin : begin + spans[position][1] - spans[position][0]])
+            begin += filled
+        return found
