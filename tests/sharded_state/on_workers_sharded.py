@@ -1,6 +1,6 @@
 """The program of two workers in `test_sharded_on_workers.py`: each writes its observations to a folder.
 
-Its arguments are the folder and the number of devices of a worker.
+Its arguments are the folder and the number of devices of each worker.
 """
 
 import json
@@ -15,6 +15,7 @@ import shared_iterator_functions
 import tensorflow as tf
 import without_autotuning
 
+from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
 from tfdist.sharded_state import part_gathers
@@ -88,4 +89,4 @@ def main(folder, devices):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2 + cluster.detect().rank]))

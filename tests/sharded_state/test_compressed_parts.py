@@ -127,6 +127,21 @@ def test_a_gradient_that_is_not_finite_changes_no_residual(cpus):
             assert not entries["residual"].numpy().any()
 
 
+@pytest.mark.parametrize("sizes", [(0,), (0, 1, 2000)], ids=str)
+def test_variables_without_values(cpus, sizes):
+    strategy = MirroredStrategy(cpus[:3], shard_optimizer_state=True, compression="int8")
+    with strategy.scope():
+        variables = [keras.Variable(tf.zeros([size])) for size in sizes]
+        optimizer = optimizers.SGD(1.0, momentum=0.9)
+        optimizer.build(variables)
+    step = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones([size]) for size in sizes], variables)), autograph=False
+    )
+    step()
+    for variable in variables:
+        np.testing.assert_allclose(variable.numpy(), -3.0, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("method", "state", "share"), [("bf16", True, 0.75), (None, ROUNDED, 0.75), ("bf16", ROUNDED, 0.5)], ids=str
 )

@@ -17,16 +17,22 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 _SCRIPT = Path(__file__).with_name("on_workers_sharded.py")
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["2 x 1", "2 x 2"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1), pytest.param((2, 2), marks=pytest.mark.long), pytest.param((1, 2), marks=pytest.mark.long)],
+    ids=["1 + 1", "2 + 2", "1 + 2"],
+)
 def devices(request):
+    """The number of devices of each worker."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, devices):
-    """Two workers of one device, or of two."""
+    """Two workers of one device, or of several."""
     name = f"sharded state {devices}"
-    return launch_once(tmp_path_factory, name, _SCRIPT, str(devices), options=["--workers", "2"]).assert_complete()
+    numbers = map(str, devices)
+    return launch_once(tmp_path_factory, name, _SCRIPT, *numbers, options=["--workers", "2"]).assert_complete()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -37,7 +43,7 @@ def test_weights_and_slots_equal_those_of_whole_state(run, devices, name, rank):
     # Two replicas add two numbers: the bits are equal, but for the sum of squares of global_clipnorm and Adafactor's
     # means over rows of the embedding, whose gradient is dense on its owner. The sums of four associate differently;
     # AdamW passes on the relative error of small gradients.
-    tolerance = 0 if (name, devices) == ("momentum", 1) else 1e-7 if devices == 1 else 2e-5
+    tolerance = 0 if (name, devices) == ("momentum", (1, 1)) else 1e-7 if devices == (1, 1) else 2e-5
     for key, value in whole.items():
         np.testing.assert_allclose(sharded[key], value, rtol=tolerance, atol=tolerance, err_msg=key)
 
@@ -46,7 +52,7 @@ def test_each_replica_holds_its_part_of_the_slots(run, devices):
     for name, slots in (("momentum", 1), ("everything", 3)):  # of the latter: two moments and the averages
         owned = [number for rank in range(2) for number in run.json(f"seen-{rank}.json")["owned"][name]]
         parameters = sum(value.size for key, value in run.arrays(f"{name}-whole-0.npz").items() if "weight" in key)
-        assert len(owned) == 2 * devices
+        assert len(owned) == sum(devices)
         assert sum(owned) == slots * parameters
         assert max(owned) <= 1.05 * sum(owned) / len(owned)
 

@@ -72,7 +72,9 @@ class CompressedReduction:
         results: list[Any] = [None] * len(gradients)
         by_compressor: dict[Compressor, list[int]] = {}
         for position, gradient in enumerate(gradients):
-            if not isinstance(gradient, tf.IndexedSlices):
+            if parts is not None and gradient.shape.num_elements() == 0:
+                results[position] = tf.zeros([0], gradient.dtype)  # no replica has a part to send
+            elif not isinstance(gradient, tf.IndexedSlices):
                 can_be_encoded = gradient.dtype in ENCODED_DTYPES and gradient.shape.num_elements() is not None
                 compressor: Compressor = Dense()
                 if can_be_encoded:

@@ -74,8 +74,13 @@ def sum_in_ring_order(rows: tf.Tensor, spans: Sequence[tuple[int, int]], length:
             if begin < end:
                 columns = slice(column + begin - start, column + end - start)
                 values = [rows[(segment.first + step) % replicas, columns] for step in range(replicas)]
-                sums.append(functools.reduce(tf.add, values))
+                sums.append(functools.reduce(_added, values))
         column += stop - start
     if column < part:
         sums.append(tf.zeros([part - column], rows.dtype))
     return tf.concat(sums, axis=0) if len(sums) > 1 else sums[0]
+
+
+def _added(total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    # TensorFlow would make one `AddN` of additions that follow directly on each other, in the order of their names.
+    return tf.raw_ops.PreventGradient(input=total + value, message="sums of gradients are not differentiated")
