@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_loss_metrics
+from tfdist.keras_internals.compiled_outputs import accuracies_of_choices
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
 from tfdist.keras_internals.placed_variables import held_variable
@@ -150,6 +151,7 @@ class _Batch:
         self._seeds = seed_states(model)
         self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
         self.runs: list[Any] = []
+        self._accuracies: list[Any] = []
         self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
@@ -181,6 +183,7 @@ class _Batch:
                     shared = ShardedColumnRun(functions, devices, values, parts, loss_scale)
                     shared.run(orders, self._inputs, self._data)
                     self.runs += shared.runs
+                    self._accuracies = shared.accuracies
         if self._kind.has_loss and not self._has_loss():
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
@@ -278,6 +281,7 @@ class _Batch:
                 tf.shape(self._inputs[0])[0],
             )
             y, sample_weight = self._targets()
-            logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
+            with accuracies_of_choices(self._accuracies):
+                logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
         self._joined.record()
         return logs

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.model_parallel.shard_group import GATHER, SUM, ShardExchange
 from tfdist.model_parallel.sharded_layers import aware_layers
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction
+from tfdist.model_parallel.split_outputs import describe_outputs
 from tfdist.model_parallel.stage_functions import StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.utils.formatting import align_columns, format_bytes
@@ -25,7 +26,8 @@ def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: 
         axes: By the id of a split variable its axis.
         ways: The number of devices of a stage.
     """
-    made = [one for stage in stages.stages for one in _exchanges(model, stages, stage, axes, ways)]
+    functions = [_function(model, stages, stage, axes, ways) for stage in stages.stages]
+    made = [one for function in functions for one in function.exchanges]
     rows, complete = [], []
     for call in (call for stage in stages.stages for call in stage.calls):
         own = [one for one in made if one.layer == call.name]
@@ -46,6 +48,10 @@ def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: 
         yield from (head, "-" * max(map(len, (head, *body))), *body)
     if complete:
         yield f"computed with complete variables, which are gathered for each micro-batch: {', '.join(complete)}"
+    split_by_position = functions[-1].split
+    makers = {id(tensor): call.name for call in stages.stages[-1].calls for tensor in call.outputs}
+    names = [makers[id(stages.stages[-1].outputs[position])] for position in split_by_position]
+    yield from describe_outputs(model, list(split_by_position.values()), names)
 
 
 def _sent(exchanges: list[ShardExchange], ways: int) -> int:
@@ -57,10 +63,10 @@ def _sent(exchanges: list[ShardExchange], ways: int) -> int:
     return round(total)
 
 
-def _exchanges(
+def _function(
     model: Any, stages: ModelStages, stage: Stage, axes: Mapping[int, int], ways: int
-) -> list[ShardExchange]:
-    """Returns what a stage exchanges for a micro-batch in training, apart from its losses."""
+) -> ShardedStageFunction:
+    """Returns the function of a stage for a micro-batch in training, apart from its losses."""
 
     def part(variable: Any) -> tf.TensorSpec:
         axis = axes.get(id(variable))
@@ -78,4 +84,4 @@ def _exchanges(
         divisors=tf.TensorSpec([None], tf.float32),
     )
     kind = StageKind(training=True, has_loss=False, is_even=False)
-    return ShardedStageFunction(model, stages, stage, kind, example, axes, ways).exchanges
+    return ShardedStageFunction(model, stages, stage, kind, example, axes, ways)

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.model_parallel.shard_group import ShardGroup
+from tfdist.model_parallel.split_softmax import split_softmax
 
 ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONTRACTIONS = (keras.layers.Dense, keras.layers.EinsumDense)
@@ -36,6 +37,13 @@ def is_elementwise(operation: Any) -> bool:
 def _is_elementwise_function(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     return function is None or name in _ELEMENTWISE_FUNCTIONS and function is getattr(keras.activations, name)
+
+
+def is_softmax(operation: Any) -> bool:
+    """Whether a layer is a softmax over the last axis."""
+    if type(operation) is keras.layers.Activation:
+        return operation.activation is keras.activations.softmax
+    return type(operation) is keras.layers.Softmax and operation.axis == -1
 
 
 def takes_parts(operation: Any) -> bool:
@@ -131,6 +139,8 @@ def _contracted(
         split_output = letters.outputs.index(split) - len(letters.outputs)
     if layer.bias is not None:
         result += _fitting(layer.bias, group, axes, split_output)
+    if split_output == -1 and layer.activation is keras.activations.softmax:
+        return split_softmax(result, group)
     if split_output is not None and not _is_elementwise_function(layer.activation):
         result = group.gather(result, split_output)
     return result if layer.activation is None else layer.activation(result)

@@ -12,9 +12,10 @@ from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
 from tfdist.model_parallel.shard_program import ShardState
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction, differentiable_inputs
+from tfdist.model_parallel.split_outputs import CHOICES, WHOLE
 from tfdist.model_parallel.stage_functions import StageInputs, StageResult
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, record_transfer
+from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, PREDICTION, record_transfer
 
 
 class ShardRun:
@@ -35,6 +36,7 @@ class ShardedColumnRun:
 
     Attributes:
         runs: By number of the device within its stage.
+        accuracies: Metrics that take `StageResult.choices` as outputs.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ShardedColumnRun:
             micro_batches: Those of this column.
             loss_scale: As that of `ColumnRun`.
         """
+        self.accuracies: list[Any] = []
         self.runs = [ShardRun(of_rank) for of_rank in values]
         self._functions, self._stages = functions, functions.stages
         self._devices, self._micro_batches, self._loss_scale = devices, micro_batches, loss_scale
@@ -94,11 +97,30 @@ class ShardedColumnRun:
         results, state = function.program.forward(arguments, devices, after, micro_batch.num_rows)
         self._states[index, number] = function, state
         for run, result in zip(self.runs, results, strict=True):
-            run.results[index, number] = result
+            run.results[index, number] = result if run is not self.runs[0] else self._of_batch(function, task, results)
             run.values[index].update(function.changed, result.states, micro_batch)
             for symbolic, tensor, mask in zip(stage.outputs, result.tensors, result.masks, strict=True):
                 run.sent[id(symbolic), number] = tensor, mask
             run.last[index] = [one.op for one in [*result.tensors, result.loss] if one is not None][:1]
+
+    def _of_batch(self, function: ShardedStageFunction, task: Task, results: Sequence[StageResult]) -> StageResult:
+        """Returns the result of the first device, whose outputs are those that metrics or the program take."""
+        result, rows, device = results[0], self._micro_batches[task.micro_batch].num_rows, self._of_stage(task.stage)[0]
+        outputs, choices = list(result.tensors), iter(result.choices)
+        for position, output in function.split.items():
+            shape = self._stages.stages[task.stage].outputs[position].shape
+            parts = [one.tensors[position] for one in results]
+            if not function.has_loss or output.metrics == WHOLE:
+                record_transfer(PREDICTION, parts, device, rows=rows)
+                with tf.device(device):
+                    outputs[position] = tf.concat(parts, -1)
+                outputs[position].set_shape([outputs[position].shape[0], *shape[1:]])
+            elif output.metrics == CHOICES:
+                outputs[position] = next(choices)
+        if function.has_loss:
+            chosen = [output for output in function.split.values() if output.metrics == CHOICES]
+            self.accuracies = [metric for output in chosen for metric in output.accuracies]
+        return result._replace(tensors=outputs)
 
     def _inputs(self, run: ShardRun, task: Task, device: str) -> StageInputs:
         index, number = task.stage, task.micro_batch

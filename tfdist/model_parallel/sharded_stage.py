@@ -7,12 +7,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_outputs import replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
 from tfdist.model_parallel.shard_program import ShardProgram
-from tfdist.model_parallel.sharded_layers import aware_call, aware_layers, dropped, is_elementwise, takes_parts
+from tfdist.model_parallel.sharded_layers import (
+    aware_call,
+    aware_layers,
+    dropped,
+    is_elementwise,
+    is_softmax,
+    takes_parts,
+)
+from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outputs
+from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
 
@@ -25,6 +35,7 @@ class ShardedStageFunction(StageFunction):
         targets: The positions of the stage's outputs whose gradients the backward pass takes. That of the loss, if
             there is one, follows them.
         exchanges: What its layers exchange.
+        split: By the position among the stage's outputs, the outputs of the model that stay split.
     """
 
     def __init__(
@@ -55,7 +66,13 @@ class ShardedStageFunction(StageFunction):
         self._group: ShardGroup | None = None
         self.targets: list[int] = []
         self.exchanges: list[ShardExchange] = []
+        self.split: dict[int, SplitOutput] = {}
         super().__init__(model, stages, stage, kind, example)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it computes losses."""
+        return self._kind.has_loss
 
     def _traced(self, specs: StageInputs) -> Any:
         self.program = ShardProgram(self._differentiable, specs, self._ways)
@@ -63,6 +80,7 @@ class ShardedStageFunction(StageFunction):
 
     def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:
         self._group, self.exchanges = group, group.made
+        self._of_losses: dict[int, SplitCrossentropy] = {}
         stage = self._stage
         trainable = {id(one) for one in self._model.trainable_variables}
         sources = [value for one, value in zip(stage.variables, given.values, strict=True) if id(one) in trainable]
@@ -88,7 +106,7 @@ class ShardedStageFunction(StageFunction):
         return result, differentiate
 
     def _computed(self, given: StageInputs) -> dict[int, Any]:
-        """Returns the results of the layer calls, those of inputs and outputs of the stage whole."""
+        """Returns the results of the layer calls; whole are those of inputs, and outputs that are not in `split`."""
         stage = self._stage
         values = self._received(given)
         symbols: dict[int, str] = {}
@@ -96,11 +114,49 @@ class ShardedStageFunction(StageFunction):
             results = self._called(call, values)
             values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
             symbols |= dict.fromkeys(map(id, call.outputs), call.name)
+        self.split = self._split_outputs(values)
+        kept = {id(stage.outputs[position]) for position in self.split}
         for symbolic in (*stage.outputs, *self._stages.graph.outputs):
-            if id(symbolic) in symbols:
+            if id(symbolic) in symbols and id(symbolic) not in kept:
                 self._known_group.layer = symbols[id(symbolic)]
                 values[id(symbolic)] = self._whole(values[id(symbolic)], symbolic)
         return values
+
+    def _split_outputs(self, values: Mapping[int, Any]) -> dict[int, SplitOutput]:
+        """Returns the outputs that stay split: those of the model whose losses are computed from parts."""
+        stage, found = self._stage, {}
+        if stage.index < len(self._stages.stages) - 1:
+            return {}
+        numbers = [id(symbolic) for symbolic in self._stages.graph.outputs]
+        for output in split_outputs(self._model, self._stages.graph):
+            symbolic = self._stages.graph.outputs[output.number]
+            position = next((index for index, one in enumerate(stage.outputs) if one is symbolic), None)
+            is_needed = self._kind.has_loss and output.reason
+            if position is None or is_needed or numbers.count(id(symbolic)) > 1 or len(symbolic.shape) < 2:
+                continue
+            if _split_axis(values[id(symbolic)], symbolic) == len(symbolic.shape) - 1:
+                found[position] = output
+        return found
+
+    def _compiled_loss(self, step: Any, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
+        calls: dict[int, SplitCrossentropy] = {}
+        for position, output in self.split.items():
+            self._known_group.layer = f"loss {output.number}"
+            for index, options in output.losses.items():
+                with_choices = output.metrics == CHOICES and position not in self._of_losses
+                calls[index] = SplitCrossentropy(self._known_group, **options, with_choices=with_choices)
+                self._of_losses.setdefault(position, calls[index])
+        with replaced_losses(self._model, calls):
+            return super()._compiled_loss(step, data, values)
+
+    def _choices(self, values: dict[int, Any]) -> list[tf.Tensor]:
+        found = []
+        for position, output in self.split.items():
+            if output.metrics == CHOICES and self._kind.has_loss:
+                of_loss, part = self._of_losses.get(position), values[id(self._stage.outputs[position])]
+                known = None if of_loss is None else of_loss.choices
+                found.append(choices_of_parts(part, self._known_group) if known is None else known)
+        return found
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
         group = self._known_group
@@ -115,6 +171,8 @@ class ShardedStageFunction(StageFunction):
             replaced[layer] = lambda x, training=False: dropped(
                 layer, type(layer).call.__get__(layer), group, x, training, axis=axis
             )
+        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
+            replaced[call.operation] = lambda x: split_softmax(x, group)
         elif not (takes_parts(call.operation) and aware) and not (is_elementwise(call.operation) and len(splits) == 1):
             own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         known = {id(one) for layer in aware for one in layer.variables}
@@ -163,6 +221,10 @@ def _split_axis(tensor: Any, symbolic: Any) -> int | None:
     """Returns the axis in which a tensor is a part of what the symbolic tensor describes."""
     sizes = zip(tensor.shape, symbolic.shape, strict=True)
     return next((i for i, (own, whole) in enumerate(sizes) if None not in (own, whole) and own != whole), None)
+
+
+def _has_mask(tensors: Mapping[int, Any]) -> bool:
+    return any(get_mask(tensor) is not None for tensor in tensors.values())
 
 
 def _flat(gradient: Any) -> Any:

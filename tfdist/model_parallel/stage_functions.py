@@ -46,6 +46,7 @@ class StageResult(NamedTuple):
         loss: The part of the loss of the batch, a float32 scalar; None if the stage has no loss.
         of_outputs: On the last stage, the parts of the losses of the outputs, if there are several.
         states: The new values of the variables that the stage changes.
+        choices: For outputs that are split over devices, the indices that accuracies take.
     """
 
     tensors: list[tf.Tensor]
@@ -53,6 +54,7 @@ class StageResult(NamedTuple):
     loss: tf.Tensor | None
     of_outputs: list[tf.Tensor]
     states: list[tf.Tensor]
+    choices: list[tf.Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,12 @@ class StageFunction:
             loss=tf.add_n(parts) if parts and self._kind.has_loss else None,
             of_outputs=of_outputs,
             states=[tf.where(given.is_real > 0, after[id(one)], before[id(one)]) for one in self.changed],
+            choices=self._choices(values),
         )
+
+    def _choices(self, values: dict[int, Any]) -> list[tf.Tensor]:
+        """Returns `StageResult.choices`."""
+        return []
 
     def _received(self, given: StageInputs) -> dict[int, Any]:
         """Returns the inputs of the stage with their masks, by the ids of the symbolic tensors."""
