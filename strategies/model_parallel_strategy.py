@@ -98,11 +98,6 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             )
         check_whole_number("data_parallel", data_parallel, at_least=1)
         policy = compression if isinstance(compression, Policy) else Policy(compression)
-        if layout_map is not None and policy.compresses:
-            raise ValueError(
-                f"Gradients of split variables cannot be compressed. Received: compression={compression!r} with a "
-                "layout map. Expected: one of them. Leave out `compression` or `layout_map`."
-            )
         self.servers = connect_to_workers(start_timeout_of(start_timeout_seconds))
         self._layout = None if layout_map is None else ShardLayout(layout_map)
         ways = 1 if self._layout is None else self._layout.ways
@@ -114,7 +109,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         if policy.compresses:
             compare_cpus_of_columns(self.columns)
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
-        self._compression_state = CompressionState(policy if policy.compresses else None, first_devices)
+        shape_of = None if self._layout is None else self._layout.shape_of_part
+        self._compression_state = CompressionState(policy if policy.compresses else None, first_devices, shape_of)
         reduction = ColumnReduction(policy, self._compression_state)
         self._counters = LinkCounters(self._chief)
         self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters, self._layout)

@@ -1,7 +1,8 @@
 """The state that compressors keep from step to step: variables of each replica, which checkpoints save."""
 
 from collections import UserDict, UserList
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -67,15 +68,22 @@ class CompressionState(tf.Module):
     model from any of the checkpoints, and calls `restore` with the prefixes of all of them.
     """
 
-    def __init__(self, policy: Policy | None = None, devices: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        devices: Sequence[str] = (),
+        shape_of: Callable[[Any], tuple[int, ...]] | None = None,
+    ) -> None:
         """Creates an empty state.
 
         Args:
             policy: Chooses the compressors that keep it; None if there are none.
             devices: Those of the replicas that keep a state, if all are in this process and are not the replicas of
                 the strategy.
+            shape_of: Returns the shape of what a replica has of a Keras variable; by default all of it.
         """
         super().__init__(name="compression_state")
+        self.shape_of = shape_of or (lambda variable: tuple(variable.shape))
         self.policy = policy
         self.devices: UserList[str] = UserList(devices)
         self.replicas: dict[str, ReplicaState] = {}

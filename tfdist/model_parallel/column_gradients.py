@@ -37,7 +37,9 @@ def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequen
                 with tf.device(device):
                     total = totals.get(id(variable))
                     found.append(None if total is None else unscale(total))
-            gradients.append(ColumnGradient(path, tuple(variable.shape), devices, found))
+            replicas, is_split = tuple(range(place, len(columns), columns.ways)), id(variable) in columns.axes
+            shape = columns.shape_of_part(variable)
+            gradients.append(ColumnGradient(path, shape, is_split, replicas, devices, found))
     return gradients
 
 

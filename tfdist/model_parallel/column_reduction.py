@@ -28,13 +28,17 @@ class ColumnGradient:
 
     Attributes:
         path: The unique path of the variable.
-        shape: Its shape.
+        shape: The shape of what each column has of it.
+        is_split: Whether each column has a part of it.
+        replicas: The numbers of the columns, under which compressors keep their state.
         devices: By column, where the variable is.
         of_columns: By column, dense or `tf.IndexedSlices` on that device; None if the column has none.
     """
 
     path: str
     shape: tuple[int, ...]
+    is_split: bool
+    replicas: tuple[int, ...]
     devices: tuple[str, ...]
     of_columns: Sequence[Any]
 
@@ -83,14 +87,15 @@ class ColumnReduction:
         for position, gradient in enumerate(gradients):
             compressor, has_state = self._resolve(gradient)
             if compressor != Dense() and not isinstance(gradient.of_columns[0], tf.IndexedSlices):
-                together[compressor, gradient.devices].append(position)
+                # What a bucket sends may depend on all of it, but copies of whole variables must stay equal.
+                together[compressor, gradient.devices, gradient.is_split].append(position)
             elif compressor != Dense() and has_state and compressor.encodes_rows:
                 results[position], flag = self._sum_rows(gradient, compressor, writes, is_warm_up)
                 finite.append(flag)
             else:
                 results[position] = summed_over_columns(gradient.of_columns, gradient.devices)
                 exact.append(results[position][0])
-        for (compressor, _), positions in together.items():
+        for (compressor, *_), positions in together.items():
             for bucket in fill_buckets([gradients[one].of_columns[0] for one in positions], DEFAULT_BUCKET_BYTES):
                 chosen = [positions[index] for index in bucket.positions]
                 sums, flag = self._sum_bucket([gradients[one] for one in chosen], compressor, writes, is_warm_up)
@@ -117,7 +122,7 @@ class ColumnReduction:
         compressor, _ = self._resolve(gradient)
         return [
             self._state.replica_state(column, device).of(gradient.path, compressor, gradient.shape, device)
-            for column, device in enumerate(gradient.devices)
+            for column, device in zip(gradient.replicas, gradient.devices, strict=True)
         ]
 
     def _sum_bucket(

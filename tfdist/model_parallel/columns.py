@@ -51,6 +51,11 @@ class Columns:
         stage = self.devices[0].index(device) if device in self.devices[0] else 0
         return tuple(of_stages[stage] for of_stages in self.devices)
 
+    def shape_of_part(self, variable: keras.Variable) -> tuple[int, ...]:
+        """Returns the shape of what a column has of a variable."""
+        axis = self.axes.get(id(variable))
+        return tuple(size // self.ways if index == axis else size for index, size in enumerate(variable.shape))
+
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:
         """In the body, variables are held by their copy in a column."""

@@ -77,9 +77,14 @@ def _update(
 def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any], *, compiles_large: bool) -> None:
     update = OptimizerUpdate(optimizer, variables)
     update.update(gradients, compiles_large=compiles_large)
-    update.constrain()
+    finish_update(optimizer, update, variables)
+
+
+def finish_update(optimizer: Any, update: OptimizerUpdate, variables: list[keras.Variable]) -> None:
+    """Updates the moving averages of variables of one device, then applies their constraints, in Keras' order."""
     if optimizer.use_ema:
         _average(optimizer, variables)
+    update.constrain()
 
 
 def _average(optimizer: Any, variables: list[keras.Variable]) -> None:

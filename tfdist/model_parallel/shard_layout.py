@@ -70,6 +70,11 @@ class ShardLayout:
             )
         return axes[0]
 
+    def shape_of_part(self, variable: Any) -> tuple[int, ...]:
+        """Returns the shape of what a device has of a Keras variable. Raises: as `axis_at`."""
+        axis = self.axis_of(variable)
+        return tuple(size // self.ways if index == axis else size for index, size in enumerate(variable.shape))
+
     def axes_of(self, variables: Iterable[Any]) -> dict[int, int]:
         """Returns by the id of each split variable its axis."""
         found = {id(variable): self.axis_of(variable) for variable in variables}

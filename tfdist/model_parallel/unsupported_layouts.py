@@ -10,8 +10,13 @@ from tfdist.keras_internals.placed_variables import optimizers_of
 _OPTIMIZERS = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
     *(keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
-    *(keras.optimizers.Ftrl, keras.optimizers.Lion),
+    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb),
+    *[vars(keras.optimizers)[name] for name in ("ScheduleFreeAdamW",) if name in vars(keras.optimizers)],
 )
+_REASONS = {
+    "Adafactor": "it takes means over rows and columns of a variable",
+    "Muon": "it makes complete matrices orthogonal",
+}
 _REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
@@ -29,13 +34,13 @@ def check_split_variables(model: Any, axes: Mapping[int, int], step: str) -> Non
     if step != "train_step" or not axes:
         return
     optimizer, _ = optimizers_of(model.optimizer)
-    if type(optimizer) not in _OPTIMIZERS or optimizer.clipnorm:
-        reason = f"clipnorm={optimizer.clipnorm}" if type(optimizer) in _OPTIMIZERS else type(optimizer).__name__
+    if type(optimizer) not in _OPTIMIZERS:
+        name = type(optimizer).__name__
         raise ValueError(
             "An optimizer cannot update split variables, because its update of an element may depend on the complete "
-            f"variable. Received: {reason} with a layout map. Expected: one of "
-            f"{', '.join(one.__name__ for one in _OPTIMIZERS)}, without `clipnorm`. Use `global_clipnorm` or "
-            "`clipvalue`, or leave out `layout_map`."
+            f"variable. Received: {name} with a layout map; {_REASONS.get(name, 'what it needs is not known')}. "
+            f"Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave out "
+            "`layout_map`."
         )
     for variable in model.trainable_variables:
         if id(variable) not in axes:

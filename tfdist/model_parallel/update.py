@@ -15,6 +15,7 @@ from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.model_parallel.column_run import added
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.device_updates import apply_by_device, doing
+from tfdist.model_parallel.lamb_of_shards import update_by_lamb
 
 
 def loss_scale_of(optimizer: Any) -> tf.Tensor:
@@ -157,15 +158,45 @@ class _Application:
     def _apply(self, gradients: Sequence[Sequence[Any]]) -> None:
         clip = self._clipping(gradients)
         clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
+        if self._optimizer.clipnorm:
+            clipped = self._clipped_by_norm(clipped)
+        by_norms = isinstance(self._optimizer, keras.optimizers.Lamb)
+        together = [index for index, one in enumerate(self._variables) if by_norms and self._is_split(one)]
+        alone = [index for index in range(len(self._variables)) if index not in together]
         for column, of_column in enumerate(clipped):
             with self._columns.entered(column):
-                apply_by_device(self._optimizer, self._variables, of_column, compiles_large=self._compiles_large)
+                variables, own = [self._variables[index] for index in alone], [of_column[index] for index in alone]
+                apply_by_device(self._optimizer, variables, own, compiles_large=self._compiles_large)
+        if together:
+            own_parts = [[of_column[index] for index in together] for of_column in clipped]
+            update_by_lamb(self._optimizer, [self._variables[index] for index in together], own_parts, self._columns)
+
+    def _is_split(self, variable: keras.Variable) -> bool:
+        return id(variable) in self._columns.axes
+
+    def _clipped_by_norm(self, gradients: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Clips each gradient by its norm, that of a split variable by the norm of all of its parts."""
+        ways, found = self._columns.ways, [list(of_column) for of_column in gradients]
+        squares = [self._on_devices(column, gradients[column], _sum_of_squares) for column in range(ways)]
+        for index, variable in enumerate(self._variables):
+            square = tf.add_n([of_column[index] for of_column in squares]) if self._is_split(variable) else None
+            for of_column, device in zip(found, self._columns.devices_of(variable), strict=True):
+                with tf.device(device):
+                    own = of_column[index]
+                    clip = self._optimizer._clip_by_norm
+                    of_column[index] = clip(own) if square is None else self._scaled_to_norm(own, square)
+        return found
+
+    def _scaled_to_norm(self, gradient: Any, square: tf.Tensor) -> Any:
+        limit = self._optimizer.clipnorm
+        scale = tf.cast(limit / tf.maximum(tf.sqrt(square), limit), gradient.dtype)
+        return _times(gradient, scale)
 
     def _clipping(self, gradients: Sequence[Sequence[Any]]) -> Callable[[Any], Any]:
-        """Returns the clipping of the optimizer."""
+        """Returns the clipping of the optimizer, except that by `clipnorm`."""
         optimizer = self._optimizer
         if optimizer.clipnorm:
-            return optimizer._clip_by_norm
+            return lambda gradient: gradient
         if optimizer.clipvalue:
             limit = optimizer.clipvalue
             return lambda gradient: tf.clip_by_value(tf.convert_to_tensor(gradient), -limit, limit)

@@ -41,9 +41,9 @@ class CompressionArrays:
             self._policy = self._state.policy
             # In the order in which the optimizer asks for the paths: it appends numbers to repeated ones.
             update = OptimizerUpdate(model.optimizer, model.trainable_variables)
-            for variable, path, shape in zip(model.trainable_variables, update.paths, update.shapes, strict=True):
+            for variable, path in zip(model.trainable_variables, update.paths, strict=True):
                 self._keys[path] = keys[id(variable)]
-                self._shapes[path] = tuple(shape)
+                self._shapes[path] = self._state.shape_of(variable)
 
     @property
     def num_replicas(self) -> int:
