@@ -7,8 +7,11 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.functional_graph import graph_of
+from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.model_parallel.sharded_layers import ATTENTION, aware_layers, is_elementwise, projections_of
+from tfdist.model_parallel.composite_layers import inner_layers_of, rows_after
+from tfdist.model_parallel.sharded_layers import aware_layers, is_attention, is_elementwise, projections_of
+from tfdist.model_parallel.split_embeddings import is_embedding, is_reversible
 from tfdist.utils.argument_checks import check_whole_number
 
 _AXIS = "model"
@@ -52,12 +55,15 @@ def auto_layout(model: Any, ways: int) -> Any:
             consumers[id(tensor)].append(call)
     makers = {id(tensor): call for call in once for tensor in call.outputs}
     returned = {id(tensor) for tensor in graph.outputs}
+    for layer in {id(call.operation): call.operation for call in graph.calls if is_embedding(call.operation)}.values():
+        if numbers[id(layer)] == 1 or is_reversible(layer):
+            layouts |= _words(layer, ways)
     for call in once:
         layer = call.operation
-        if type(layer) in ATTENTION:
+        if is_attention(layer):
             layouts |= _heads(layer, ways)
-        elif type(layer) is keras.layers.Embedding and layer.input_dim % ways == 0:
-            layouts[id(layer._embeddings)] = (_AXIS, None)
+        elif not _is_dense(layer) and (inner := inner_calls(call, training=True)) is not None:
+            layouts |= _inner_layouts(inner, ways)
         elif _is_dense(layer) and layer._kernel.shape[0] % ways == 0:
             columns = _columns_before(call, makers, consumers, returned)
             if columns and all(id(one._kernel) not in layouts and one.units % ways == 0 for one in columns):
@@ -70,10 +76,34 @@ def auto_layout(model: Any, ways: int) -> Any:
                 layouts |= _by_columns(layer)
     mesh = keras.distribution.DeviceMesh((1, ways), ["batch", _AXIS], devices=[str(rank) for rank in range(ways)])
     layout_map = keras.distribution.LayoutMap(mesh)
-    variables = [variable for call in once for variable in call.variables if id(variable) in layouts]
+    variables = [variable for call in graph.calls for variable in call.variables if id(variable) in layouts]
     for path, axes in {variable.path: layouts[id(variable)] for variable in variables}.items():
         layout_map[path] = axes
     return layout_map
+
+
+def _inner_layouts(inner: InnerCalls, ways: int) -> _Layouts:
+    """Returns the layouts of the layers inside of a layer, such as a block of a transformer."""
+    layouts: _Layouts = {}
+    layers = [layer for layer in inner_layers_of(inner) if inner.only_call_of(layer) is not None]
+    for layer in layers:
+        if is_attention(layer):
+            layouts |= _heads(layer, ways)
+        elif is_embedding(layer):
+            layouts |= _words(layer, ways)
+        elif _is_dense(layer) and layer.units % ways == 0 and (pair := rows_after(inner, layer)) is not None:
+            rows = [one for one in pair[0] if _is_dense(one)]
+            if len(rows) == len(pair[0]) and not any(id(one._kernel) in layouts for one in (layer, *rows)):
+                layouts |= _by_columns(layer) | {id(one._kernel): (_AXIS, None) for one in rows}
+    return layouts
+
+
+def _words(layer: Any, ways: int) -> _Layouts:
+    if layer.input_dim % ways or not list(aware_layers(layer, {})):
+        return {}
+    found: _Layouts = {id(layer._embeddings): (_AXIS, None)}
+    is_tied = getattr(layer, "tie_weights", True)
+    return found if is_tied else {**found, id(layer.reverse_embeddings): (None, _AXIS)}
 
 
 def _is_dense(layer: Any) -> bool:

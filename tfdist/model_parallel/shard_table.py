@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.model_parallel.composite_layers import aware_layers_of
 from tfdist.model_parallel.shard_group import GATHER, SUM, ShardExchange
-from tfdist.model_parallel.sharded_layers import aware_layers
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction
 from tfdist.model_parallel.split_outputs import describe_outputs
 from tfdist.model_parallel.stage_functions import StageInputs, StageKind
@@ -29,10 +29,11 @@ def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: 
     functions = [_function(model, stages, stage, axes, ways) for stage in stages.stages]
     made = [one for function in functions for one in function.exchanges]
     rows, complete = [], []
-    for call in (call for stage in stages.stages for call in stage.calls):
+    calls = {call.name: call for stage in stages.stages for call in stage.calls}  # a shared layer has one row
+    for call in calls.values():
         own = [one for one in made if one.layer == call.name]
-        is_split = any(id(variable) in axes for variable in call.variables)
-        is_complete = is_split and not list(aware_layers(call.operation, axes))
+        split = {id(variable) for variable in call.variables if id(variable) in axes}
+        is_split, is_complete = bool(split), bool(split - aware_layers_of(call, axes, training=True).variables)
         complete += [call.name] if is_complete else []
         if own:
             kind = "complete" if is_complete else "split" if is_split else "whole"
@@ -41,8 +42,8 @@ def shard_table(model: Any, stages: ModelStages, axes: Mapping[int, int], ways: 
             fixed = [one for one in gathers if None not in list(one.shape)]
             values = [one for one in gathers if None in list(one.shape)]
             rows.append([call.name, kind, *(format_bytes(_sent(part, ways)) for part in (sums, values, fixed))])
-    split = sum(id(variable) in axes for variable in stages.variables)
-    yield f"{ways} devices share each stage: {split} of {len(stages.variables)} variables are split"
+    number = sum(id(variable) in axes for variable in stages.variables)
+    yield f"{ways} devices share each stage: {number} of {len(stages.variables)} variables are split"
     if rows:
         head, *body = align_columns([_HEADINGS, *rows], left=_LEFT)
         yield from (head, "-" * max(map(len, (head, *body))), *body)

@@ -12,7 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.model_parallel.elementwise_functions import is_elementwise_function
 from tfdist.model_parallel.shard_group import ShardGroup
+from tfdist.model_parallel.split_embeddings import embedding_call, is_embedding
 from tfdist.model_parallel.split_softmax import split_softmax
 
 ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -21,22 +23,19 @@ _ELEMENTWISE_LAYERS = (
     *(keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity),
     *(keras.layers.Add, keras.layers.Subtract, keras.layers.Multiply, keras.layers.Average),
 )
-_ELEMENTWISE_FUNCTIONS = frozenset(
-    "celu elu exponential gelu hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
-    "sigmoid silu softplus softsign tanh".split()
-)
 
 
 def is_elementwise(operation: Any) -> bool:
     """Whether a layer computes each element of its output from the same element of its inputs alone."""
     if type(operation) not in _ELEMENTWISE_LAYERS:
         return False
-    return not isinstance(operation, keras.layers.Activation) or _is_elementwise_function(operation.activation)
+    return not isinstance(operation, keras.layers.Activation) or is_elementwise_function(operation.activation)
 
 
-def _is_elementwise_function(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    return function is None or name in _ELEMENTWISE_FUNCTIONS and function is getattr(keras.activations, name)
+def is_attention(layer: Any) -> bool:
+    """Whether a layer is an attention of Keras, or the one of KerasHub that may keep keys and values in a cache."""
+    is_of_hub = type(layer).__module__.startswith("keras_hub.") and type(layer).__name__ == "CachedMultiHeadAttention"
+    return type(layer) in ATTENTION or (is_of_hub and isinstance(layer, ATTENTION))
 
 
 def is_softmax(operation: Any) -> bool:
@@ -58,12 +57,12 @@ def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
         operation: The layer or operation that a model calls.
         axes: By the id of a split variable its axis.
     """
-    if type(operation) in ATTENTION and _is_split_by_heads(operation, axes):
+    if is_attention(operation) and _is_split_by_heads(operation, axes):
         inner = [*projections_of(operation), operation._output_dense]
         if all(map(_is_plain, inner)):
             yield from inner
             yield operation._dropout_layer
-    elif type(operation) in (*_CONTRACTIONS, keras.layers.Embedding) and _is_plain(operation):
+    elif (type(operation) in _CONTRACTIONS or is_embedding(operation)) and _is_plain(operation):
         yield operation
 
 
@@ -89,7 +88,7 @@ def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callab
         # The one of attention, on scores of shape [samples, heads, ...].
         return partial(dropped, layer, type(layer).call.__get__(layer), group, axis=1)
     if isinstance(layer, keras.layers.Embedding):
-        return partial(_looked_up, layer, group, axes)
+        return embedding_call(layer, group, axes)
     return partial(_contracted, layer, group, axes)
 
 
@@ -141,7 +140,7 @@ def _contracted(
         result += _fitting(layer.bias, group, axes, split_output)
     if split_output == -1 and layer.activation is keras.activations.softmax:
         return split_softmax(result, group)
-    if split_output is not None and not _is_elementwise_function(layer.activation):
+    if split_output is not None and not is_elementwise_function(layer.activation):
         result = group.gather(result, split_output)
     return result if layer.activation is None else layer.activation(result)
 
@@ -155,20 +154,6 @@ def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output
     if split_output is None or own is not None or -split_output > len(bias.shape):
         return value
     return group.part(value, split_output)
-
-
-def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor) -> tf.Tensor:
-    """Embedding, split by words or by features."""
-    table = tf.convert_to_tensor(layer.embeddings)
-    ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    if axes.get(id(layer._embeddings)) != 0:
-        return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
-    rows = layer._embeddings.shape[0] // group.ways
-    own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
-    is_own = (own >= 0) & (own < rows)
-    found = keras.ops.take(table, tf.where(is_own, own, 0), axis=0)
-    found = tf.where(is_own[..., tf.newaxis], found, tf.zeros([], found.dtype))
-    return group.sum(tf.cast(found, layer.compute_dtype))
 
 
 def dropped(

@@ -11,11 +11,11 @@ from tfdist.keras_internals.compiled_outputs import replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
+from tfdist.model_parallel.composite_layers import aware_layers_of
 from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
 from tfdist.model_parallel.shard_program import ShardProgram
 from tfdist.model_parallel.sharded_layers import (
     aware_call,
-    aware_layers,
     dropped,
     is_elementwise,
     is_softmax,
@@ -161,23 +161,40 @@ class ShardedStageFunction(StageFunction):
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
         group = self._known_group
         group.layer = call.name
-        aware = list(aware_layers(call.operation, self._axes))
+        known = aware_layers_of(call, self._axes, training=self._kind.training)
+        aware = known.layers
         own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {_split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
+        replaced |= {layer: self._dropped(layer, -1) for layer in known.dropouts}
+        for layer in [one for one in aware if id(one) in known.whole]:
+            replaced[layer] = self._with_whole_result(layer, replaced[layer])
         if type(call.operation) is keras.layers.Dropout and splits != {None}:
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
-            replaced[layer] = lambda x, training=False: dropped(
-                layer, type(layer).call.__get__(layer), group, x, training, axis=axis
-            )
+            replaced[layer] = self._dropped(layer, axis)
         elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
             replaced[call.operation] = lambda x: split_softmax(x, group)
         elif not (takes_parts(call.operation) and aware) and not (is_elementwise(call.operation) and len(splits) == 1):
             own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
-        known = {id(one) for layer in aware for one in layer.variables}
-        with self._gathered([one for one in call.variables if id(one) not in known]), replaced_calls(replaced):
+        others = [one for one in call.variables if id(one) not in known.variables]
+        with self._gathered(others), replaced_calls(replaced):
             return list(call(own, training=self._kind.training))
+
+    def _dropped(self, layer: Any, axis: int) -> Any:
+        call = type(layer).call.__get__(layer)
+        return lambda x, training=False: dropped(layer, call, self._known_group, x, training, axis=axis)
+
+    def _with_whole_result(self, layer: Any, call: Any) -> Any:
+        """Returns the call of an inner layer, a Dense or an embedding, which gathers a split result."""
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            width = layer.units if isinstance(layer, keras.layers.Dense) else layer.output_dim
+            is_part = result.shape[-1] != (layer.input_dim if kwargs.get("reverse") else width)
+            return self._known_group.gather(result, -1) if is_part else result
+
+        return whole
 
     @contextlib.contextmanager
     def _gathered(self, variables: Any) -> Any:

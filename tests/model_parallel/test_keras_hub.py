@@ -1,0 +1,34 @@
+"""Backbones of KerasHub with the automatic layout: two columns of two stages, each shared by two devices."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from child_environment import child_environment
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub"),
+]
+SCRIPT = Path(__file__).parent / "hub_in_stages.py"
+
+
+@pytest.mark.parametrize(("name", "split"), [("gpt2", 21), ("bert", 25)])
+def test_weights_equal_those_of_one_process(name: str, split: int, tmp_path: Path) -> None:
+    """After 20 steps of Adam; no layer gathers variables or values, and each block has four sums."""
+    results = tmp_path / "results.json"
+    hub = Path(importlib.util.find_spec("keras_hub").origin).parents[1]  # type: ignore[union-attr, arg-type]
+    command = [sys.executable, str(SCRIPT), name, str(results)]
+    environ = child_environment(SCRIPT.parent, hub)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(results.read_text())
+    assert found["steps"] == 20 and found["split"] == split
+    assert found["weights"] <= 1e-5 and found["logs"] <= 1e-5
+    rows = [line.split() for line in found["summary"] if " split " in line and line.endswith("B")]
+    assert len(rows) >= 4 and all(row[4:] == ["0", "B", "0", "B"] for row in rows)
+    blocks = [row[2] for row in rows if "transformer_layer" in row[0]]
+    assert blocks == [str(4 * 16 * 4)] * 2  # of a position, as the lengths of sequences are not static

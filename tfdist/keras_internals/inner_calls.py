@@ -1,0 +1,159 @@
+"""The calls of layers inside of a layer: which tensors each of them takes and returns, and what else uses these."""
+
+import contextvars
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import tree
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
+
+Follows = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class InnerCall:
+    """A call of a layer inside of another layer.
+
+    Attributes:
+        layer: The inner layer.
+        input: The first tensor that it takes, or None.
+        outputs: The tensors that it returns.
+        first: The number of the first operation that it creates.
+        end: The number after its last one.
+    """
+
+    layer: Any
+    input: Any
+    outputs: Sequence[Any]
+    first: int
+    end: int
+
+
+@dataclass
+class InnerCalls:
+    """All calls inside of one call of a layer, in the order in which they end.
+
+    Attributes:
+        calls: The calls.
+        function: The trace that they belong to.
+    """
+
+    calls: list[InnerCall] = field(default_factory=list)
+    function: Any = None
+
+    def only_call_of(self, layer: Any) -> InnerCall | None:
+        """Returns the call of a layer that is called once, else None."""
+        found = [one for one in self.calls if one.layer is layer]
+        return found[0] if len(found) == 1 else None
+
+    def consumers(self, tensor: Any) -> list[InnerCall] | None:
+        """Returns the innermost calls that take a tensor first; None if anything else uses it."""
+        numbers = {operation.name: number for number, operation in enumerate(self._operations)}
+        found: list[InnerCall] = []
+        for operation in tensor.consumers():
+            number = numbers[operation.name]
+            takers = [one for one in self.calls if one.input is tensor and one.first <= number < one.end]
+            if not takers:
+                return None
+            found.append(min(takers, key=lambda one: one.end - one.first))
+        if any(tensor is output for output in self._returned):
+            return None
+        return list({id(one): one for one in found}.values())
+
+    def reached(self, tensor: Any, passes: Follows) -> tuple[list[Any], list[Any]] | None:
+        """Follows a tensor through layers.
+
+        Args:
+            tensor: What an inner call returns.
+            passes: Whether a layer only passes on what it takes, element by element.
+
+        Returns:
+            The layers that take it at last, and those that have passed it on; None if something else than layers uses
+            it, or nothing.
+        """
+        consumers = self.consumers(tensor)
+        if not consumers:
+            return None
+        ends, passed = [], []
+        for call in consumers:
+            if not passes(call.layer):
+                ends.append(call.layer)
+                continue
+            passed.append(call.layer)
+            for output in call.outputs:
+                further = self.reached(output, passes)
+                if further is None:
+                    return None
+                ends += further[0]
+                passed += further[1]
+        return ends, passed
+
+    @property
+    def _operations(self) -> list[Any]:
+        return list(self.function.graph.get_operations())
+
+    @property
+    def _returned(self) -> list[Any]:
+        # What the trace returns are copies.
+        return [operation.inputs[0] for operation in self._operations if operation.name.startswith("returned")]
+
+
+def inner_calls(call: LayerCall, *, training: bool) -> InnerCalls | None:
+    """Traces a call of a layer on complete values, apart from everything else.
+
+    Args:
+        call: The call, of a layer that has layers.
+        training: As in the call of a layer.
+
+    Returns:
+        None if it has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
+    """
+    layers = _inner_layers(call.operation)
+    if not layers or any(getattr(one, "_remat_mode", None) for one in (call.operation, *layers)):
+        return None
+    found = InnerCalls()
+    tensors, variables = list(call.inputs), call.variables
+    specs = [tf.TensorSpec(one.shape, one.dtype) for one in (*tensors, *variables)]
+
+    def traced(*given: tf.Tensor) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, given, strict=False)}
+        recorded = {layer: _recorded(layer, found, graph) for layer in layers}
+        with initial_scope(variables, given[len(tensors) :]), replaced_calls(recorded):
+            results = call(values, training=training)
+        return [tf.identity(tf.convert_to_tensor(result), name="returned") for result in results]
+
+    def trace() -> Any:
+        with tf.init_scope(), tf.device(None):
+            return tf.function(traced, autograph=False).get_concrete_function(*specs)
+
+    try:
+        found.function = contextvars.Context().run(trace)  # without the losses of a step
+    except Exception:  # whatever a layer raises, it is then computed as a whole
+        return None
+    return None if any(one.first < 0 for one in found.calls) else found
+
+
+def _inner_layers(operation: Any) -> list[Any]:
+    return list(operation._flatten_layers(include_self=False)) if isinstance(operation, keras.layers.Layer) else []
+
+
+def _recorded(layer: Any, found: InnerCalls, graph: Any) -> Callable[..., Any]:
+    call = type(layer).call.__get__(layer)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        is_inside = tf.compat.v1.get_default_graph() is graph
+        first = len(graph.get_operations()) if is_inside else -1
+        result = call(*args, **kwargs)
+        leaves = [leaf for leaf in tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
+        outputs = [leaf for leaf in tree.flatten(result) if tf.is_tensor(leaf)]
+        given = leaves[0] if leaves else None
+        found.calls.append(InnerCall(layer, given, outputs, first, len(graph.get_operations())))
+        return result
+
+    return recorded

@@ -1,0 +1,101 @@
+"""Layers that contain layers, such as a block of a transformer: their inner layers compute on parts of variables.
+
+The code of such a layer is not known. So what its inner layers return is whole, except where a trace shows that nothing
+but layers that take parts uses it: the hidden values between a Dense that is split by columns and one split by rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.model_parallel.sharded_layers import aware_layers, is_attention, is_elementwise
+
+
+@dataclass(frozen=True)
+class AwareLayers:
+    """The layers of a layer call that compute on parts of variables.
+
+    Attributes:
+        layers: The layers themselves.
+        whole: Those that must return whole values, by id.
+        dropouts: Dropout layers whose inputs are split along the last axis.
+    """
+
+    layers: list[Any] = field(default_factory=list)
+    whole: frozenset[int] = frozenset()
+    dropouts: list[Any] = field(default_factory=list)
+
+    @property
+    def variables(self) -> set[int]:
+        """The ids of their variables."""
+        return {id(one) for layer in self.layers for one in layer.variables}
+
+
+def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool) -> AwareLayers:
+    """Returns the layers of a layer call that compute on parts of variables, also those inside of its layer.
+
+    Args:
+        call: A layer call of a model.
+        axes: By the id of a split variable its axis.
+        training: As in the call of a layer.
+    """
+    own = list(aware_layers(call.operation, axes))
+    if own or not any(id(variable) in axes for variable in call.variables):
+        return AwareLayers(own)
+    inner = inner_calls(call, training=training)
+    if inner is None:
+        return AwareLayers()
+    layers, outermost = [], list(_outermost(inner))
+    for layer in outermost:
+        if type(layer) is not keras.layers.EinsumDense:
+            layers += [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
+    own_dense = [one for one in outermost if type(one) is keras.layers.Dense and any(one is known for known in layers)]
+    kept, dropouts = set(), []
+    for layer in own_dense:
+        pair = rows_after(inner, layer)
+        if pair is not None and all(axes.get(id(one._kernel)) == 0 for one in pair[0]):
+            kept.add(id(layer))
+            dropouts += pair[1]
+    whole = frozenset(id(layer) for layer in outermost if id(layer) not in kept)
+    return AwareLayers(layers, whole, dropouts)
+
+
+def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | None:
+    """Returns the Dense layers that alone use what a Dense layer returns, and the Dropout layers between them.
+
+    Args:
+        inner: The calls inside of a layer.
+        layer: An inner Dense layer.
+
+    Returns:
+        None if anything else uses it, or if one of these layers is called several times.
+    """
+    own = inner.only_call_of(layer)
+    found = None if own is None or len(own.outputs) != 1 else inner.reached(own.outputs[0], _passes)
+    if found is None:
+        return None
+    ends, passed = found
+    is_known = all(type(one) is keras.layers.Dense and inner.only_call_of(one) for one in ends)
+    return (ends, [one for one in passed if type(one) is keras.layers.Dropout]) if is_known else None
+
+
+def _passes(layer: Any) -> bool:
+    return is_elementwise(layer) or type(layer) is keras.layers.Dropout
+
+
+def _outermost(inner: InnerCalls) -> Iterator[Any]:
+    """Yields the inner layers once, without those inside of attention."""
+    layers = {id(one.layer): one.layer for one in inner.calls}
+    inside = {
+        id(one) for layer in layers.values() if is_attention(layer) for one in layer._flatten_layers(include_self=False)
+    }
+    yield from (layer for key, layer in layers.items() if key not in inside)
+
+
+def inner_layers_of(inner: InnerCalls) -> list[Any]:
+    """Returns the layers inside of a layer that a layout may split, without those inside of attention."""
+    return list(_outermost(inner))

@@ -1,0 +1,48 @@
+"""Which functions compute each element of their result from the same element of their argument alone."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_OF_KERAS = frozenset(
+    "celu elu exponential gelu hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
+    "sigmoid silu softplus softsign tanh".split()
+)
+_OPERATIONS = frozenset(
+    "Abs Add AddV2 Cast Ceil ClipByValue Const Cosh Elu Erf Erfc Exp Expm1 Floor Greater GreaterEqual Identity Inv "
+    "LeakyRelu Less LessEqual Log Log1p Maximum Minimum Mul Neg Placeholder Pow RealDiv Reciprocal Relu Relu6 Rsqrt "
+    "Select SelectV2 Selu Sigmoid Sign Sinh Softplus Softsign Sqrt Square Sub Tanh ZerosLike".split()
+)
+
+
+def is_elementwise_function(function: Callable[[Any], Any] | None) -> bool:
+    """Whether a function of one tensor, such as an activation, is elementwise; None is.
+
+    Functions that are not Keras' own are traced: they are if they use nothing but elementwise operations and scalars.
+
+    >>> is_elementwise_function(keras.activations.gelu), is_elementwise_function(keras.activations.softmax)
+    (True, False)
+    >>> is_elementwise_function(lambda x: keras.activations.gelu(x, approximate=True))
+    True
+    """
+    name = getattr(function, "__name__", "")
+    if function is None or name in _OF_KERAS and function is getattr(keras.activations, name):
+        return True
+    return not isinstance(function, keras.layers.Layer) and _is_traced_elementwise(function)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_traced_elementwise(function: Callable[[Any], Any]) -> bool:
+    try:
+        with tf.init_scope(), tf.device(None):
+            traced = tf.function(lambda x: function(x) + 0.0, autograph=False)
+            concrete = traced.get_concrete_function(tf.TensorSpec([None, 3], tf.float32))
+    except Exception:  # whatever it raises, it is not known to be elementwise
+        return False
+    operations = concrete.graph.get_operations()
+    constants = [one.outputs[0].shape.rank for one in operations if one.type == "Const"]
+    is_known = not concrete.captured_inputs and all(one.type in _OPERATIONS for one in operations)
+    return is_known and not any(constants) and concrete.outputs[0].shape.as_list() == [None, 3]
