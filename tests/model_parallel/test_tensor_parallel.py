@@ -11,9 +11,7 @@ import tensorflow as tf
 from pipeline_runs import difference, fit_both
 from sharded_models import strategy_of
 
-from tfdist.callbacks import FailureRecovery
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.recovery import worker_tensors
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
@@ -211,30 +209,6 @@ def test_regularizers() -> None:
         strategy_of(2), build, lambda m: runs.compile_classifier(m, keras.optimizers.SGD(0.1)), epochs=2
     )
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
-
-
-def test_failure_recovery(tmp_path: Any) -> None:
-    def train(epochs: int, directory: Any) -> keras.Model:
-        keras.utils.set_random_seed(1)
-        with strategy_of(2).scope():
-            model = models.mlp()
-            runs.compile_classifier(model, keras.optimizers.SGD(0.1, momentum=0.9))
-        callbacks = [FailureRecovery(directory)]
-        model.fit(runs.X, runs.CLASSES, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
-        return model
-
-    train(1, tmp_path / "a")
-    resumed, expected = train(3, tmp_path / "a"), train(3, tmp_path / "b")
-    assert resumed.optimizer.iterations.numpy() == 6
-    assert difference(resumed.weights, expected.weights) == 0.0
-    assert difference(resumed.optimizer.variables, expected.optimizer.variables) == 0.0
-
-
-def test_failure_recovery_with_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_tensors, "own_task", lambda: "/job:chief/replica:0/task:0")
-    devices = [tf.config.list_logical_devices("CPU")[index].name for index in range(2)]
-    with pytest.raises(ValueError, match="cannot save split variables"):
-        worker_tensors.WorkerCopies(1.0).request("kernel", ShardedVariable(tf.Variable(tf.zeros([4])), 0, [devices]))
 
 
 def test_number_of_devices() -> None:

@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from tfdist.checkpoint import CheckpointError
 from tfdist.checkpoint.worker_files import record_worker_files
-from tfdist.recovery import worker_calls, worker_tensors
-from tfdist.recovery.worker_tensors import WorkerCopies, assign_all, open_worker_tensors
+from tfdist.recovery import worker_calls, worker_copies
+from tfdist.recovery.worker_copies import WorkerCopies
+from tfdist.recovery.worker_tensors import assign_all, open_worker_tensors
 
 
 @pytest.fixture
 def copies(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> WorkerCopies:
-    monkeypatch.setattr(worker_tensors, "own_task", lambda: "/job:chief/task:0")
+    monkeypatch.setattr(worker_copies, "own_task", lambda: "/job:chief/task:0")
     return WorkerCopies(30.0)
 
 
@@ -72,7 +73,6 @@ def test_many_workers_cause_no_warning_of_retracing(
     cpus: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TensorFlow warns from the fifth function on that is traced for the same Python code in a row."""
     tf.get_logger().addHandler(caplog.handler)
@@ -86,9 +86,7 @@ def test_many_workers_cause_no_warning_of_retracing(
         bundles.write(directory)
         found = saved(bundles, directory)["value"]
         assign_all([(variable, found)])
-        with monkeypatch.context() as here:
-            here.setattr(worker_tensors, "own_task", worker_calls.own_task)
-            assert np.asarray(found) == number
+        assert np.asarray(found) == number
         worker_calls.check_shared_directory(directory, {worker_calls.own_task(): variable.device}, 30.0)
     tf.get_logger().removeHandler(caplog.handler)
     assert not [record for record in caplog.records if "retracing" in record.getMessage()]
@@ -100,15 +98,12 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         worker_calls.check_shared_directory(tmp_path / "file" / "checkpoints", {}, 30.0)
 
 
-def test_values_can_be_read_as_arrays(
-    copies: WorkerCopies, variables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_can_be_read_as_arrays(copies: WorkerCopies, variables: Any, tmp_path: Path) -> None:
     copies.request("kernel", variables["kernel"])
     copies.request("count", variables["count"])
     bundles = copies.copy_on_workers()
     assert bundles is not None
     bundles.write(tmp_path)
-    monkeypatch.setattr(worker_tensors, "own_task", worker_calls.own_task)
     found = saved(bundles, tmp_path)
     np.testing.assert_array_equal(np.asarray(found["kernel"]), np.ones((3, 2)))
     assert np.asarray(found["count"]) == 7
@@ -138,7 +133,7 @@ def test_copies_of_columns_are_written_where_least_is_written(copies: WorkerCopi
 
     for name, size in {"a": 5, "b": 3, "c": 1, "d": 4}.items():
         copies.request(name, variable(size))
-    found = {task: list(names) for task, names in copies._requested.items()}
+    found = {task: [one.name for one in saved] for task, saved in copies._requested.items()}
     assert found == {"/job:worker/task:0": ["a"], "/job:worker/task:1": ["b", "c", "d"]}
 
 

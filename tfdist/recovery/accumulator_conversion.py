@@ -9,6 +9,7 @@ from tfdist.keras_internals.model_state import OptimizerState, components
 from tfdist.recovery.compatibility import Mismatch, find_variable_mismatch, saved_specs
 from tfdist.recovery.resharding import AccumulationProgress, convert_micro_steps
 from tfdist.recovery.variable_names import ACCUMULATORS, EXACT_WEIGHTS, NamedVariables, variable_specs
+from tfdist.recovery.worker_tensors import multiply
 
 Json = dict[str, Any]
 
@@ -72,8 +73,7 @@ def rescale_accumulators(
             if (name in named.shared) != are_split:
                 continue
             factor = accumulation_progress(optimizer, described).factor if name in saved else 0.0
-            for component in components(strategy, accumulator) if factor != 1.0 else ():
-                component.assign(component * factor)
+            multiply(components(strategy, accumulator), factor)
 
 
 def _is_between_updates(description: Json) -> bool:

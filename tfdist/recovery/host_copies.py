@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
+
 
 class HostCopies:
     """Copies of variables by name. A copy is requested at once and made later, for example by another thread.
@@ -38,16 +40,18 @@ class HostCopies:
 
         Args:
             name: Its name. The array of this name is reused if it has the same shape and dtype.
-            variable: A `tf.Variable`. It is not changed.
+            variable: A `tf.Variable`, or a split one. It is not changed.
 
         Returns:
             An array of its shape and dtype that has its present value after `finish`.
         """
-        value = _view(variable)
+        is_split = isinstance(variable, ShardedVariable)
+        views = [(index, _view(part)) for index, part in (variable.parts() if is_split else [(..., variable)])]
+        shape, dtype = tuple(variable.shape) if is_split else views[0][1].shape, views[0][1].dtype
         array = self._arrays.get(name)
-        if array is None or (array.shape, array.dtype) != (value.shape, value.dtype):
-            array = self._arrays[name] = np.empty(value.shape, value.dtype)
-        self._requested.append((array, value))
+        if array is None or (array.shape, array.dtype) != (shape, dtype):
+            array = self._arrays[name] = np.empty(shape, dtype)
+        self._requested.extend((array[index], view) for index, view in views)
         return array
 
     def finish(self) -> None:
@@ -60,7 +64,7 @@ def _view(variable: Any) -> np.ndarray:
     """Returns the value: a view of the variable's memory if NumPy can read it, a copy from other devices (GPU, TPU)."""
     if "/job:localhost/" in variable.device and "CPU" in variable.device and hasattr(variable, "handle"):
         value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)  # a third of the time
-    else:  # on a server or a TPU, or in parts, the variable itself knows how it is read
+    else:  # on a server or a TPU, the variable itself knows how it is read
         value = variable.read_value()
     if "CPU" in value.device:
         try:

@@ -26,7 +26,8 @@ from tfdist.recovery.resharding import is_replica_name, merge_ranks
 from tfdist.recovery.variable_names import NamedVariables
 from tfdist.recovery.variable_snapshots import VariableSnapshots
 from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_of
-from tfdist.recovery.worker_tensors import WorkerCopies, open_worker_tensors
+from tfdist.recovery.worker_copies import WorkerCopies
+from tfdist.recovery.worker_tensors import open_worker_tensors
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
 
 _ON_WORKERS = "on_workers"

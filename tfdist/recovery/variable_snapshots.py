@@ -32,7 +32,8 @@ from tfdist.recovery.variable_names import (
     NamedVariables,
     variable_specs,
 )
-from tfdist.recovery.worker_tensors import WorkerCopies, assign_all
+from tfdist.recovery.worker_copies import WorkerCopies
+from tfdist.recovery.worker_tensors import assign_all
 from tfdist.training.strategy_protocol import training_strategy
 
 Json = dict[str, Any]

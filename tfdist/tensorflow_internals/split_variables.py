@@ -45,6 +45,19 @@ class ShardedVariable:
         """All parts but the first: what the other columns hold."""
         return self.shards[1:]
 
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Returns where the part `shards[index]` begins and ends along the axis."""
+        size = int(self.shape[self.axis]) // self._ways
+        return index % self._ways * size, (index % self._ways + 1) * size
+
+    def parts(self) -> list[tuple[tuple[slice, ...], ColumnVariable]]:
+        """Returns the parts of the first group, each with its place in an array of the complete value."""
+        axes = range(len(self.shape))
+        return [
+            (tuple(slice(*self.bounds(rank)) if axis == self.axis else slice(None) for axis in axes), shard)
+            for rank, shard in enumerate(self.shards[: self._ways])
+        ]
+
     def read_value(self) -> tf.Tensor:
         """Returns the complete value, on the device of the first part."""
         with tf.device(self.device):
