@@ -1,14 +1,14 @@
 """Measures the memory of a model-parallel training over several processes, phase by phase.
 
-    python benchmarks/model_parallel_memory.py
+    python benchmarks/model_parallel_memory.py [--ways 2]
 
 A model of 200 MB with Adam is trained in 4 stages, each on the device of another process (a worker), by a chief that
-holds none of it: it is built, trained, saved by `FailureRecovery` in the background, saved by Keras and by
-TensorFlow, and resumed by new processes. The peak of the resident memory (`VmHWM`, reset before each phase) of the
-chief and of the largest worker is compared with an empty program: a chief and workers that import TensorFlow, Keras
-and tfdist and connect.
+holds none of it; with `--ways 2` in 2 stages whose variables are split over 2 workers each. It is built, trained, saved
+by `FailureRecovery` in the background, saved by Keras and by TensorFlow, and resumed by new processes. The peak of the
+resident memory (`VmHWM`, reset before each phase) of the chief and of the largest worker is compared with an empty
+program: a chief and workers that import TensorFlow, Keras and tfdist and connect.
 
-Writes `model_parallel_memory.json` to `benchmarks/results` and prints a table.
+Writes `model_parallel_memory.json`, or `model_parallel_memory_2_ways.json`, to `benchmarks/results` and prints a table.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_FILE = Path(__file__).parent / "results" / "model_parallel_memory.json"
+_RESULTS = Path(__file__).parent / "results"
 _WORKERS, _LAYERS, _UNITS, _BATCH = 4, 12, 2048, 16
 _STEPS, _EVERY = 12, 4
 _MB = 1e6
@@ -67,7 +67,7 @@ def serve(spec: dict[str, list[str]], task: int) -> None:
     tf.distribute.Server(spec, job_name="worker", task_index=task, config=threads).join()
 
 
-def run_chief(spec: dict[str, list[str]], workers: list[int], folder: Path, run: str) -> dict[str, Any]:
+def run_chief(spec: dict[str, list[str]], workers: list[int], folder: Path, run: str, ways: int) -> dict[str, Any]:
     """Returns the peaks of the phases of one run: "empty", "train" or "resume"."""
     import keras
     import numpy as np
@@ -86,8 +86,13 @@ def run_chief(spec: dict[str, list[str]], workers: list[int], folder: Path, run:
     if run == "empty":
         return phases.peaks
     keras.utils.set_random_seed(0)
-    with ModelParallelStrategy(devices, pipeline=Pipeline(stages=_WORKERS, micro_batches=4)).scope():
-        layers = [keras.layers.Dense(_UNITS, "relu", use_bias=False) for _ in range(_LAYERS)]
+    mesh = keras.distribution.DeviceMesh((1, ways), ["batch", "model"], devices=[str(rank) for rank in range(ways)])
+    layout = keras.distribution.LayoutMap(mesh)
+    layout["columns.*/kernel"], layout["rows.*/kernel"] = (None, "model"), ("model", None)
+    pipeline = Pipeline(stages=_WORKERS // ways, micro_batches=4)
+    with ModelParallelStrategy(devices, pipeline=pipeline, layout_map=layout if ways > 1 else None).scope():
+        names = [f"{'rows' if index % 2 else 'columns'}_{index}" for index in range(_LAYERS)]
+        layers = [keras.layers.Dense(_UNITS, "relu", use_bias=False, name=name) for name in names]
         model = keras.Sequential([keras.Input((_UNITS,)), *layers])
         model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
     phases.end("build")
@@ -111,11 +116,11 @@ def run_chief(spec: dict[str, list[str]], workers: list[int], folder: Path, run:
     return phases.peaks
 
 
-def start(run: str, folder: Path) -> dict[str, Any]:
+def start(run: str, folder: Path, ways: int) -> dict[str, Any]:
     """Runs a chief with its workers, in new processes, and returns the chief's result."""
     addresses = [f"127.0.0.1:{_free_port()}" for _ in range(_WORKERS + 1)]
     spec = json.dumps({"worker": addresses[1:], "chief": addresses[:1]})
-    command = [sys.executable, __file__, "--spec", spec, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--spec", spec, "--folder", str(folder), "--ways", str(ways)]
     environment = {"MALLOC_ARENA_MAX": "1", **os.environ}  # as `tfdist run --chief` sets it
     workers = [subprocess.Popen([*command, "--task", str(index)], env=environment) for index in range(_WORKERS)]
     try:
@@ -140,15 +145,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in ("--spec", "--folder", "--task", "--run", "--pids"):
         parser.add_argument(option, help=argparse.SUPPRESS)
+    parser.add_argument("--ways", type=int, default=1, help="over how many workers variables are split")
     options = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if options.task is not None:
         return serve(json.loads(options.spec), int(options.task))
     if options.run is not None:
-        peaks = run_chief(json.loads(options.spec), json.loads(options.pids), Path(options.folder), options.run)
+        processes = json.loads(options.spec), json.loads(options.pids)
+        peaks = run_chief(*processes, Path(options.folder), options.run, options.ways)
         return print(json.dumps(peaks), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = {run: start(run, Path(folder)) for run in ("empty", "train", "resume")}
+        found = {run: start(run, Path(folder), options.ways) for run in ("empty", "train", "resume")}
     empty = found.pop("empty")["empty"]
     weights_mb = _LAYERS * _UNITS**2 * 4 / _MB
     rows = {phase: peaks for phases in found.values() for phase, peaks in phases.items() if phase != "empty"}
@@ -156,15 +163,18 @@ def main() -> None:
     for phase, peaks in rows.items():
         print(f"{phase:40}chief {peaks['chief_mb'] - empty['chief_mb']:6.0f}", end="")
         print(f"  largest worker {peaks['worker_mb'] - empty['worker_mb']:6.0f}")
+    option = f" --ways {options.ways}" if options.ways > 1 else ""
     result = {
         "weights_mb": weights_mb,
         "workers": _WORKERS,
         "empty": empty,
         "phases": rows,
         "versions": {name: version(name) for name in ("tensorflow", "keras")} | {"python": platform.python_version()},
-        "command": "python benchmarks/model_parallel_memory.py",
+        "command": "python benchmarks/model_parallel_memory.py"
+        + (f" --ways {options.ways}" if options.ways > 1 else ""),
     }
-    _FILE.write_text(json.dumps(result, indent=1) + "\n")
+    name = "model_parallel_memory" + (f"_{options.ways}_ways" if options.ways > 1 else "")
+    (_RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
+from tfdist.keras_internals.created_parts import NewValue, patch_creation_from_initializers
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.optimizers import patch_learning_rates
@@ -34,6 +35,11 @@ def patch_keras_once(strategy_class: Any) -> None:
         if isinstance(error, tf.errors.CancelledError):
             raise _failed_stage(error) from error
 
+    def create(new: NewValue) -> Any:
+        strategy = tf.distribute.get_strategy()
+        return strategy._create_in_parts(new) if is_ours(strategy) and strategy._create_in_parts else None
+
+    patch_creation_from_initializers(create)
     patch_errors_of_steps(explain)
     patch_auto_jit_compile(is_ours)
     patch_losses(current_stage_loss)

@@ -16,6 +16,7 @@ from tfdist.model_parallel.measured_costs import measured_costs
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.placed_models import PlacedModels
 from tfdist.model_parallel.schedule_picture import schedule_picture
+from tfdist.model_parallel.shard_creation import ShardCreation
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.shard_table import shard_table
 from tfdist.model_parallel.stage_table import stage_table
@@ -105,7 +106,11 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
         self.columns = _columns(resolved, pipeline.stages, ways)
         self._chief = resolved_device("CPU:0")
-        super().__init__(PlacedExtended(self, self._chief, self.columns[0], resolved))
+        extended = PlacedExtended(self, self._chief, self.columns[0], resolved)
+        super().__init__(extended)
+        self._create_in_parts = None
+        if self._layout is not None and self._layout.ways > 1:
+            self._create_in_parts = ShardCreation(self._layout, self.columns, extended)
         if policy.compresses:
             compare_cpus_of_columns(self.columns)
         first_devices = [column[0] for column in self.columns] if policy.compresses else []

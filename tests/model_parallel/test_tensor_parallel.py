@@ -13,7 +13,7 @@ from sharded_models import strategy_of
 
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -229,3 +229,43 @@ def test_invalid_layouts() -> None:
         runs.compile_classifier(model, "sgd")
     with pytest.raises(ValueError, match="does not fit its variable"):
         model.fit(runs.X, runs.CLASSES, verbose=0)
+
+
+def test_variables_are_created_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the values of one process, before it is known which stage they belong to; slots without complete values."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        generator = keras.random.SeedGenerator(3)
+        x = keras.Input((12,))
+        options = {"kernel_initializer": keras.initializers.RandomNormal(seed=generator), "bias_initializer": "ones"}
+        hidden = keras.layers.Dense(8, name="down", **options)(keras.layers.Dense(16, "gelu", name="up", **options)(x))
+        return keras.Model(x, keras.layers.Dense(12, name="logits", kernel_initializer="orthogonal")(hidden))
+
+    strategy, reference = strategy_of(2, 2), build()
+    with strategy.scope():
+        model = build()
+    assert [tuple(one.shape) for one in _split(model.weights)] == [(12, 16), (16,), (16, 8), (8, 12), (12,)]
+    assert difference(model.weights, reference.weights) == 0.0
+    for one in _split(model.weights):
+        assert len({part.device for part in held_variable(one).shards}) == 2
+    with monkeypatch.context() as here:
+        here.delattr(NewVariable, "read_value")  # the complete value
+        with strategy.scope():
+            model.compile(keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25, use_ema=True), "mse")
+            model.optimizer.build(model.trainable_variables)
+    assert len(_split(model.optimizer.variables)) == 10
+    assert {float(one.numpy().ravel()[0]) for one in _split(model.optimizer.variables)} == {0.0, 0.25}
+    held = {one.path: held_variable(one) for one in _split([*model.variables, *model.optimizer.variables])}
+    model.set_weights([one.numpy() * 2 for one in model.weights])
+    assert difference(model.weights, [tf.Variable(2 * one.numpy()) for one in reference.weights]) == 0.0
+    model.fit(runs.X, runs.X, batch_size=25, shuffle=False, verbose=0)
+    reference.set_weights([one.numpy() * 2 for one in reference.weights])
+    reference.compile(keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25, use_ema=True), "mse")
+    reference.fit(runs.X, runs.X, batch_size=25, shuffle=False, verbose=0)
+    assert difference(model.weights, reference.weights) <= 1e-6
+    assert difference(model.optimizer.variables, reference.optimizer.variables) <= 1e-5  # sums of squares up to 40
+    of_stage = [{column[stage] for column in strategy.columns} for stage in range(2)]
+    for one in _split([*model.variables, *model.optimizer.variables]):
+        assert held_variable(one) is held[one.path]
+        assert {part.device for part in held[one.path].shards} == of_stage["up" not in one.path]

@@ -12,7 +12,7 @@ from tfdist.keras_internals.keras_symbols import Variable
 from tfdist.private_symbols import private
 
 for _path, _why in {
-    "keras.src.backend.tensorflow:Variable._initialize_with_initializer": "creates whole slots on all replicas",
+    "keras.src.backend.tensorflow:Variable._initialize_with_initializer": "creates a complete value for parts",
     "keras.src.backend.tensorflow:Variable._serialize_to_tensors": "saves a `tf.Variable`, which a split slot is not",
     "keras.src.backend.tensorflow:Variable._shared_name": "likewise names it",
     "keras.src.backend.tensorflow:Variable._export_to_saved_model_graph": "likewise exports it",

@@ -45,6 +45,9 @@ class Columns:
                 for device in self.devices_of(variable)[1:]:
                     copy_to(variable, device)
 
+    def move_parts(self, model: Any, stages: ModelStages) -> None:
+        """Moves variables that were created in parts, which other columns than these share, to their stages."""
+
     def devices_of(self, variable: keras.Variable) -> tuple[str, ...]:
         """Returns by column the device that holds a variable: mostly, but not always, that of its stage."""
         device = held_variable(variable).device

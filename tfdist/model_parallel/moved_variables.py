@@ -18,9 +18,9 @@ class MovedVariables:
     def __init__(self) -> None:
         self._earlier: list[tuple[str, weakref.ref[Any], weakref.ref[Any]]] = []
 
-    def add(self, variable: keras.Variable, earlier: tf.Variable) -> None:
-        """Notes that another `tf.Variable` than `earlier` will hold `variable`."""
-        self._earlier.append((variable.path, weakref.ref(earlier), weakref.ref(earlier.handle)))
+    def add(self, variable: keras.Variable, *earlier: tf.Variable) -> None:
+        """Notes that other `tf.Variable`s than `earlier` will hold `variable`."""
+        self._earlier += [(variable.path, weakref.ref(one), weakref.ref(one.handle)) for one in earlier]
 
     def warn_if_used(self) -> None:
         """Warns if something has kept an earlier `tf.Variable`, as a traced function does, once for all of them."""

@@ -95,6 +95,7 @@ class PlacedModels:
                 object.__setattr__(model, _ATTRIBUTE, (self, placed))
             colocated_with = self._strategy.extended.colocated_with
             placed.columns.weight_of_slot = dict(colocated_with)  # those of new slots
+            placed.columns.move_parts(model, placed.stages)
             place(model, placed.stages, self._devices[0], self._chief, colocated_with)
             placed.columns.copy(model, placed.stages)
             check_split_variables(model, placed.columns.axes, name)

@@ -6,9 +6,11 @@ from typing import Any
 
 from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, holding
 from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.moved_variables import MovedVariables
 from tfdist.model_parallel.placement import optimizer_variables
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.stages import ModelStages
+from tfdist.tensorflow_internals.placed_strategy import variable_like
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 
@@ -26,10 +28,33 @@ class ShardColumns(Columns):
         self._layout, self.ways = layout, layout.ways
         self.axes: Mapping[int, int] = {}
 
-    def copy(self, model: Any, stages: ModelStages) -> None:
-        """Splits variables and their slots, and creates the missing copies of others."""
+    def move_parts(self, model: Any, stages: ModelStages) -> None:
+        """Moves variables that were created in parts, and their slots, to the devices of their stages."""
         calls = [call for stage in stages.stages for call in stage.calls]  # not what only the loss uses
         self.axes = self._layout.axes_of(variable for call in calls for variable in call.variables)
+        moved, stage_of = MovedVariables(), {}
+        for variable in stages.variables:
+            held = held_variable(variable)
+            stage_of[held._unique_id] = stages.owner[id(variable)] if id(variable) in self.axes else None
+            self._move(variable, stage_of[held._unique_id], moved)
+        optimizer = compiled_optimizer(model)
+        for slot in optimizer_variables(optimizer) if optimizer is not None else []:
+            weight = self.weight_of_slot.get(held_variable(slot)._unique_id, "")
+            self._move(slot, stage_of.get(weight), moved)
+        moved.warn_if_used()
+
+    def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
+        held = held_variable(variable)
+        if not isinstance(held, ShardedVariable) or held.is_placed:
+            return
+        if stage is None:  # no layer of a stage uses it: it is complete, as others
+            moved.add(variable, *held.shards)
+            hold(variable, variable_like(held, held.device))
+        else:
+            moved.add(variable, *held.place(self._groups(stage)))
+
+    def copy(self, model: Any, stages: ModelStages) -> None:
+        """Splits variables and their slots, and creates the missing copies of others."""
         split = {held_variable(one)._unique_id: one for one in stages.variables if id(one) in self.axes}
         for variable in stages.variables:
             if id(variable) in self.axes:
@@ -45,10 +70,11 @@ class ShardColumns(Columns):
         held = held_variable(variable)
         if isinstance(held, ShardedVariable):
             return
-        stage = self.devices[0].index(held.device)
+        hold(variable, ShardedVariable(held, axis, self._groups(self.devices[0].index(held.device))))
+
+    def _groups(self, stage: int) -> list[list[str]]:
         of_stage = [devices[stage] for devices in self.devices]
-        groups = [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
-        hold(variable, ShardedVariable(held, axis, groups))
+        return [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
 
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:

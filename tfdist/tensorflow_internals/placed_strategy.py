@@ -1,7 +1,8 @@
 """The part of a strategy whose variables are on several devices, one copy each."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class PlacedExtended(OneDeviceExtended):
 
     Attributes:
         colocated_with: By the id of a variable that was created beside another one, as slots are, the id of that one.
+        beside: The variable beside which variables are being created, or None.
         all_devices: Where variables and their copies are.
     """
 
@@ -36,6 +38,7 @@ class PlacedExtended(OneDeviceExtended):
         """
         super().__init__(strategy, chief)
         self.colocated_with: dict[str, str] = {}
+        self.beside: Any = None
         self._devices = tuple(devices)
         self.all_devices = tuple(all_devices or devices)
         self._bytes = dict.fromkeys(self._devices, 0)
@@ -47,11 +50,28 @@ class PlacedExtended(OneDeviceExtended):
                 variable = next_creator(**kwargs)
             self.colocated_with[variable._unique_id] = beside._unique_id
             return variable
-        device = min(self._devices, key=self._bytes.__getitem__)
+        device = self.device_of_next()
         with tf.device(device):
             variable = next_creator(**kwargs)
-        self._bytes[device] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        self.count_bytes(device, (variable.shape.num_elements() or 0) * variable.dtype.size)
         return variable
+
+    def device_of_next(self) -> str:
+        """Returns where the next variable is created: where the fewest bytes are."""
+        return min(self._devices, key=self._bytes.__getitem__)
+
+    def count_bytes(self, device: str, size_bytes: int) -> None:
+        """Notes that a variable was created on a device."""
+        self._bytes[device] += size_bytes
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        before, self.beside = self.beside, colocate_with_variable
+        try:
+            with super().colocate_vars_with(colocate_with_variable):
+                yield
+        finally:
+            self.beside = before
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         del colocate_with_variable

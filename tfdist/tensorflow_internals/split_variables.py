@@ -1,12 +1,15 @@
 """A variable in shards: complete for whoever reads, saves or assigns it, in parts on devices."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
+
+_numbers = itertools.count()
 
 
 class ShardedVariable:
@@ -16,13 +19,14 @@ class ShardedVariable:
         shards: The parts of the first group of devices, then, in the same order, the equal ones of further groups.
         axis: The axis along which the variable is split.
         shape: The shape of the complete variable.
+        is_placed: Whether it is on the devices of its stage; False if it was created before the model was cut.
     """
 
     def __init__(self, whole: Any, axis: int, groups: Sequence[Sequence[str]]) -> None:
         """Splits a variable.
 
         Args:
-            whole: A `tf.Variable`.
+            whole: A `tf.Variable`, or a `NewVariable`.
             axis: The axis, whose size is divisible by the number of devices of a group.
             groups: By group, the devices of the parts.
         """
@@ -31,9 +35,26 @@ class ShardedVariable:
         self.aggregation, self.synchronization = whole.aggregation, whole.synchronization
         self._shared_name = whole._shared_name  # under which `tf.train.Checkpoint` knows it
         self._unique_id, self._ways = whole._unique_id, len(groups[0])
+        self.is_placed = not isinstance(whole, NewVariable)
         self.shards: tuple[ColumnVariable, ...] = tuple(
             _shard(whole, axis, rank, len(group), device) for group in groups for rank, device in enumerate(group)
         )
+
+    def place(self, groups: Sequence[Sequence[str]]) -> list[ColumnVariable]:
+        """Moves the parts from device to device. Returns those that were replaced.
+
+        Args:
+            groups: By group, the new devices of the parts.
+        """
+        before = self.shards
+        self.shards = tuple(
+            # A part stays if its device does.
+            before[rank] if device == before[rank].device else variable_like(before[rank], device)
+            for group in groups
+            for rank, device in enumerate(group)
+        )
+        self.is_placed = True
+        return [one for one in before if all(one is not other for other in self.shards)]
 
     @property
     def device(self) -> str:
@@ -107,7 +128,46 @@ class ShardedVariable:
         return self.assign(restored_tensors["VARIABLE_VALUE"])
 
 
+class NewVariable:
+    """What a split variable is created from: a value that is evaluated on one device, once, and sent in parts.
+
+    Its attributes are those of a `tf.Variable`.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], device: str, value: Callable[[Sequence[int]], Any], is_constant: bool, **more: Any
+    ) -> None:
+        """Prepares the creation.
+
+        Args:
+            shape: The shape of the complete variable.
+            device: Where the value is computed.
+            value: Takes a shape and returns the value.
+            is_constant: Whether all elements are equal, so that each part is computed where it is.
+            **more: `dtype`, `name`, `trainable`, `aggregation` and `synchronization`.
+        """
+        self.shape, self.device, self._value = tf.TensorShape(shape), device, value
+        self.dtype, self.name, self.trainable = tf.as_dtype(more["dtype"]), f"{more['name']}:0", more["trainable"]
+        self.aggregation, self.synchronization = more["aggregation"], more["synchronization"]
+        self._shared_name = self._unique_id = f"split_{more['name']}_{next(_numbers)}"
+        self.is_constant = is_constant
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the complete value."""
+        if not hasattr(self, "_whole"):
+            self._whole = tf.cast(self._value(self.shape), self.dtype)
+        return self._whole
+
+    def constant(self, shape: Sequence[int]) -> tf.Tensor:
+        """Returns the value of a part."""
+        return tf.cast(self._value(shape), self.dtype)
+
+
 def _shard(whole: Any, axis: int, rank: int, ways: int, device: str) -> ColumnVariable:
+    if isinstance(whole, NewVariable) and whole.is_constant:
+        shape = [size // ways if index == axis else size for index, size in enumerate(whole.shape)]
+        with tf.init_scope(), tf.device(device):
+            return variable_like(_Part(whole, whole.constant(shape)), device)
     with tf.init_scope(), tf.device(whole.device):
         size = whole.shape[axis] // ways
         begin = [rank * size if index == axis else 0 for index in range(len(whole.shape))]
