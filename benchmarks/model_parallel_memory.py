@@ -88,7 +88,7 @@ def run_chief(spec: dict[str, list[str]], workers: list[int], folder: Path, run:
     keras.utils.set_random_seed(0)
     mesh = keras.distribution.DeviceMesh((1, ways), ["batch", "model"], devices=[str(rank) for rank in range(ways)])
     layout = keras.distribution.LayoutMap(mesh)
-    layout["columns.*/kernel"], layout["rows.*/kernel"] = (None, "model"), ("model", None)
+    layout[".*columns.*/kernel"], layout[".*rows.*/kernel"] = (None, "model"), ("model", None)
     pipeline = Pipeline(stages=_WORKERS // ways, micro_batches=4)
     with ModelParallelStrategy(devices, pipeline=pipeline, layout_map=layout if ways > 1 else None).scope():
         names = [f"{'rows' if index % 2 else 'columns'}_{index}" for index in range(_LAYERS)]

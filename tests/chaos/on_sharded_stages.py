@@ -16,15 +16,17 @@ import tensorflow as tf
 from on_stages import Pause
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 SAMPLES, BATCH, SAVED_EVERY, DEVICES = 44, 8, 3, 8
-STEPS = -(-SAMPLES // BATCH)  # of an epoch
+SPLIT_WEIGHTS = 7
 LAYOUTS = {
-    "(up|more)/kernel": (None, "model"),
-    "(up|more)/bias": ("model",),
-    "(down|less)/kernel": ("model", None),
-    "norm/gamma": ("model",),
+    ".*(up|more)/kernel": (None, "model"),
+    ".*(up|more)/bias": ("model",),
+    ".*(down|less)/kernel": ("model", None),
+    ".*norm/gamma": ("model",),
 }
 
 
@@ -52,6 +54,8 @@ def trained(strategy: Any, folder: Path, epochs: int, seconds: float) -> dict[st
     recovery = FailureRecovery(folder / "checkpoints", every_steps=SAVED_EVERY)
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=[recovery, Pause(folder / "steps", seconds)]).history
     state = {f"{index}": variable.numpy() for index, variable in enumerate([*model.variables, *optimizer.variables])}
+    split = [one for one in model.weights if isinstance(held_variable(one), ShardedVariable)]
+    state["number of split weights"] = np.array(len(split) or SPLIT_WEIGHTS)  # none in one process
     return state | {f"history of {name}": np.array(values) for name, values in history.items()}
 
 

@@ -25,6 +25,7 @@ def test_kills_at_random_moments(cpus: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(one_process), str(epochs), "0"]
     subprocess.run(command, env=child_environment(SCRIPT.parent), check=True, timeout=LIMIT_SECONDS)
     undisturbed = dict(np.load(one_process / "state.npz"))
+    assert undisturbed["number of split weights"] == on_sharded_stages.SPLIT_WEIGHTS
     with Run(SCRIPT, on_sharded_stages.DEVICES, tmp_path / "run", epochs, 0.05) as run:
         struck = run.strike_randomly(kills, random.Random(seed), on_sharded_stages.SAVED_EVERY)
         said = run.end()
