@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import keras
+import layout_models as models
 import numpy as np
 import pipeline_runs as runs
-import sharded_models as models
 import without_autotuning
 
 from tfdist.strategies import ModelParallelStrategy, Pipeline

@@ -3,8 +3,8 @@
 from typing import Any
 
 import keras
+import layout_models as models
 import pytest
-import sharded_models as models
 
 from tfdist.strategies import auto_layout
 

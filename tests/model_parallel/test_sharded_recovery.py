@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import layout_models as models
 import numpy as np
 import pytest
-import sharded_models as models
 import tensorflow as tf
-from sharded_models import strategy_of
+from layout_models import strategy_of
 from test_callbacks_in_stages import Interruption, train
 
 from tfdist.callbacks import FailureRecovery

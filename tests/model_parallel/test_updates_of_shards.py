@@ -3,12 +3,12 @@
 from typing import Any
 
 import keras
+import layout_models as models
 import numpy as np
 import pipeline_runs as runs
 import pytest
-import sharded_models as models
+from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
-from sharded_models import strategy_of
 
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
