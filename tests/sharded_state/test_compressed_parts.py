@@ -119,7 +119,7 @@ def test_a_training_with_compression_is_close_to_one_without(cpus, method, toler
 
 def test_a_gradient_that_is_not_finite_changes_no_residual(cpus):
     strategy = MirroredStrategy(cpus[:3], shard_optimizer_state=True, compression=Policy("int8", dense_below=0))
-    given = [np.stack([np.full([size], float(replica)) for replica in range(3)]).astype("float32") for size in SIZES]
+    given = [np.stack(of_replicas) for of_replicas in zip(*map(constant_gradients, range(3)), strict=True)]
     given[0][1, 5] = np.inf  # in the part of one replica alone
     summed_by_sgd(strategy, given)
     for replica in strategy.compression_state.replicas.values():
