@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras import optimizers
 from test_sharded_edge_cases import assert_equal_outcomes
 
+from tfdist.compression import Policy
 from tfdist.sharded_state.layout import ShardLayout
 from tfdist.strategies import MirroredStrategy
 
@@ -138,6 +139,21 @@ def test_bytes(cpus, sizes):
     # Parts that are filled up to the longest one; or, if that is shorter, two all-reduces.
     padded, summed = 4 * 2 * 2 * max(sizes), 4 * 2 * 2 * (2 / 3) * sum(sizes)
     assert strategy.communication.wire_bytes == pytest.approx(min(padded, summed), abs=8)
+
+
+def test_bytes_of_compressed_gradients(cpus):
+    strategy = MirroredStrategy(cpus[:3], shard_optimizer_state=True, compression=Policy("bf16", dense_below=0))
+    sizes = [900, 10, 6]
+    with strategy.scope():
+        variables = [keras.Variable(tf.ones([size])) for size in sizes]
+        optimizer = optimizers.Lamb(0.1)
+        optimizer.build(variables)
+    step = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply([tf.ones([size]) for size in sizes], variables)), autograph=False
+    )
+    step()
+    # Two all-reduces, of 2 and of 4 bytes a value, as one replica owns nearly all; a few bytes for complete blocks.
+    assert strategy.communication.wire_bytes == pytest.approx(2 * (2 / 3) * (2 + 4) * sum(sizes), abs=32)
 
 
 class SharedState(optimizers.Adam):

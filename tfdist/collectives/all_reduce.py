@@ -132,7 +132,9 @@ class ReplicaReduction:
         """
         assert self.policy is not None
         self._counters.add_update()
-        paths, is_flat = self.context.paths or (), self._hierarchy.local is None and self._hierarchy.cross is not None
+        paths, cross = self.context.paths or (), self._hierarchy.cross
+        # A worker with one device has no local level, but exchanges with the first devices of others.
+        is_flat = cross is not None and cross.size == self._hierarchy.all.size
         sums = self._sum_compressed(self.policy, tensors, paths, None, parts if is_flat else None)
         if is_flat:
             return sums

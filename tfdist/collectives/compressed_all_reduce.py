@@ -1,7 +1,7 @@
 """The compressed reduction of one replica: chooses compressors, fills buckets, reduces, updates compression states."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,7 @@ from tfdist.collectives.compression_state import ReplicaState
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
 from tfdist.compression import Compressor, Dense, Group, Policy
-from tfdist.compression.compressor import State, Wrapper
+from tfdist.compression.compressor import Reduced, State, Wrapper
 from tfdist.compression.owned_parts import OwnedParts
 
 ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
@@ -116,10 +116,7 @@ class CompressedReduction:
         self._count_dense(compressor, gradients, paths, group)
         if compressor == Dense():
             none: list[State | None] = [None] * len(gradients)
-            if parts is None:
-                reduced = compressor.reduce(gradients, group, none)
-            else:
-                reduced = compressor.reduce_parts(gradients, group, none, parts)
+            reduced = _sums_of_parts(compressor, gradients, group, none, parts)
             self._finite.append(reduced.finite)
             return reduced.sums
         variables = [
@@ -128,10 +125,7 @@ class CompressedReduction:
         ]
         states = [None if entries is None else _read(entries) for entries in variables]
         as_float = [tf.cast(gradient, tf.float32) for gradient in gradients]
-        if parts is None:
-            reduced = compressor.reduce(as_float, group, states)
-        else:
-            reduced = compressor.reduce_parts(as_float, group, states, parts)
+        reduced = _sums_of_parts(compressor, as_float, group, states, parts)
         for entries, new_state in zip(variables, reduced.states, strict=True):
             self._writes += [_Write(entries[name], value) for name, value in new_state.items()] if entries else []
         self._finite.append(reduced.finite)
@@ -173,6 +167,20 @@ class CompressedReduction:
     def _count_dense_rows(self, compressor: Compressor, slices: tf.IndexedSlices, path: str, group: Group) -> None:
         self._counters.record_size(method_label(compressor), path, slices.shape)
         self._counters.add_dense(method_label(compressor), [slices.values, slices.indices], group.size - 1)
+
+
+def _sums_of_parts(
+    compressor: Compressor,
+    gradients: Sequence[tf.Tensor],
+    group: Group,
+    states: Sequence[State | None],
+    parts: OwnedParts | None,
+) -> Reduced:
+    """Sums everywhere, or where `parts` are owned; also if that sends less than parts of very unequal lengths."""
+    if parts is not None and parts.is_balanced:
+        return compressor.reduce_parts(gradients, group, states, parts)
+    reduced = compressor.reduce(gradients, group, states)
+    return reduced if parts is None else replace(reduced, sums=parts.own_of(reduced.sums))
 
 
 def method_label(compressor: Compressor) -> str:

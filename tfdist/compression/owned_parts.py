@@ -43,6 +43,12 @@ class OwnedParts:
         """The length of a row."""
         return max(sum(self._filled(position)) for position in range(self.size))
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether rows, which are filled up to the longest one, have at most twice the values of the gradients."""
+        sizes = [sum(spans[position][1] - spans[position][0] for spans in self.spans) for position in range(self.size)]
+        return self.size * max(sizes) <= 2 * sum(sizes)
+
     def of(self, chosen: Sequence[int], block: int = 1) -> "OwnedParts":
         """Returns the parts of the chosen gradients, in rows of complete blocks of `block` values."""
         return OwnedParts(tuple(self.spans[index] for index in chosen), self.own, block)
