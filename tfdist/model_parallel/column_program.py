@@ -142,6 +142,7 @@ class _Part:
     function: Any
     inputs: list[str]
     outputs: list[str]
+    operations: frozenset[str]  # their names
 
 
 def parts_of(
@@ -183,11 +184,11 @@ def parts_of(
             for tensor in one.outputs
             if tensor.name in wanted_names or (tensor.name in used_later and number[one.name] != _NO_EXCHANGE)
         ]
-        parts.append(_part(definition, names | constants, list(inputs.values()), results))
+        parts.append(part_of(definition, names | constants, list(inputs.values()), results))
     return parts
 
 
-def _part(definition: Any, names: set[str], inputs: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> _Part:
+def part_of(definition: Any, names: set[str], inputs: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> _Part:
     """Returns the operations `names` of a graph as a function that is neither inlined nor ordered after others."""
     placeholders = {tensor.name: f"given_{index}" for index, tensor in enumerate(inputs)}
     part = tf.compat.v1.GraphDef(versions=definition.versions, library=definition.library)
@@ -212,7 +213,7 @@ def _part(definition: Any, names: set[str], inputs: Sequence[tf.Tensor], results
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
     with tf.init_scope(), tf.device(None):
         concrete = function.get_concrete_function(*specs)
-    return _Part(concrete, [tensor.name for tensor in inputs], [tensor.name for tensor in results])
+    return _Part(concrete, [one.name for one in inputs], [one.name for one in results], frozenset(names))
 
 
 def keep_alive(program: Any) -> None:

@@ -12,6 +12,7 @@ from tfdist.model_parallel.column_program import keep_alive, parts_of
 from tfdist.model_parallel.shard_exchanges import gathered_from_shards, summed_over_shards
 from tfdist.model_parallel.shard_group import SEED, SUM, ShardGroup
 from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT
+from tfdist.model_parallel.urgent_parts import urgent_first
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -20,6 +21,7 @@ class ShardProgram:
 
     Attributes:
         ways: The number of devices.
+        calls: Before each exchange and after the last one, the functions that a device calls in turn.
     """
 
     def __init__(self, function: Callable[[ShardGroup, Any], tuple[Any, Callable[[], Any]]], specs: Any, ways: int):
@@ -59,6 +61,11 @@ class ShardProgram:
         self._exchanges, self._rank = group.exchanges, None if group.rank is None else group.rank.name
         outputs = [name for name in tf.nest.flatten((self._result, self._gradients)) if name is not None]
         self._parts = parts_of(concrete.graph, inputs, group, outputs)
+        definition = concrete.graph.as_graph_def()
+        self.calls = [
+            urgent_first(concrete.graph, definition, part, one.sent) if one is not None and one.kind != SEED else [part]
+            for part, one in zip(self._parts, [*self._exchanges, None], strict=True)
+        ]
         # Functions made from parts of a graph do not know all shapes of their results.
         self._shapes = [None if one.kind == SEED else group.sent_shapes[one.sent] for one in self._exchanges]
         self.graph, self._traced = concrete.graph, concrete  # TensorFlow forgets its conditions when it is deleted
@@ -112,12 +119,13 @@ class ShardProgram:
     def _run(self, state: "ShardState", first: int, last: int, after: Any, kind: str) -> None:
         """Runs the parts `first` to `last`, and the exchanges between them."""
         for number in range(first, last + 1):
-            part = self._parts[number]
-            for tensors, device, before in zip(state.known, state.devices, after, strict=True):
-                if part is not None:
+            for tensors, device, earlier in zip(state.known, state.devices, after, strict=True):
+                before = earlier
+                for part in [one for one in self.calls[number] if one is not None]:
                     with tf.device(device), tf.control_dependencies(before), independent_calls():
                         results = part.function(*[tensors[name] for name in part.inputs])
                     tensors.update(zip(part.outputs, results, strict=True))
+                    before = [one.op for one in results[:1]]  # the rest, when what is sent is computed
             if number < last and self._exchanges[number].kind != SEED:
                 exchange = self._exchanges[number]
                 make = summed_over_shards if exchange.kind == SUM else gathered_from_shards
