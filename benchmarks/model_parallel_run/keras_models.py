@@ -1,4 +1,4 @@
-"""The models of the comparison in Keras; `torch_models.py` beside this file has them in PyTorch."""
+"""The models of the comparison in Keras, on TensorFlow or JAX; `torch_models.py` has them in PyTorch."""
 
 import keras
 from workloads import PositionEmbedding
@@ -23,13 +23,28 @@ def build_transformer(sizes: TransformerSizes) -> keras.Model:
     """Builds a decoder-only transformer with pre-normalization, as `workloads.py` does, with names for cuts."""
     layers, width = keras.layers, sizes.width
     tokens = keras.Input((sizes.sequence,), dtype="int32")
-    x = layers.Embedding(sizes.vocabulary, width)(tokens)
+    x = layers.Embedding(sizes.vocabulary, width, name="embedding")(tokens)
     x = PositionEmbedding()(x)
     for number in range(sizes.blocks):
         y = layers.LayerNormalization(epsilon=1e-5, name=f"norm_{number}")(x)
-        x = x + layers.MultiHeadAttention(sizes.heads, width // sizes.heads)(y, y, use_causal_mask=True)
+        attention = layers.MultiHeadAttention(sizes.heads, width // sizes.heads, name=f"attention_{number}")
+        x = x + attention(y, y, use_causal_mask=True)
         y = layers.LayerNormalization(epsilon=1e-5)(x)
-        y = layers.Dense(4 * width, activation="gelu")(y)
-        x = x + layers.Dense(width)(y)
+        y = layers.Dense(4 * width, activation="gelu", name=f"up_{number}")(y)
+        x = x + layers.Dense(width, name=f"down_{number}")(y)
     x = layers.LayerNormalization(epsilon=1e-5)(x)
-    return keras.Model(tokens, layers.Dense(sizes.vocabulary)(x))
+    return keras.Model(tokens, layers.Dense(sizes.vocabulary, name="logits")(x))
+
+
+def tensor_layout(devices: list[str]) -> keras.distribution.LayoutMap:
+    """Returns the layout of Megatron-LM for the transformer: what tfdist and Keras on JAX are both given."""
+    mesh = keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices=devices)
+    layout = keras.distribution.LayoutMap(mesh)
+    layout["embedding/embeddings"] = ("model", None)
+    layout["attention_[0-9]*/(query|key|value)/kernel"] = (None, "model", None)
+    layout["attention_[0-9]*/(query|key|value)/bias"] = ("model", None)
+    layout["attention_[0-9]*/attention_output/kernel"] = ("model", None, None)
+    layout["(up_[0-9]*|logits)/kernel"] = (None, "model")
+    layout["(up_[0-9]*|logits)/bias"] = ("model",)
+    layout["down_[0-9]*/kernel"] = ("model", None)
+    return layout

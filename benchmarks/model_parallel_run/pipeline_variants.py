@@ -1,5 +1,6 @@
 """Tables of what `benchmarks/model_parallel.py` compares, and the models that it cuts."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ import numpy as np
 
 TENSORFLOW = "tensorflow"
 TORCH = "torch"
+JAX = "jax"
+TENSOR = "tensor"
 MICRO_BATCHES = 8
 BATCHES = 8
 LEARNING_RATE = 1e-3
@@ -19,26 +22,32 @@ class Variant:
 
     Attributes:
         name: In the tables.
-        framework: `"tensorflow"` or `"torch"`.
-        schedule: `"1f1b"`, `"gpipe"`, or None for one process without stages.
-        peer: The variant of PyTorch that it is compared with.
+        framework: `"tensorflow"`, `"torch"` or `"jax"`.
+        schedule: `"1f1b"`, `"gpipe"`, `"tensor"` for one stage whose variables are split, or None for one process.
+        peers: The variants that it is compared with.
     """
 
     name: str
     framework: str
     schedule: str | None
-    peer: str | None = None
+    peers: tuple[str, ...] = ()
 
 
 ALL = (
-    Variant("tfdist 1f1b", TENSORFLOW, "1f1b", "torch 1f1b"),
-    Variant("tfdist gpipe", TENSORFLOW, "gpipe", "torch gpipe"),
-    Variant("keras, one process", TENSORFLOW, None, "torch, one process"),
+    Variant("tfdist 1f1b", TENSORFLOW, "1f1b", ("torch 1f1b",)),
+    Variant("tfdist gpipe", TENSORFLOW, "gpipe", ("torch gpipe",)),
+    Variant("keras, one process", TENSORFLOW, None, ("torch, one process",)),
     Variant("torch 1f1b", TORCH, "1f1b"),
     Variant("torch gpipe", TORCH, "gpipe"),
     Variant("torch, one process", TORCH, None),
 )
-BY_NAME = {variant.name: variant for variant in ALL}
+OF_TENSOR = (
+    Variant("tfdist tensor", TENSORFLOW, TENSOR, ("torch tensor", "jax tensor")),
+    *(variant for variant in ALL if not variant.schedule),
+    Variant("torch tensor", TORCH, TENSOR),
+    Variant("jax tensor", JAX, TENSOR),
+)
+BY_NAME = {variant.name: variant for variant in (*ALL, *OF_TENSOR)}
 STAGED = tuple(variant.name for variant in ALL if variant.schedule)
 
 
@@ -51,6 +60,7 @@ class StagedWorkload:
         batch_size: Of all micro-batches together.
         cuts: The names of the first layers of stages 1, 2 and so on in the Keras model.
         ends: Where stages 0, 1 and so on end among the parts of PyTorch's `Sequential`.
+        ways: Over how many devices the variables of a stage are split.
         batch: Given an index, returns the inputs and integer labels of that batch, always the same.
     """
 
@@ -59,6 +69,17 @@ class StagedWorkload:
     cuts: tuple[str, ...]
     ends: tuple[int, ...]
     batch: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    ways: int = 1
+
+    @property
+    def workers(self) -> int:
+        """The number of devices."""
+        return self.stages * self.ways
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What is compared."""
+        return ALL if self.ways == 1 else OF_TENSOR
 
     @property
     def stages(self) -> int:
@@ -91,6 +112,7 @@ class TransformerSizes:
 SIZES: dict[str, MlpSizes | TransformerSizes] = {
     "mlp": MlpSizes(784, 1664, 4, 10),
     "transformer": TransformerSizes(),
+    "tensor": TransformerSizes(),
     "activations": MlpSizes(256, 256, 16, 10),
 }
 
@@ -143,5 +165,6 @@ def _transformer(batch_size: int) -> StagedWorkload:
 WORKLOADS = {
     "mlp": _mlp("MLP", "mlp", 128, 2),
     "transformer": _transformer(16),
+    "tensor": dataclasses.replace(_transformer(16), title="Transformer, split", cuts=(), ends=(), ways=2),
     "activations": _mlp("MLP of large activations", "activations", 8 * 2048, 4),
 }

@@ -17,6 +17,9 @@ _COLORS = {
     "tfdist gpipe": "#7fb2e5",
     "torch 1f1b": "#d1812a",
     "torch gpipe": "#efc08a",
+    "tfdist tensor": "#0b4fa3",
+    "torch tensor": "#d1812a",
+    "jax tensor": "#5c9e5c",
 }
 _WIDTH = 0.8 / len(STAGED)
 
@@ -35,10 +38,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         links = of_workload["links"]
         heights = {
             variant: [of_link["variants"][variant]["median_seconds"] * 1e3 for of_link in links.values()]
-            for variant in STAGED
+            for variant in [one.name for one in WORKLOADS[name].variants if one.schedule]
         }
         _bars(panel, list(links), heights)
-        title = f"{WORKLOADS[name].title}, {of_workload['parameters'] / 1e6:.1f} M parameters, 2 stages"
+        title = f"{WORKLOADS[name].title}, {of_workload['parameters'] / 1e6:.1f} M parameters, 2 workers"
         panel.set_title(title, fontsize=10.5, loc="left")
         panel.set_ylabel("step, ms")
     if memory:
@@ -47,8 +50,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         _bars(panel, stages, {variant: [grown / 1e6 for grown in memory[variant]] for variant in STAGED})
         panel.set_title("Peak of activations, 4 stages", fontsize=10.5, loc="left")
         panel.set_ylabel("growth of a process, MB")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 * min(count, 2), frameon=False, fontsize=9.5)
+    of_panels = [panel.get_legend_handles_labels() for panel in panels[0]]
+    known = {label: handle for handles, labels in of_panels for handle, label in zip(handles, labels, strict=True)}
+    labels, handles = list(known), list(known.values())
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9.5)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -6,7 +6,7 @@ from typing import Any
 from network_run.bars import Bar
 from network_run.variants import UNSHAPED
 
-from model_parallel_run.pipeline_variants import ALL, STAGED, WORKLOADS
+from model_parallel_run.pipeline_variants import BY_NAME, JAX, STAGED, WORKLOADS
 
 _NOISE = 0.03  # of comparisons with other programs
 _FIRST_STAGE, _LAST_STAGE = 0.75, 0.5  # of GPipe's peak, with four stages and eight micro-batches
@@ -21,7 +21,7 @@ def markdown(results: dict[str, Any]) -> str:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [
-        f"2 stages on {machine['cores']} cores of {machine['cpu']}; {versions}. Medians of a step, in milliseconds, "
+        f"2 workers on {machine['cores']} cores of {machine['cpu']}; {versions}. Medians of a step, in milliseconds, "
         "with quartiles; megabytes that a worker sends per step, without headers.\n"
     ]
     for name, of_workload in results.get("workloads", {}).items():
@@ -47,10 +47,11 @@ def all_bars(results: dict[str, Any]) -> Iterator[Bar]:
     for name, of_workload in results.get("workloads", {}).items():
         for link, of_link in of_workload["links"].items():
             seconds = {variant: one["median_seconds"] for variant, one in of_link["variants"].items()}
-            for variant in ALL:
-                if variant.peer in seconds and variant.schedule:
-                    ratio = seconds[variant.name] / seconds[variant.peer]
-                    yield Bar(f"{variant.schedule} / PyTorch", f"{name}, {link}", 1.0, ratio, noise=_NOISE)
+            for variant in [BY_NAME[one] for one in seconds]:
+                for peer in [one for one in variant.peers if one in seconds and variant.schedule]:
+                    framework = "Keras on JAX" if BY_NAME[peer].framework == JAX else "PyTorch"
+                    ratio = seconds[variant.name] / seconds[peer]
+                    yield Bar(f"{variant.schedule} / {framework}", f"{name}, {link}", 1.0, ratio, noise=_NOISE)
     if "memory" in results:
         ours = [results["memory"][f"tfdist {schedule}"] for schedule in ("1f1b", "gpipe")]
         for stage, where, required in ((0, "first stage", _FIRST_STAGE), (-1, "last stage", _LAST_STAGE)):

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from network_run.worker import TENSORFLOW_PORT, WorkerSpec, serve
 
-from model_parallel_run.pipeline_variants import BATCHES, BY_NAME, LEARNING_RATE, MICRO_BATCHES, WORKLOADS, Variant
+from model_parallel_run.pipeline_variants import (
+    BATCHES,
+    BY_NAME,
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    TENSOR,
+    WORKLOADS,
+    Variant,
+)
 from model_parallel_run.stage_worker import StageWorker
 
 _CHIEF_PORT = TENSORFLOW_PORT + 100
@@ -85,11 +93,15 @@ class Chief(StageWorker):
     def _compiled(self, variant: Variant) -> Any:
         import keras
 
-        from model_parallel_run.keras_models import build_model
+        from model_parallel_run.keras_models import build_model, tensor_layout
         from tfdist.strategies import ModelParallelStrategy, Pipeline
 
         scope: Any = contextlib.nullcontext()
-        if variant.schedule:
+        if variant.schedule == TENSOR:
+            layout = tensor_layout([f"device:{index}" for index in range(self._workload.ways)])
+            pipeline = Pipeline(stages=1, micro_batches=1)
+            scope = ModelParallelStrategy(self._devices, pipeline=pipeline, layout_map=layout).scope()
+        elif variant.schedule:
             pipeline = Pipeline(
                 stages=len(self._devices),
                 micro_batches=MICRO_BATCHES,

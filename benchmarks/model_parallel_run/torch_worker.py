@@ -8,8 +8,19 @@ import torch.distributed
 from network_run.worker import TORCH_PORT, WorkerSpec, serve
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from model_parallel_run.pipeline_variants import BATCHES, BY_NAME, LEARNING_RATE, MICRO_BATCHES, WORKLOADS, Variant
+from model_parallel_run import torch_shards
+from model_parallel_run.pipeline_variants import (
+    BATCHES,
+    BY_NAME,
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    TENSOR,
+    WORKLOADS,
+    Variant,
+)
 from model_parallel_run.stage_worker import StageWorker
 from model_parallel_run.torch_models import build_model
 
@@ -28,6 +39,12 @@ class _Trained:
         self._is_first, self._is_last = spec.rank == 0, spec.rank == spec.workers - 1
         self.model: Any = build_model(spec.workload)
         self._schedule: Any = None
+        self._is_split = variant.schedule == TENSOR
+        if self._is_split:
+            torch_shards.split(self.model, init_device_mesh("cpu", (spec.workers,)))
+            self._optimizer: Any = torch_shards.Optimizers(self.model, LEARNING_RATE)
+            self.taken = 0
+            return
         if variant.schedule:
             bounds = [0, *WORKLOADS[spec.workload].ends, len(self.model)]
             self.model = self.model[bounds[spec.rank] : bounds[spec.rank + 1]]
@@ -41,7 +58,9 @@ class _Trained:
         """Trains on a batch; returns its loss on the last stage."""
         self._optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        if self._schedule is None:
+        if self._is_split:
+            losses.append(torch_shards.backward_of_split_logits(self.model(inputs), labels))
+        elif self._schedule is None:
             losses.append(_loss(self.model(inputs), labels))
             losses[0].backward()
         else:
@@ -50,7 +69,8 @@ class _Trained:
             self._schedule.step(*arguments, return_outputs=False, **targets)
         self._optimizer.step()
         self.taken += 1
-        return torch.stack([loss.detach() for loss in losses]).mean().item() if losses else None
+        found = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]
+        return torch.stack([loss.detach() for loss in found]).mean().item() if losses else None
 
 
 class TorchWorker(StageWorker):

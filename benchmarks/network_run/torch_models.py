@@ -15,13 +15,13 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attends within `x`, `[batch, sequence, width]`."""
-        batch, sequence, width = x.shape
+        batch, sequence, _ = x.shape
         parts = (
             project(x).view(batch, sequence, self._heads, -1).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return self.output(attended.transpose(1, 2).reshape(batch, sequence, width))
+        return self.output(attended.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

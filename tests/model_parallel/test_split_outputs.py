@@ -58,7 +58,7 @@ def _on_devices(function: Any, ways: int, *arguments: Any) -> list[tuple[list[An
         (keras.losses.SparseCategoricalCrossentropy(), IDS),  # of a softmax: from its logits
         (keras.losses.SparseCategoricalCrossentropy(ignore_class=3), IDS),  # of a softmax: from probabilities
         (keras.losses.CategoricalCrossentropy(), SHARES),
-        (LossFunctionWrapper(keras.losses.categorical_crossentropy), SHARES),
+        pytest.param(LossFunctionWrapper(keras.losses.categorical_crossentropy), SHARES, marks=pytest.mark.long),
     ],
 )
 def test_values_and_gradients_are_those_of_keras(loss: Any, targets: Any, ways: int) -> None:
