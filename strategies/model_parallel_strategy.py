@@ -23,6 +23,7 @@ from tfdist.model_parallel.stage_table import stage_table
 from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.transfers import DENSE
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
+from tfdist.model_parallel.variable_bytes import variable_bytes_by_device
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.column_cpus import compare_cpus_of_columns
 from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
@@ -169,6 +170,17 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             for link, by_kind in self._counters.count(step).items()
             if link != ("", "") and any(by_kind.values())
         }
+
+    def variable_bytes_by_device(self, model: Any) -> dict[str, int]:
+        """Returns the bytes of weights and of the optimizer's variables that each device holds.
+
+        Args:
+            model: A model of this strategy; after its first step, when its variables are on the devices of its stages.
+
+        Returns:
+            By the full name of a device.
+        """
+        return variable_bytes_by_device(model)
 
     @property
     def gradient_reduction(self) -> None:

@@ -22,8 +22,8 @@ ROOT = FOLDER.parents[1]
 LAST_LINES = {
     "compression": r"compression: powersgd:4 sent 1/(\d+) of the bytes and recognises ([\d.]+)%",
     "multi_worker": r"multi-worker: a worker was killed, all were restarted; weights bit-identical: (True)",
-    "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
-    r"difference (\S+)",
+    "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, 2 split stages ([\d.]+)%, one device ([\d.]+)% of held-out "
+    r"digits; largest weight difference (\S+)",
     "quick_start": r"quick start: (2) replicas ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
@@ -131,8 +131,8 @@ def test_stages_equal_one_device(run: Any) -> None:
     notebook, _ = run("pipeline")
     assert re.search(r"^stage 1  .  F0 B0", printed(notebook, "strategy"), re.MULTILINE)
     assert "image/png" in outputs(notebook, "bytes")[0].data
-    stages, one, difference = map(float, last_line(notebook, "pipeline"))
-    assert stages == one > 80 and difference < 1e-4
+    stages, split, one, difference = map(float, last_line(notebook, "pipeline"))
+    assert stages == split == one > 80 and difference < 1e-4
 
 
 def test_workers_train_fail_and_restart(run: Any) -> None:
