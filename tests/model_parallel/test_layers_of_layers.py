@@ -75,6 +75,20 @@ class Looping(layers.Layer):
         return ops.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, self.up(y)), (0, x))[1]
 
 
+class Tied(layers.Layer):
+    """Its code uses the variable of an inner layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = layers.Embedding(8, 6, name="embedding")
+
+    def build(self, shape: Any) -> None:
+        self.embedding.build()
+
+    def call(self, ids: Any) -> Any:
+        return ops.tanh(ops.matmul(self.embedding(ids), ops.transpose(self.embedding.embeddings)))
+
+
 def _approximate_gelu(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
@@ -120,11 +134,13 @@ def test_a_block_exchanges_two_sums() -> None:
 def test_what_code_uses_is_whole() -> None:
     def build() -> keras.Model:
         x = keras.Input((8,))
-        return keras.Model(x, layers.Dense(5, name="head")(Mixing(name="mixing")(x)))
+        ids = ops.cast(ops.clip(4 * x + 4, 0, 7), "int32")
+        both = layers.Concatenate()([Mixing(name="mixing")(x), layers.Flatten()(Tied(name="tied")(ids))])
+        return keras.Model(x, layers.Dense(5, name="head")(both))
 
     layout = keras.distribution.LayoutMap(models.layout(2).device_mesh)
     layout[".*(up|twice)/kernel"], layout[".*(up|twice)/bias"] = (None, "model"), ("model",)
-    layout[".*down/kernel"] = ("model", None)
+    layout[".*(down/kernel|embeddings)"] = ("model", None)
     assert not list(auto_layout(build(), 2))  # no pair of layers
     strategy = strategy_of(2, layout_map=layout)
     model, reference, logs = fit_both(
@@ -134,6 +150,7 @@ def test_what_code_uses_is_whole() -> None:
     lines: list[str] = []
     strategy.summary(model, lines.append)
     assert [line.split()[1] for line in lines if line.startswith("mixing ")] == ["split"]
+    assert lines[-1].endswith("gathered for each micro-batch: tied")
 
 
 def test_inner_calls_of_a_layer() -> None:

@@ -48,7 +48,6 @@ def _largest_difference_of_columns(model: keras.Model) -> float:
         pytest.param(
             lambda: optimizers.Lamb(1e-2, clipnorm=0.05, gradient_accumulation_steps=2), marks=pytest.mark.long
         ),
-        pytest.param(lambda: optimizers.ScheduleFreeAdamW(1e-2), marks=pytest.mark.long),
     ],
 )
 def test_norms_of_complete_variables(optimizer: Any) -> None:
@@ -60,7 +59,8 @@ def test_norms_of_complete_variables(optimizer: Any) -> None:
         epochs=5,
     )
     assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
-    assert difference(model.optimizer.variables, reference.optimizer.variables) <= 1e-5
+    if not isinstance(model.optimizer, optimizers.LossScaleOptimizer):  # which Keras lets count micro-steps
+        assert difference(model.optimizer.variables, reference.optimizer.variables) <= 1e-5
     assert _largest_difference_of_columns(model) == 0.0
 
 

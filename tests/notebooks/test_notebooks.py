@@ -22,8 +22,8 @@ ROOT = FOLDER.parents[1]
 LAST_LINES = {
     "compression": r"compression: powersgd:4 sent 1/(\d+) of the bytes and recognises ([\d.]+)%",
     "multi_worker": r"multi-worker: a worker was killed, all were restarted; weights bit-identical: (True)",
-    "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, 2 split stages ([\d.]+)%, one device ([\d.]+)% of held-out "
-    r"digits; largest weight difference (\S+)",
+    "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, 2 split stages ([\d.]+)%, one device ([\d.]+)% of "
+    r"held-out digits; largest weight difference (\S+)",
     "quick_start": r"quick start: (2) replicas ([\d.]+)%, one device ([\d.]+)% of held-out digits; largest weight "
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",

@@ -40,16 +40,25 @@ class InnerCalls:
 
     Attributes:
         calls: The calls.
+        values: By the id of a variable, its value in the trace.
         function: The trace that they belong to.
     """
 
     calls: list[InnerCall] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
     function: Any = None
 
     def only_call_of(self, layer: Any) -> InnerCall | None:
         """Returns the call of a layer that is called once, else None."""
         found = [one for one in self.calls if one.layer is layer]
         return found[0] if len(found) == 1 else None
+
+    def owns_its_variables(self, layer: Any) -> bool:
+        """Whether nothing outside of the calls of an inner layer uses its variables."""
+        numbers = {operation.name: number for number, operation in enumerate(self._operations)}
+        own = [range(one.first, one.end) for one in self.calls if one.layer is layer]
+        users = [user for one in layer.variables if id(one) in self.values for user in self.values[id(one)].consumers()]
+        return all(any(numbers[user.name] in calls for calls in own) for user in users)
 
     def consumers(self, tensor: Any) -> list[InnerCall] | None:
         """Returns the innermost calls that take a tensor first; None if anything else uses it."""
@@ -123,6 +132,7 @@ def inner_calls(call: LayerCall, *, training: bool) -> InnerCalls | None:
     def traced(*given: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
         values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, given, strict=False)}
+        found.values = {id(one): value for one, value in zip(variables, given[len(tensors) :], strict=True)}
         recorded = {layer: _recorded(layer, found, graph) for layer in layers}
         with initial_scope(variables, given[len(tensors) :]), replaced_calls(recorded):
             results = call(values, training=training)

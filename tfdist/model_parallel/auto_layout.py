@@ -22,8 +22,9 @@ def auto_layout(model: Any, ways: int) -> Any:
     """Returns a layout that splits a model over the devices of a stage, with one sum for each pair of layers.
 
     Dense layers are split by columns and, where only elementwise layers lie between, the next one by rows; attention by
-    heads; an `Embedding` by words; the Dense layer that returns the output of a model by columns, if it is wider than
-    its input, as that of a vocabulary. What is not divisible by `ways` stays whole, and so do other layers.
+    heads; an `Embedding` or `ReversibleEmbedding` by words; the Dense layer that returns the output of a model by
+    columns, if it is wider than its input, as that of a vocabulary. Layers inside of a layer, such as a block of a
+    transformer, are split likewise. What is not divisible by `ways` stays whole, and so do other layers.
 
     The layout has the paths of the variables of `model`. A model that is built again has the same paths if its layers
     have names, or after `keras.utils.clear_session()`.

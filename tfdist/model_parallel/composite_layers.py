@@ -88,12 +88,12 @@ def _passes(layer: Any) -> bool:
 
 
 def _outermost(inner: InnerCalls) -> Iterator[Any]:
-    """Yields the inner layers once, without those inside of attention."""
+    """Yields the inner layers once, without those inside of attention, and those whose variables other code uses."""
     layers = {id(one.layer): one.layer for one in inner.calls}
     inside = {
         id(one) for layer in layers.values() if is_attention(layer) for one in layer._flatten_layers(include_self=False)
     }
-    yield from (layer for key, layer in layers.items() if key not in inside)
+    yield from (layer for key, layer in layers.items() if key not in inside and inner.owns_its_variables(layer))
 
 
 def inner_layers_of(inner: InnerCalls) -> list[Any]:

@@ -11,7 +11,6 @@ _OPTIMIZERS = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
     *(keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
     *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb),
-    *[vars(keras.optimizers)[name] for name in ("ScheduleFreeAdamW",) if name in vars(keras.optimizers)],
 )
 _REASONS = {
     "Adafactor": "it takes means over rows and columns of a variable",
