@@ -116,7 +116,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             compare_cpus_of_columns(self.columns)
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
         shape_of = None if self._layout is None else self._layout.shape_of_part
-        self._compression_state = CompressionState(policy if policy.compresses else None, first_devices, shape_of)
+        self._compression_state = CompressionState(policy if policy.compresses else None, first_devices, shape_of, ways)
         reduction = ColumnReduction(policy, self._compression_state)
         self._counters = LinkCounters(self._chief)
         self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters, self._layout)

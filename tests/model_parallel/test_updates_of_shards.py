@@ -13,6 +13,7 @@ from pipeline_runs import difference, fit_both
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
 from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.strategies import ModelParallelStrategy, Pipeline
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -115,6 +116,19 @@ def test_compression_between_columns(tmp_path: Any) -> None:
     assert difference(resumed.weights, expected.weights) == 0.0
     for before, after in zip(_residuals(expected), _residuals(resumed), strict=True):
         assert all(np.array_equal(before[path], after[path]) for path in before)
+
+
+def test_residuals_resume_with_the_same_number_of_devices_in_a_stage(tmp_path: Any) -> None:
+    """Whole variables have equal residuals on the devices of a stage: their sum over other devices is another one."""
+    policy = Policy({"first": "int8", ".*": None})
+    _fit(policy, 1, tmp_path, rows=16, rate=0.1)
+    with ModelParallelStrategy(
+        ["CPU:0", "CPU:1"], pipeline=Pipeline(stages=1), data_parallel=2, compression=policy
+    ).scope():
+        model = _wide_mlp()
+        runs.compile_classifier(model, optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="devices of a stage, with compression. Received: 2 in the .* Expected: 1,"):
+        model.fit(runs.X, runs.CLASSES, epochs=2, verbose=0, callbacks=[FailureRecovery(tmp_path)])
 
 
 def test_sums_and_residuals_add_up_to_the_gradients() -> None:

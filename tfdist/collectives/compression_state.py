@@ -73,6 +73,7 @@ class CompressionState(tf.Module):
         policy: Policy | None = None,
         devices: Sequence[str] = (),
         shape_of: Callable[[Any], tuple[int, ...]] | None = None,
+        ways: int = 1,
     ) -> None:
         """Creates an empty state.
 
@@ -81,10 +82,11 @@ class CompressionState(tf.Module):
             devices: Those of the replicas that keep a state, if all are in this process and are not the replicas of
                 the strategy.
             shape_of: Returns the shape of what a replica has of a Keras variable; by default all of it.
+            ways: How many neighbours among `devices` have the same gradients, or parts of them.
         """
         super().__init__(name="compression_state")
         self.shape_of = shape_of or (lambda variable: tuple(variable.shape))
-        self.policy = policy
+        self.policy, self.ways = policy, ways
         self.devices: UserList[str] = UserList(devices)
         self.replicas: dict[str, ReplicaState] = {}
         self.num_replicas = max(len(devices), 1)  # Replicas of all workers that keep a state.

@@ -50,6 +50,11 @@ class CompressionArrays:
         """The number of replicas, of all workers, that exchange compressed gradients."""
         return 1 if self._state is None else int(self._state.num_replicas)
 
+    @property
+    def ways(self) -> int:
+        """How many of them have the same gradients or parts of them; 1 without tensor parallelism."""
+        return 1 if self._state is None else int(self._state.ways)
+
     def variables(self) -> dict[str, Any]:
         """Returns the state of this worker's replicas by name; empty before the first update."""
         if self._state is None:
@@ -62,8 +67,15 @@ class CompressionArrays:
             for entry, variable in entries.items()
         }
 
-    def find_mismatch(self, saved: Mapping[str, np.ndarray]) -> Mismatch | None:
-        """Returns the first saved entry that the compressors of this strategy do not have."""
+    def find_mismatch(self, saved: Mapping[str, np.ndarray], saved_ways: int) -> Mismatch | None:
+        """Returns the first saved entry that the compressors of this strategy do not have.
+
+        Args:
+            saved: The values of `variables`.
+            saved_ways: `ways` at the checkpoint. The sum of residuals over other devices would be another one.
+        """
+        if saved_ways != self.ways and any(name.startswith(COMPRESSION) for name in saved):
+            return Mismatch("the number of devices of a stage, with compression", str(saved_ways), str(self.ways))
         expected = self._expected_shapes()
         for name, values in group_by_variable(saved).items():
             if not name.startswith(COMPRESSION):

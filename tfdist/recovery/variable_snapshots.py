@@ -217,6 +217,7 @@ class VariableSnapshots:
             "replicas": self._num_replicas,
             "local_replicas": self._local_replicas,
             "compressing_replicas": self._compression(named).num_replicas,
+            "compressing_ways": self._compression(named).ways,
             "accumulation_steps": Accumulation(self._model).steps if self._model.optimizer is not None else 1,
             "optimizers": [
                 {
@@ -265,7 +266,7 @@ class VariableSnapshots:
         present = {**named.per_replica, **named.metrics}
         return find_variable_mismatch(
             saved_specs(saved, description["paths"], ignored), variable_specs(present, ignored)
-        ) or self._compression(named).find_mismatch(per_replica)
+        ) or self._compression(named).find_mismatch(per_replica, description.get("compressing_ways", 1))
 
     def _assign(
         self,
