@@ -83,7 +83,9 @@ def main(folder, devices):
     np.savez(folder / f"loaded-{rank}.npz", **sharded_models.values(loaded))
     reference = sharded_models.trained(whole, sharded_models.OPTIMIZERS["resumed"])
     np.savez(folder / f"resumed-{rank}.npz", **sharded_models.values(reference))
-    interrupted(sharded, folder / "checkpoints")
+    interrupted(
+        MultiWorkerMirroredStrategy(shard_optimizer_state=ShardedState(accumulators=True)), folder / "checkpoints"
+    )
     seen["read alone"] = read_alone(loaded, rank, folder / "read")
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 

@@ -52,9 +52,7 @@ def test_all_features_compute_what_they_do_with_whole_state(cpus, name):
 @pytest.mark.parametrize(
     "arguments", [{"run_eagerly": True}, pytest.param({"jit_compile": True}, marks=pytest.mark.long)], ids=str
 )
-@pytest.mark.parametrize(
-    "name", [name if name == "nadam" else pytest.param(name, marks=pytest.mark.long) for name in KINDS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in KINDS])
 def test_eager_and_compiled_updates(cpus, name, arguments):
     assert_equal_outcomes(cpus, lambda strategy: trained(strategy, PLAIN[name], epochs=1, **arguments))
 
@@ -80,6 +78,7 @@ def multi_optimizer():
     return optimizers.MultiOptimizer(lambda variable: dense if "dense" in variable.path else others)
 
 
+@pytest.mark.long
 def test_optimizers_of_a_multi_optimizer(cpus):
     split = []
 
@@ -105,6 +104,7 @@ def test_slots_exist_where_they_are_owned_and_are_balanced(cpus):
     assert len(factors) == 6  # two of each matrix
 
 
+@pytest.mark.long
 def test_a_file_has_whole_slots(cpus, tmp_path):
     model = sharded_models.trained(MirroredStrategy(cpus[:3], shard_optimizer_state=True), PLAIN["adafactor"])
     model.save(tmp_path / "sharded.keras")

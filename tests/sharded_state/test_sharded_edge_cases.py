@@ -41,6 +41,7 @@ def test_gradients_of_other_dtypes_than_their_variables(cpus):
     assert_equal_outcomes(cpus, lambda strategy: of_steps(strategy, variables, optimizers.Adam, gradients), 0)
 
 
+@pytest.mark.long
 def test_scalars_and_variables_without_values(cpus):
     variables = [1.0, np.zeros([0], "float32"), np.ones([1, 1], "float32")]
 
