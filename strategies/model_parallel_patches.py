@@ -1,6 +1,8 @@
 """Patches Keras for models in stages. Strategies of TensorFlow are not affected."""
 
 import contextlib
+import functools
+import warnings
 from typing import Any
 
 import tensorflow as tf
@@ -48,12 +50,26 @@ def patch_keras_once(strategy_class: Any) -> None:
 
     def is_recomputed() -> bool | None:
         loss = current_stage_loss()
-        is_in_stages = loss is not None or is_ours(tf.distribute.get_strategy())
-        return isinstance(loss, MicroBatchLoss) if is_in_stages else None
+        if isinstance(loss, MicroBatchLoss):
+            if not loss.recomputes:
+                _warn_not_recomputed()
+            return loss.recomputes
+        return False if loss is not None or is_ours(tf.distribute.get_strategy()) else None
 
     patch_rematerialization(is_recomputed)
     patch_symbolic_build(is_ours, lambda _: contextlib.nullcontext())
     _is_patched = True
+
+
+@functools.cache
+def _warn_not_recomputed() -> None:
+    warnings.warn(
+        "Rematerialized layers keep their intermediate results in stages with a layout map. Received: layers under "
+        "`keras.RematScope`, or functions of `keras.remat`, with `layout_map`. Expected: stages without a layout map, "
+        "which compute them again in the backward pass. The numbers are equal; use more stages or micro-batches if the "
+        "memory does not suffice.",
+        stacklevel=2,
+    )
 
 
 def _failed_stage(error: tf.errors.CancelledError) -> tf.errors.CancelledError:

@@ -1,5 +1,6 @@
 """A model whose variables are split over the devices of its stages learns the same weights as in one process."""
 
+import warnings
 from typing import Any
 
 import keras
@@ -229,6 +230,22 @@ def test_invalid_layouts() -> None:
         runs.compile_classifier(model, "sgd")
     with pytest.raises(ValueError, match="does not fit its variable"):
         model.fit(runs.X, runs.CLASSES, verbose=0)
+
+
+def test_keys_that_match_nothing() -> None:
+    layout = keras.distribution.LayoutMap(models.layout(2).device_mesh)
+    layout["up/kernel"], layout[".*down/kernel"], layout["other"] = (None, "model"), ("model", None), (None, None)
+    layout["up/output"] = (None, "model")
+    with strategy_of(2, layout_map=layout).scope():
+        model = keras.Sequential(
+            [keras.Input((12,)), keras.layers.Dense(8, name="up"), keras.layers.Dense(6, name="down")]
+        )
+        runs.compile_classifier(model, "sgd")
+    with pytest.warns(UserWarning, match=r"match no variable.* Received: \['up/kernel'\]"):
+        model.fit(runs.X, runs.CLASSES, verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.evaluate(runs.X, runs.CLASSES, verbose=0)
 
 
 def test_variables_are_created_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

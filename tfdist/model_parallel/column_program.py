@@ -146,18 +146,26 @@ class _Part:
 
 
 def parts_of(
-    graph: Any, arguments: Sequence[str], group: _RecordingGroup, outputs: Sequence[str]
+    graph: Any, arguments: Sequence[str], group: Any, outputs: Sequence[str], effects: Sequence[tf.Operation] = ()
 ) -> list[_Part | None]:
-    """Returns the parts of a traced function, one more than exchanges; None for a part without operations."""
+    """Returns the parts of a traced function, one more than exchanges; None for a part without operations.
+
+    Args:
+        graph: Its graph.
+        arguments: The names of its inputs.
+        group: What has recorded the exchanges.
+        outputs: The names of its results.
+        effects: Operations that are executed although no result needs them.
+    """
     number = {_operation(name): 0 for name in arguments}
     if group.rank is not None:
         number[group.rank.op.name] = 0
     number |= {_operation(one.received): index + 1 for index, one in enumerate(group.exchanges)}
     sources = set(number)
     wanted = [*outputs, *(one.sent for one in group.exchanges)]
-    needed = _needed([graph.get_operation_by_name(_operation(name)) for name in wanted])
-    operations = [one for one in graph.get_operations() if one.name in needed and one.name not in sources]
-    for one in operations:  # in the order of their creation
+    needed = _needed([*(graph.get_operation_by_name(_operation(name)) for name in wanted), *effects])
+    operations = [one for one in _in_order(graph) if one.name in needed and one.name not in sources]
+    for one in operations:
         number[one.name] = max((number[given.op.name] for given in one.inputs), default=_NO_EXCHANGE)
     wanted_names = set(wanted)
     parts: list[_Part | None] = []
@@ -165,7 +173,9 @@ def parts_of(
     for index in range(len(group.exchanges) + 1):
         own = [one for one in operations if number[one.name] == index]
         if index == 0:  # also the results that are constants
-            own += [one for one in operations if number[one.name] == _NO_EXCHANGE and _has(one, wanted_names)]
+            kept = {one.name for one in effects}
+            of_constants = [one for one in operations if number[one.name] == _NO_EXCHANGE]
+            own += [one for one in of_constants if one.name in kept or _has(one, wanted_names)]
         if not own:
             parts.append(None)
             continue
@@ -222,6 +232,21 @@ def keep_alive(program: Any) -> None:
     while hasattr(graph, "outer_graph"):
         graph.add_to_collection("tfdist_column_programs", program)
         graph = graph.outer_graph
+
+
+def _in_order(graph: Any) -> list[tf.Operation]:
+    """Returns operations after those whose data they take: gradients of loops add inputs to earlier operations."""
+    found: dict[str, tf.Operation] = {}
+    for last in graph.get_operations():
+        waiting = [last]
+        while waiting:
+            missing = [given.op for given in waiting[-1].inputs if given.op.name not in found]
+            if missing:
+                waiting += missing
+            else:
+                one = waiting.pop()
+                found[one.name] = one
+    return list(found.values())
 
 
 def _needed(operations: Sequence[tf.Operation]) -> set[str]:

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.model_parallel.batch_rows import MicroBatch
@@ -137,7 +136,7 @@ class ColumnRun:
         fixed = self._functions.fixed_tables(index)
         for position, (number_of_variable, gradient) in enumerate(zip(trainable, found[:weights], strict=True)):
             is_fixed = number_of_variable in fixed
-            own = _dense(gradient, stage.variables[number_of_variable]) if is_fixed else gradient
+            own = dense_of(gradient, stage.variables[number_of_variable].shape) if is_fixed else gradient
             totals[position] = added(totals[position], own)
         for symbolic, gradient in zip(inputs, found[weights:], strict=True):
             if gradient is not None:
@@ -146,7 +145,7 @@ class ColumnRun:
         return [getattr(gradient, "values", gradient) for gradient in done][:1]
 
 
-def _dense(gradient: Any, variable: keras.Variable) -> Any:
+def dense_of(gradient: Any, shape: Any) -> Any:
     """Returns the gradient of a table whose rows one process looks up once a batch, and each micro-batch again.
 
     Dense gradients are added row by row. Rows of `tf.IndexedSlices` would be squared separately.
@@ -154,7 +153,7 @@ def _dense(gradient: Any, variable: keras.Variable) -> Any:
     if gradient is None:
         return None
     dense = tf.convert_to_tensor(gradient)
-    dense.set_shape(variable.shape)
+    dense.set_shape(shape)
     return dense
 
 

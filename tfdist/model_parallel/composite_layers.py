@@ -12,7 +12,13 @@ import keras
 
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.model_parallel.sharded_layers import aware_layers, is_attention, is_elementwise
+from tfdist.model_parallel.sharded_layers import (
+    aware_layers,
+    drops_parts,
+    is_attention,
+    is_elementwise,
+    is_rematerialized,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
     own = list(aware_layers(call.operation, axes))
     if own or not any(id(variable) in axes for variable in call.variables):
         return AwareLayers(own)
+    if any(map(is_rematerialized, call.operation._flatten_layers())):
+        return AwareLayers()  # what is computed again exchanges nothing
     inner = inner_calls(call, training=training)
     if inner is None:
         return AwareLayers()
@@ -84,7 +92,7 @@ def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | N
 
 
 def _passes(layer: Any) -> bool:
-    return is_elementwise(layer) or type(layer) is keras.layers.Dropout
+    return is_elementwise(layer) or drops_parts(layer)
 
 
 def _outermost(inner: InnerCalls) -> Iterator[Any]:

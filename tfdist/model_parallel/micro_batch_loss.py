@@ -81,7 +81,13 @@ class _PartLoss(LossStep):
 
 
 class MicroBatchLoss(_PartLoss):
-    """Scales the losses of a micro-batch."""
+    """Scales the losses of a micro-batch.
+
+    Attributes:
+        recomputes: Whether the backward pass computes rematerialized functions again.
+    """
+
+    recomputes = True
 
     def __init__(self, fraction: tf.Tensor, is_real: tf.Tensor, samples: Any, divisors: tf.Tensor) -> None:
         """Creates the scaling.

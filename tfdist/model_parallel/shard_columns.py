@@ -32,6 +32,7 @@ class ShardColumns(Columns):
         """Moves variables that were created in parts, and their slots, to the devices of their stages."""
         calls = [call for stage in stages.stages for call in stage.calls]  # not what only the loss uses
         self.axes = self._layout.axes_of(variable for call in calls for variable in call.variables)
+        self._layout.warn_of_unused_keys()
         moved, stage_of = MovedVariables(), {}
         for variable in stages.variables:
             held = held_variable(variable)

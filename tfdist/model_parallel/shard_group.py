@@ -17,8 +17,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.model_parallel.column_program import Exchange
+from tfdist.model_parallel.micro_batch_loss import current_stage_loss
 
 SUM, GATHER, SEED = "sum", "gather", "seed"
+
+
+def is_differentiable(tensor: Any) -> bool:
+    """Whether a tensor may have a gradient."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ShardGroup:
         def entered(x: tf.Tensor) -> Any:
             return tf.identity(x), lambda gradient: self._record(SUM, gradient, x.shape, x.shape, layer)
 
-        result = entered(tensor) if tensor.dtype.is_floating else tensor
+        result = _marked(entered(tensor), tensor) if is_differentiable(tensor) else tensor
         self._entered[id(tensor)] = tensor, result
         return result
 
@@ -83,29 +89,30 @@ class ShardGroup:
         def summed(x: tf.Tensor) -> Any:
             return self._record(SUM, x, x.shape, x.shape), tf.identity
 
-        return summed(tensor)
+        return _marked(summed(tensor), tensor)
 
     def gather(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """Returns the whole tensor of a split one."""
-        if not tensor.dtype.is_floating:
-            return self._gathered(tensor, axis)
+        if not is_differentiable(tensor):
+            return _marked(self._gathered(tensor, axis), tensor)
 
         @tf.custom_gradient
         def gathered(x: tf.Tensor) -> Any:
             whole = self._gathered(x, axis)
 
             def own(gradient: tf.Tensor) -> tf.Tensor:
+                gradient = tf.convert_to_tensor(gradient)  # of a lookup it has rows
                 gradient.set_shape(whole.shape)
                 return self._own(gradient, axis)
 
             return whole, own
 
-        return gathered(tensor)
+        return _marked(gathered(tensor), tensor)
 
     def part(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         """Returns this device's part of a whole tensor."""
-        if not tensor.dtype.is_floating:
-            return self._own(tensor, axis)
+        if not is_differentiable(tensor):
+            return _marked(self._own(tensor, axis), tensor)
 
         layer = self.layer
 
@@ -114,7 +121,7 @@ class ShardGroup:
             part = self._own(x, axis)
             return part, lambda gradient: self._gathered(gradient, axis, part.shape, layer)
 
-        return own(tensor)
+        return _marked(own(tensor), tensor)
 
     def own_rank(self) -> tf.Tensor:
         """Returns the number of this device, an int32 scalar."""
@@ -148,7 +155,7 @@ class ShardGroup:
                 f"Received: a split layer whose {kind} is there. Expected: split layers outside of them. Remove the "
                 "variables of this layer from the layout map."
             )
-        sent = tf.identity(tensor)
+        sent = tf.identity(tf.convert_to_tensor(tensor))
         received = tf.compat.v1.placeholder(sent.dtype, of_received, name="received")
         self.sent_shapes[sent.name] = tf.TensorShape(shape)
         self._is_backward |= kind == SEED
@@ -157,3 +164,10 @@ class ShardGroup:
             self.made.append(made)
         self.exchanges.append(Exchange(kind, sent.name, received.name))
         return received
+
+
+def _marked(result: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Notes for losses of layers, which are followed to the samples, that each sample is made from the same one."""
+    if (loss := current_stage_loss()) is not None:
+        loss.mark_samples(result, tensor)
+    return result

@@ -1,5 +1,6 @@
 """Which axis of each variable is split over the devices of a stage, as a `keras.distribution.LayoutMap` says."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,9 @@ class ShardLayout:
             )
         self.ways = int(mesh.shape[list(mesh.axis_names).index(used[0])]) if used else 1
         self._layout_map = layout_map
+        # Layouts of outputs, which have no effect, are not looked up.
+        of_variables = [key for key in layout_map if any(layout_map[key].axes) and not key.endswith("output")]
+        self._unused = {id(layout_map[key]): key for key in of_variables}
 
     def axis_of(self, variable: Any) -> int | None:
         """Returns the axis along which a Keras variable is split; None if each device holds all of it.
@@ -59,6 +63,7 @@ class ShardLayout:
             ValueError: The layout has another rank than the variable, or the axis is not divisible.
         """
         found = self._layout_map[path]
+        self._unused.pop(id(found), None)
         if found is None or self.ways == 1 or not any(found.axes):
             return None
         axes = [index for index, axis in enumerate(found.axes) if axis is not None]
@@ -74,6 +79,18 @@ class ShardLayout:
         """Returns the shape of what a device has of a Keras variable. Raises: as `axis_at`."""
         axis = self.axis_of(variable)
         return tuple(size // self.ways if index == axis else size for index, size in enumerate(variable.shape))
+
+    def warn_of_unused_keys(self) -> None:
+        """Warns, once, of keys that have matched no path of a variable so far."""
+        if self._unused:
+            warnings.warn(
+                "A layout map has keys that match no variable, so these split nothing. Received: "
+                f"{sorted(self._unused.values())}. Expected: complete paths, or regular expressions for them, as "
+                "`variable.path` of a built model shows them: those of a Sequential model begin with its name. Write "
+                "'.*dense/kernel', or remove the keys.",
+                stacklevel=2,
+            )
+        self._unused = {}
 
     def axes_of(self, variables: Iterable[Any]) -> dict[int, int]:
         """Returns by the id of each split variable its axis."""

@@ -22,6 +22,8 @@ class ShardProgram:
     Attributes:
         ways: The number of devices.
         calls: Before each exchange and after the last one, the functions that a device calls in turn.
+        graph: What was traced.
+        traced: The function of this graph, whose inputs are the arguments.
     """
 
     def __init__(self, function: Callable[[ShardGroup, Any], tuple[Any, Callable[[], Any]]], specs: Any, ways: int):
@@ -60,7 +62,9 @@ class ShardProgram:
         self._captured = dict(zip(inputs[len(flat) :], concrete.captured_inputs, strict=True))
         self._exchanges, self._rank = group.exchanges, None if group.rank is None else group.rank.name
         outputs = [name for name in tf.nest.flatten((self._result, self._gradients)) if name is not None]
-        self._parts = parts_of(concrete.graph, inputs, group, outputs)
+        # As in a `tf.function`, such as prints and assertions, whose control dependencies are lost between parts.
+        effects = [one for one in concrete.graph.get_operations() if one.op_def.is_stateful]
+        self._parts = parts_of(concrete.graph, inputs, group, outputs, effects)
         definition = concrete.graph.as_graph_def()
         self.calls = [
             urgent_first(concrete.graph, definition, part, one.sent) if one is not None and one.kind != SEED else [part]
@@ -68,7 +72,7 @@ class ShardProgram:
         ]
         # Functions made from parts of a graph do not know all shapes of their results.
         self._shapes = [None if one.kind == SEED else group.sent_shapes[one.sent] for one in self._exchanges]
-        self.graph, self._traced = concrete.graph, concrete  # TensorFlow forgets its conditions when it is deleted
+        self.graph, self.traced = concrete.graph, concrete  # TensorFlow forgets its conditions when it is deleted
 
     def forward(
         self, arguments: Sequence[Any], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any

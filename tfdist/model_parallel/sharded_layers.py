@@ -27,7 +27,7 @@ _ELEMENTWISE_LAYERS = (
 
 def is_elementwise(operation: Any) -> bool:
     """Whether a layer computes each element of its output from the same element of its inputs alone."""
-    if type(operation) not in _ELEMENTWISE_LAYERS:
+    if type(operation) not in _ELEMENTWISE_LAYERS or operation.activity_regularizer:
         return False
     return not isinstance(operation, keras.layers.Activation) or is_elementwise_function(operation.activation)
 
@@ -45,6 +45,12 @@ def is_softmax(operation: Any) -> bool:
     return type(operation) is keras.layers.Softmax and operation.axis == -1
 
 
+def drops_parts(operation: Any) -> bool:
+    """Whether a layer is a Dropout that can drop elements of a split tensor; see `dropped`."""
+    is_plain = type(operation) is keras.layers.Dropout and not operation.activity_regularizer
+    return is_plain and not is_rematerialized(operation)
+
+
 def takes_parts(operation: Any) -> bool:
     """Whether the call of a layer that knows shards also takes split inputs."""
     return type(operation) in _CONTRACTIONS
@@ -57,7 +63,7 @@ def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
         operation: The layer or operation that a model calls.
         axes: By the id of a split variable its axis.
     """
-    if is_attention(operation) and _is_split_by_heads(operation, axes):
+    if is_attention(operation) and _is_split_by_heads(operation, axes) and not is_rematerialized(operation):
         inner = [*projections_of(operation), operation._output_dense]
         if all(map(_is_plain, inner)):
             yield from inner
@@ -69,7 +75,12 @@ def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
 def _is_plain(layer: Any) -> bool:
     is_changed = getattr(layer, "lora_enabled", False) or layer.quantization_mode or layer.activity_regularizer
     contracts = type(layer) is not keras.layers.EinsumDense or _Letters.of(layer) is not None
-    return contracts and not is_changed and not getattr(layer, "_remat_mode", None)
+    return contracts and not is_changed and not is_rematerialized(layer)
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Whether a layer is computed again in the backward pass."""
+    return bool(getattr(layer, "_remat_mode", None))
 
 
 def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:

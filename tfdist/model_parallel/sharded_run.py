@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.model_parallel.batch_rows import MicroBatch
-from tfdist.model_parallel.column_run import added
+from tfdist.model_parallel.column_run import added, dense_of
 from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
 from tfdist.model_parallel.shard_program import ShardState
@@ -176,7 +176,11 @@ class ShardedColumnRun:
         stage, values = self._stages.stages[index], run.values[index]
         totals, weights = run.gradients[index], gradients[: len(values.trainable)]
         for place, (position, gradient) in enumerate(zip(values.trainable, weights, strict=True)):
-            totals[place] = added(totals[place], _sparse(gradient, values.current[position]))
+            value = values.current[position]
+            own = _sparse(gradient, value)
+            if position in self._functions.fixed_tables(index):
+                own = dense_of(own, value.shape)
+            totals[place] = added(totals[place], own)
         tensors = [run.sent[id(symbolic), number][0] for symbolic in stage.inputs]
         inputs = [stage.inputs[position] for position in differentiable_inputs(self._stages, stage, tensors)]
         for symbolic, gradient in zip(inputs, gradients[len(values.trainable) :], strict=True):

@@ -12,11 +12,12 @@ from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_s
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.composite_layers import aware_layers_of
-from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
+from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup, is_differentiable
 from tfdist.model_parallel.shard_program import ShardProgram
 from tfdist.model_parallel.sharded_layers import (
     aware_call,
     dropped,
+    drops_parts,
     is_elementwise,
     is_softmax,
     takes_parts,
@@ -25,6 +26,7 @@ from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outp
 from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class ShardedStageFunction(StageFunction):
@@ -37,6 +39,8 @@ class ShardedStageFunction(StageFunction):
         exchanges: What its layers exchange.
         split: By the position among the stage's outputs, the outputs of the model that stay split.
     """
+
+    recomputes = False  # `tf.gradients` of one graph for both passes gives no gradients through such functions
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class ShardedStageFunction(StageFunction):
 
     def _traced(self, specs: StageInputs) -> Any:
         self.program = ShardProgram(self._differentiable, specs, self._ways)
+        self.fixed_tables = tables_of_fixed_rows(self.program.traced, len(self._stage.variables))
         return self.program
 
     def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:
@@ -92,7 +97,7 @@ class ShardedStageFunction(StageFunction):
         self.targets = [
             position
             for position, (symbolic, tensor) in enumerate(zip(stage.outputs, result.tensors, strict=True))
-            if id(symbolic) in wanted and tensor.dtype.is_floating
+            if id(symbolic) in wanted and is_differentiable(tensor)
         ]
 
         def differentiate() -> list[Any]:
@@ -134,7 +139,7 @@ class ShardedStageFunction(StageFunction):
             is_needed = self._kind.has_loss and output.reason
             if position is None or is_needed or numbers.count(id(symbolic)) > 1 or len(symbolic.shape) < 2:
                 continue
-            if _split_axis(values[id(symbolic)], symbolic) == len(symbolic.shape) - 1:
+            if self._split_axis(values[id(symbolic)], symbolic) == len(symbolic.shape) - 1:
                 found[position] = output
         return found
 
@@ -164,12 +169,12 @@ class ShardedStageFunction(StageFunction):
         known = aware_layers_of(call, self._axes, training=self._kind.training)
         aware = known.layers
         own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
-        splits = {_split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
         replaced |= {layer: self._dropped(layer, -1) for layer in known.dropouts}
         for layer in [one for one in aware if id(one) in known.whole]:
             replaced[layer] = self._with_whole_result(layer, replaced[layer])
-        if type(call.operation) is keras.layers.Dropout and splits != {None}:
+        if drops_parts(call.operation) and len(splits) == 1 and splits != {None}:
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis)
@@ -214,13 +219,19 @@ class ShardedStageFunction(StageFunction):
             scope.add_update((variable, part))
 
     def _whole(self, tensor: Any, symbolic: Any) -> Any:
-        axis = _split_axis(tensor, symbolic)
+        axis = self._split_axis(tensor, symbolic)
         if axis is None:
             return tensor
         result = self._known_group.gather(tensor, axis)
         if (mask := get_mask(tensor)) is not None:
             set_mask(result, mask)
         return result
+
+    def _split_axis(self, tensor: Any, symbolic: Any) -> int | None:
+        """Returns the axis in which a tensor is a part of what the symbolic tensor describes."""
+        sizes = zip(tensor.shape, symbolic.shape, strict=True)
+        # Symbolic shapes may be wrong, as those of Keras' scores of attention to other sequences.
+        return next((i for i, (own, whole) in enumerate(sizes) if own and own * self._ways == whole), None)
 
     @property
     def _known_group(self) -> ShardGroup:
@@ -231,13 +242,7 @@ class ShardedStageFunction(StageFunction):
 def differentiable_inputs(stages: ModelStages, stage: Stage, tensors: Any) -> list[int]:
     """Returns the positions of the inputs of a stage that earlier stages want the gradients of."""
     pairs = enumerate(zip(stage.inputs, tensors, strict=True))
-    return [index for index, (symbolic, one) in pairs if one.dtype.is_floating and stages.maker(symbolic) >= 0]
-
-
-def _split_axis(tensor: Any, symbolic: Any) -> int | None:
-    """Returns the axis in which a tensor is a part of what the symbolic tensor describes."""
-    sizes = zip(tensor.shape, symbolic.shape, strict=True)
-    return next((i for i, (own, whole) in enumerate(sizes) if None not in (own, whole) and own != whole), None)
+    return [index for index, (symbolic, one) in pairs if is_differentiable(one) and stages.maker(symbolic) >= 0]
 
 
 def _has_mask(tensors: Mapping[int, Any]) -> bool:

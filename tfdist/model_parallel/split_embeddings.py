@@ -39,10 +39,14 @@ def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: t
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     if axes.get(id(layer._embeddings)) != 0:
         return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
-    rows = layer._embeddings.shape[0] // group.ways
+    words = layer._embeddings.shape[0]
+    rows = words // group.ways
+    ids = tf.where(ids < 0, ids + words, ids)  # as `keras.ops.take`
     own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
     is_own = (own >= 0) & (own < rows)
-    found = keras.ops.take(table, tf.where(is_own, own, 0), axis=0)
+    is_known = (ids >= 0) & (ids < words)
+    # An id beyond all words stays beyond the rows, so that the lookup fails as that in the complete table.
+    found = keras.ops.take(table, tf.where(is_own, own, tf.where(is_known, tf.zeros_like(own), rows)), axis=0)
     found = tf.where(is_own[..., tf.newaxis], found, tf.zeros([], found.dtype))
     return group.sum(tf.cast(found, layer.compute_dtype))
 

@@ -82,7 +82,10 @@ class StageFunction:
         changed: The variables whose new values are the result's `states`.
         num_divisors: How many divisors of the batch its losses use.
         fixed_tables: The positions of variables of which each micro-batch looks up the same rows.
+        recomputes: Whether its backward pass computes rematerialized functions again.
     """
+
+    recomputes = True
 
     def __init__(self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs) -> None:
         """Traces the function for arguments like `example`.
@@ -113,6 +116,7 @@ class StageFunction:
         stage = self._stage
         samples = _samples(self._stages, stage, given)
         loss = MicroBatchLoss(given.fraction, given.is_real, samples[0], given.divisors)
+        loss.recomputes = self.recomputes
         scope = initial_scope(stage.variables, given.values)
         before = {id(variable): scope.get_current_value(variable) for variable in stage.variables}
         with loss.running(samples[1]), scope:

@@ -87,6 +87,9 @@ class PlacedExtended(OneDeviceExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        shards = [getattr(one, "shards", ()) for one in (var, *args)]  # of split variables, such as averages of weights
+        if shards[0] and len({len(parts) for parts in shards}) == 1:
+            return [self._update(part, fn, others, kwargs, group) for part, *others in zip(*shards, strict=True)]
         with tf.device(var.device), UpdateContext(var.device):
             return fn(var, *args, **kwargs)
 
