@@ -91,8 +91,8 @@ class ShardGroup:
 
         return _marked(summed(tensor), tensor)
 
-    def gather(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        """Returns the whole tensor of a split one."""
+    def gather(self, tensor: tf.Tensor, axis: int, *, has_samples: bool = True) -> tf.Tensor:
+        """Returns the whole tensor of a split one; `has_samples` is False for the value of a variable."""
         if not is_differentiable(tensor):
             return _marked(self._gathered(tensor, axis), tensor)
 
@@ -107,10 +107,10 @@ class ShardGroup:
 
             return whole, own
 
-        return _marked(gathered(tensor), tensor)
+        return _marked(gathered(tensor), tensor) if has_samples else gathered(tensor)
 
-    def part(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-        """Returns this device's part of a whole tensor."""
+    def part(self, tensor: tf.Tensor, axis: int, *, has_samples: bool = True) -> tf.Tensor:
+        """Returns this device's part of a whole tensor; `has_samples` is as that of `gather`."""
         if not is_differentiable(tensor):
             return _marked(self._own(tensor, axis), tensor)
 
@@ -121,7 +121,7 @@ class ShardGroup:
             part = self._own(x, axis)
             return part, lambda gradient: self._gathered(gradient, axis, part.shape, layer)
 
-        return _marked(own(tensor), tensor)
+        return _marked(own(tensor), tensor) if has_samples else own(tensor)
 
     def own_rank(self) -> tf.Tensor:
         """Returns the number of this device, an int32 scalar."""

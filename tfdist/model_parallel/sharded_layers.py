@@ -161,10 +161,10 @@ def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output
     value, axis = tf.convert_to_tensor(bias), axes.get(id(bias))
     own = None if axis is None else axis - len(bias.shape)
     if own is not None and own != split_output:
-        value, own = group.gather(value, own), None
+        value, own = group.gather(value, own, has_samples=False), None
     if split_output is None or own is not None or -split_output > len(bias.shape):
         return value
-    return group.part(value, split_output)
+    return group.part(value, split_output, has_samples=False)
 
 
 def dropped(

@@ -207,7 +207,8 @@ class ShardedStageFunction(StageFunction):
         scope = stateless_scope()
         parts = [(one, scope.get_current_value(one)) for one in variables if id(one) in self._axes]
         for variable, part in parts:
-            scope.add_update((variable, self._known_group.gather(part, self._axes[id(variable)])))
+            whole_value = self._known_group.gather(part, self._axes[id(variable)], has_samples=False)
+            scope.add_update((variable, whole_value))
         whole = [scope.get_current_value(variable) for variable, _ in parts]
         yield
         for (variable, part), before in zip(parts, whole, strict=True):
