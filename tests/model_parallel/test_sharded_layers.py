@@ -63,15 +63,24 @@ def test_states_losses_and_effects() -> None:
         model.fit(np.full((4, 12), np.nan, "float32"), runs.CLASSES[:4], verbose=0)
 
 
+class Positions(layers.Layer):
+    def __init__(self, table: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.table = layers.Embedding(models.LENGTH, 8, name=table)
+
+    def build(self, shape: Any) -> None:
+        self.table.build()
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(ops.arange(models.LENGTH))
+
+
 def test_positions_are_looked_up_once_a_batch() -> None:
     """Adam squares the sum of their rows over all micro-batches."""
 
     def build() -> keras.Model:
         x = keras.Input((models.LENGTH, 8))
-        positions = layers.Embedding(models.LENGTH, 8, name="positions")
-        split = layers.Embedding(models.LENGTH, 8, name="embedding")
-        index = ops.arange(models.LENGTH)
-        hidden = x + positions(index) + split(index)
+        hidden = Positions("embedding")(Positions("whole")(x))  # the layout splits "embedding"
         hidden = layers.Dense(8, name="down")(layers.Dense(16, "gelu", name="up")(hidden))
         return keras.Model(x, layers.Dense(5, name="head")(layers.Flatten()(hidden)))
 
