@@ -10,7 +10,7 @@ from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.model_parallel.composite_layers import inner_layers_of, rows_after
-from tfdist.model_parallel.sharded_layers import aware_layers, is_attention, is_elementwise, projections_of
+from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_elementwise, projections_of
 from tfdist.model_parallel.split_embeddings import is_embedding, is_reversible
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -139,7 +139,7 @@ def _columns_before(
             return []
         if _is_dense(maker.operation):
             found.append(maker.operation)
-        elif is_elementwise(maker.operation) or type(maker.operation) is keras.layers.Dropout:
+        elif is_elementwise(maker.operation) or drops_parts(maker.operation):
             waiting += maker.inputs
         else:
             return []

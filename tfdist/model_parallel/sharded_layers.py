@@ -39,7 +39,9 @@ def is_attention(layer: Any) -> bool:
 
 
 def is_softmax(operation: Any) -> bool:
-    """Whether a layer is a softmax over the last axis."""
+    """Whether a layer is a softmax over the last axis, of which it computes nothing else."""
+    if getattr(operation, "activity_regularizer", None):
+        return False
     if type(operation) is keras.layers.Activation:
         return operation.activation is keras.activations.softmax
     return type(operation) is keras.layers.Softmax and operation.axis == -1
@@ -51,9 +53,15 @@ def drops_parts(operation: Any) -> bool:
     return is_plain and not is_rematerialized(operation)
 
 
-def takes_parts(operation: Any) -> bool:
-    """Whether the call of a layer that knows shards also takes split inputs."""
-    return type(operation) in _CONTRACTIONS
+def takes_parts(operation: Any, axis: int) -> bool:
+    """Whether the call of a layer that knows shards takes inputs that are split along an axis, counted from the end.
+
+    Along other axes than those of its kernel it does not: the gradient of a whole kernel would be that of a part.
+    """
+    if type(operation) not in _CONTRACTIONS:
+        return False
+    letters = _Letters.of(operation)
+    return letters is not None and -axis <= len(letters.inputs) and letters.inputs[axis] in letters.kernel
 
 
 def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
@@ -113,12 +121,17 @@ class _Letters:
 
     @classmethod
     def of(cls, layer: Any) -> "_Letters | None":
-        """Returns the letters of a Dense or EinsumDense; None if its equation is not of two operands."""
+        """Returns the letters of a Dense or EinsumDense; None if its equation is not of two operands.
+
+        Nor if further axes follow the letters.
+        """
         if isinstance(layer, keras.layers.Dense):
             return cls("i", "io", "o")
-        given, _, outputs = layer.equation.replace(" ", "").replace("...", "").partition("->")
-        inputs, comma, kernel = given.partition(",")
-        return cls(inputs, kernel, outputs) if comma and kernel and outputs else None
+        given, _, outputs = layer.equation.replace(" ", "").partition("->")
+        inputs, _, kernel = given.partition(",")
+        found = cls(inputs.removeprefix("..."), kernel, outputs.removeprefix("..."))
+        parts = (found.inputs, found.kernel, found.outputs)
+        return found if all(parts) and "." not in "".join(parts) else None
 
 
 def _contracted(
@@ -157,13 +170,15 @@ def _contracted(
 
 
 def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output: int | None) -> tf.Tensor:
-    """Returns the part of a bias that belongs to outputs which are split along `split_output`, or all of it."""
+    """Returns what is added to outputs that are split along `split_output`: the part of a bias, or all of it."""
     value, axis = tf.convert_to_tensor(bias), axes.get(id(bias))
     own = None if axis is None else axis - len(bias.shape)
     if own is not None and own != split_output:
         value, own = group.gather(value, own, has_samples=False), None
-    if split_output is None or own is not None or -split_output > len(bias.shape):
+    if split_output is None or own is not None:
         return value
+    if -split_output > len(bias.shape) or bias.shape[split_output] == 1:
+        return group.enter(value)
     return group.part(value, split_output, has_samples=False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.compiled_outputs import replaced_losses
+from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
@@ -179,8 +179,8 @@ class ShardedStageFunction(StageFunction):
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis)
         elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
-            replaced[call.operation] = lambda x: split_softmax(x, group)
-        elif not (takes_parts(call.operation) and aware) and not (is_elementwise(call.operation) and len(splits) == 1):
+            replaced[call.operation] = lambda x, mask=None: split_softmax(x, group)
+        elif not _takes_parts(call, aware, splits):
             own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         others = [one for one in call.variables if id(one) not in known.variables]
         with self._gathered(others), replaced_calls(replaced):
@@ -223,7 +223,11 @@ class ShardedStageFunction(StageFunction):
         axis = self._split_axis(tensor, symbolic)
         if axis is None:
             return tensor
-        result = self._known_group.gather(tensor, axis)
+        logits = logits_behind(tensor)  # from which losses are computed, not from probabilities that may be zero
+        if logits is None:
+            result = self._known_group.gather(tensor, axis)
+        else:
+            result = keras.activations.softmax(self._known_group.gather(logits, axis))
         if (mask := get_mask(tensor)) is not None:
             set_mask(result, mask)
         return result
@@ -244,6 +248,15 @@ def differentiable_inputs(stages: ModelStages, stage: Stage, tensors: Any) -> li
     """Returns the positions of the inputs of a stage that earlier stages want the gradients of."""
     pairs = enumerate(zip(stage.inputs, tensors, strict=True))
     return [index for index, (symbolic, one) in pairs if is_differentiable(one) and stages.maker(symbolic) >= 0]
+
+
+def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
+    """Whether a layer call takes inputs that are split along these axes, or whole where the axis is None."""
+    axis, *others = splits or {None}
+    ranks = {len(symbolic.shape) for symbolic in call.inputs}
+    if others or axis is None or len(ranks) > 1:
+        return False  # whole ones stay as they are
+    return is_elementwise(call.operation) or bool(aware) and takes_parts(call.operation, axis - ranks.pop())
 
 
 def _has_mask(tensors: Mapping[int, Any]) -> bool:

@@ -1,0 +1,80 @@
+"""Layers whose split values could be mistaken for whole ones: weights and logs are those of one process."""
+
+from typing import Any
+
+import keras
+import layout_models as models
+import pipeline_runs as runs
+import pytest
+from layout_models import strategy_of
+from pipeline_runs import difference, fit_both
+
+layers = keras.layers
+pytestmark = pytest.mark.usefixtures("cpus")
+X = models.rng.normal(size=(48, 6, 8)).astype("float32")
+CLASSES = runs.CLASSES[:48]
+HEADS, COLUMNS = (None, "model", None), (None, "model")
+
+
+def _layout(rules: dict[str, Any]) -> Any:
+    layout = keras.distribution.LayoutMap(models.layout(2).device_mesh)
+    for path, axes in rules.items():
+        layout[path] = axes
+    return layout
+
+
+def _check(rules: dict[str, Any], build: Any, compile_model: Any, x: Any = X, y: Any = CLASSES) -> keras.Model:
+    """Trains for two epochs. What is compared differs by 1e-3 and more if a part is taken for the whole."""
+    strategy = strategy_of(2, layout_map=_layout(rules))
+    model, reference, logs = fit_both(strategy, build, compile_model, x, y, epochs=2)
+    assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
+    return model
+
+
+def _classify(model: keras.Model) -> None:
+    runs.compile_classifier(model, keras.optimizers.SGD(0.1))
+
+
+def test_contractions_of_other_axes() -> None:
+    """Kernels and biases that are whole beside a split axis, and equations with axes after the letters."""
+
+    def build() -> keras.Model:
+        x = keras.Input((6, 8))
+        hidden = layers.EinsumDense("bsc,cde->bsde", (6, 4, 4), bias_axes="e", name="up")(x)
+        hidden = layers.Dense(4, name="whole")(hidden)
+        other = layers.EinsumDense("bsc,cde->bsde", (6, 4, 4), bias_axes="se", name="other")(x)
+        other = layers.Dense(4, name="columns")(other)
+        hidden = layers.EinsumDense("ab...,bc->ac...", (4,), name="after")(layers.Add()([hidden, other]))
+        return keras.Model(x, layers.Dense(5, name="head")(layers.Flatten()(hidden)))
+
+    _check({"(up|other)/kernel": HEADS, "(columns|after)/kernel": COLUMNS}, build, _classify)
+
+
+def test_activity_regularizers() -> None:
+    def build() -> keras.Model:
+        x, penalty = keras.Input((6, 8)), keras.regularizers.L2(0.1)
+        hidden = layers.Dense(8, name="up")(layers.Flatten()(x))
+        hidden = layers.Activation("tanh", activity_regularizer=penalty)(hidden)
+        hidden = layers.Dropout(0.0, activity_regularizer=penalty)(layers.Dense(8, name="next")(hidden))
+        hidden = layers.Softmax(activity_regularizer=penalty)(layers.Dense(8, name="last")(hidden))
+        return keras.Model(x, layers.Dense(5, name="head")(hidden))
+
+    _check({"(up|next|last)/kernel": COLUMNS}, build, _classify)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_gathered_probabilities_keep_their_logits() -> None:
+    """Of probabilities that are zero, no loss can be computed."""
+
+    def build() -> keras.Model:
+        x = keras.Input((6, 8))
+        initializer = keras.initializers.RandomNormal(stddev=10.0, seed=1)
+        scores = layers.Dense(6, kernel_initializer=initializer, name="scores")(layers.Flatten()(x))
+        return OwnLoss(x, layers.Softmax()(scores))
+
+    compile_model = lambda m: m.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")  # noqa: E731
+    _check({"scores/kernel": COLUMNS}, build, compile_model)
