@@ -4,16 +4,20 @@ from typing import Any
 
 import keras
 import layout_models as models
+import numpy as np
 import pipeline_runs as runs
 import pytest
+import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
-layers = keras.layers
+from tfdist.model_parallel.elementwise_functions import is_elementwise_function
+
+layers, ops = keras.layers, keras.ops
 pytestmark = pytest.mark.usefixtures("cpus")
 X = models.rng.normal(size=(48, 6, 8)).astype("float32")
 CLASSES = runs.CLASSES[:48]
-HEADS, COLUMNS = (None, "model", None), (None, "model")
+HEADS, COLUMNS, ROWS = (None, "model", None), (None, "model"), ("model", None)
 
 
 def _layout(rules: dict[str, Any]) -> Any:
@@ -60,6 +64,26 @@ def test_activity_regularizers() -> None:
         return keras.Model(x, layers.Dense(5, name="head")(hidden))
 
     _check({"(up|next|last)/kernel": COLUMNS}, build, _classify)
+
+
+def test_activations_that_depend_on_the_width() -> None:
+    assert not is_elementwise_function(lambda x: x * x.shape[-1] ** -0.5)
+    assert not is_elementwise_function(lambda x: x / ops.cast(ops.shape(x)[-1], x.dtype))
+    assert is_elementwise_function(lambda x: ops.maximum(x, 0.1 * x))
+
+
+def test_negative_and_unknown_ids() -> None:
+    """Keras counts negative ids from the end; unknown ones are an error on CPUs."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((6,), dtype="int32")
+        return keras.Model(tokens, layers.Dense(5)(layers.Flatten()(layers.Embedding(12, 4, name="words")(tokens))))
+
+    ids = models.rng.integers(-12, 12, (48, 6))
+    model = _check({"words/embeddings": ROWS}, build, _classify, ids)
+    for unknown in (12, -13):
+        with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)):
+            model.predict(np.full((16, 6), unknown), verbose=0)
 
 
 class OwnLoss(keras.Model):

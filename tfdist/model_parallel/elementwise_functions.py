@@ -39,10 +39,11 @@ def _is_traced_elementwise(function: Callable[[Any], Any]) -> bool:
     try:
         with tf.init_scope(), tf.device(None):
             traced = tf.function(lambda x: function(x) + 0.0, autograph=False)
-            concrete = traced.get_concrete_function(tf.TensorSpec([None, 3], tf.float32))
+            # Of unknown width: it may not depend on the width, which is another one for a part.
+            concrete = traced.get_concrete_function(tf.TensorSpec([None, None], tf.float32))
     except Exception:  # whatever it raises, it is not known to be elementwise
         return False
     operations = concrete.graph.get_operations()
     constants = [one.outputs[0].shape.rank for one in operations if one.type == "Const"]
     is_known = not concrete.captured_inputs and all(one.type in _OPERATIONS for one in operations)
-    return is_known and not any(constants) and concrete.outputs[0].shape.as_list() == [None, 3]
+    return is_known and not any(constants) and concrete.outputs[0].shape.as_list() == [None, None]

@@ -41,12 +41,11 @@ def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: t
         return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
     words = layer._embeddings.shape[0]
     rows = words // group.ways
-    ids = tf.where(ids < 0, ids + words, ids)  # as `keras.ops.take`
+    ids = tf.where(ids < 0, ids + words, ids)  # as Keras does
     own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
-    is_own = (own >= 0) & (own < rows)
-    is_known = (ids >= 0) & (ids < words)
-    # An id beyond all words stays beyond the rows, so that the lookup fails as that in the complete table.
-    found = keras.ops.take(table, tf.where(is_own, own, tf.where(is_known, tf.zeros_like(own), rows)), axis=0)
+    is_own, is_known = (own >= 0) & (own < rows), (ids >= 0) & (ids < words)
+    # As in TensorFlow, an unknown word is an error on CPUs, and a row of zeros on GPUs.
+    found = tf.gather(table, tf.where(is_own, own, tf.where(is_known, tf.zeros([], ids.dtype), rows)))
     found = tf.where(is_own[..., tf.newaxis], found, tf.zeros([], found.dtype))
     return group.sum(tf.cast(found, layer.compute_dtype))
 
