@@ -86,6 +86,49 @@ def test_negative_and_unknown_ids() -> None:
             model.predict(np.full((16, 6), unknown), verbose=0)
 
 
+class Compare(layers.Layer):
+    """Multiplies by a layer, depends on the width of hidden values, and uses scores of attention."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.up, self.gate = layers.Dense(8, name="up"), layers.Dense(8, "silu", name="gate")
+        self.multiply, self.down = layers.Multiply(name="multiply"), layers.Dense(4, name="down")
+        self.wide, self.narrow = layers.Dense(8, name="wide"), layers.Dense(4, name="narrow")
+        self.attention = layers.MultiHeadAttention(4, 4, name="attention")
+        self.scored = layers.MultiHeadAttention(4, 4, name="scored")
+
+    def build(self, shape: Any) -> None:
+        for layer in (self.up, self.gate, self.wide):
+            layer.build(shape)
+        self.down.build((*shape[:-1], 8))
+        self.narrow.build((*shape[:-1], 8))
+        self.attention.build(shape, shape)
+        self.scored.build(shape, shape)
+
+    def call(self, x: Any) -> Any:
+        gated = self.down(self.multiply([self.up(x), self.gate(x)]))
+        wide = self.wide(x)
+        narrow = self.narrow(wide) * wide.shape[-1] ** -0.5
+        mean = ops.mean(self.attention(x, x), -1, keepdims=True)
+        attended, scores = self.scored(x, x, return_attention_scores=True)
+        return ops.concatenate([gated, narrow, attended * mean, ops.mean(ops.exp(scores), 1)], -1)
+
+
+def test_values_that_a_layer_of_layers_uses_otherwise() -> None:
+    def build() -> keras.Model:
+        x = keras.Input((6, 8))
+        return keras.Model(x, layers.Dense(5, name="head")(layers.Flatten()(Compare(name="compare")(x))))
+
+    rules = {
+        ".*/(up|gate|wide)/kernel": COLUMNS,
+        ".*/(down|narrow)/kernel": ROWS,
+        ".*/(query|key|value)/kernel": HEADS,
+        ".*/attention/attention_output/kernel": (None, None, "model"),
+        ".*/scored/attention_output/kernel": ("model", None, None),
+    }
+    _check(rules, build, _classify)
+
+
 class OwnLoss(keras.Model):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)

@@ -21,7 +21,7 @@ class InnerCall:
 
     Attributes:
         layer: The inner layer.
-        input: The first tensor that it takes, or None.
+        input: The tensor that it takes; None if there is none, or several.
         outputs: The tensors that it returns.
         first: The number of the first operation that it creates.
         end: The number after its last one.
@@ -61,7 +61,7 @@ class InnerCalls:
         return all(any(numbers[user.name] in calls for calls in own) for user in users)
 
     def consumers(self, tensor: Any) -> list[InnerCall] | None:
-        """Returns the innermost calls that take a tensor first; None if anything else uses it."""
+        """Returns the innermost calls that take a tensor alone; None if anything else uses it."""
         numbers = {operation.name: number for number, operation in enumerate(self._operations)}
         found: list[InnerCall] = []
         for operation in tensor.consumers():
@@ -112,12 +112,13 @@ class InnerCalls:
         return [operation.inputs[0] for operation in self._operations if operation.name.startswith("returned")]
 
 
-def inner_calls(call: LayerCall, *, training: bool) -> InnerCalls | None:
+def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] = ()) -> InnerCalls | None:
     """Traces a call of a layer on complete values, apart from everything else.
 
     Args:
         call: The call, of a layer that has layers.
         training: As in the call of a layer.
+        of_any_width: Inner layers whose results have a last axis of unknown size, so that nothing can depend on it.
 
     Returns:
         None if it has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
@@ -133,7 +134,7 @@ def inner_calls(call: LayerCall, *, training: bool) -> InnerCalls | None:
         graph = tf.compat.v1.get_default_graph()
         values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, given, strict=False)}
         found.values = {id(one): value for one, value in zip(variables, given[len(tensors) :], strict=True)}
-        recorded = {layer: _recorded(layer, found, graph) for layer in layers}
+        recorded = {layer: _recorded(layer, found, graph, of_any_width) for layer in layers}
         with initial_scope(variables, given[len(tensors) :]), replaced_calls(recorded):
             results = call(values, training=training)
         return [tf.identity(tf.convert_to_tensor(result), name="returned") for result in results]
@@ -153,16 +154,19 @@ def _inner_layers(operation: Any) -> list[Any]:
     return list(operation._flatten_layers(include_self=False)) if isinstance(operation, keras.layers.Layer) else []
 
 
-def _recorded(layer: Any, found: InnerCalls, graph: Any) -> Callable[..., Any]:
+def _recorded(layer: Any, found: InnerCalls, graph: Any, of_any_width: Sequence[Any]) -> Callable[..., Any]:
     call = type(layer).call.__get__(layer)
+    is_any_width = any(layer is one for one in of_any_width)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         is_inside = tf.compat.v1.get_default_graph() is graph
         first = len(graph.get_operations()) if is_inside else -1
         result = call(*args, **kwargs)
+        if is_any_width:
+            result = tf.raw_ops.PlaceholderWithDefault(input=result, shape=[*result.shape[:-1], None])
         leaves = [leaf for leaf in tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
         outputs = [leaf for leaf in tree.flatten(result) if tf.is_tensor(leaf)]
-        given = leaves[0] if leaves else None
+        given = leaves[0] if len(leaves) == 1 else None
         found.calls.append(InnerCall(layer, given, outputs, first, len(graph.get_operations())))
         return result
 

@@ -59,17 +59,35 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
         return AwareLayers()
     layers, outermost = [], list(_outermost(inner))
     for layer in outermost:
-        if type(layer) is not keras.layers.EinsumDense:
+        if type(layer) is not keras.layers.EinsumDense and _returns_whole_values(inner, layer, axes):
             layers += [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
     own_dense = [one for one in outermost if type(one) is keras.layers.Dense and any(one is known for known in layers)]
-    kept, dropouts = set(), []
-    for layer in own_dense:
-        pair = rows_after(inner, layer)
-        if pair is not None and all(axes.get(id(one._kernel)) == 0 for one in pair[0]):
-            kept.add(id(layer))
-            dropouts += pair[1]
-    whole = frozenset(id(layer) for layer in outermost if id(layer) not in kept)
+    kept, dropouts = _kept(inner, own_dense, axes)
+    if kept and kept != _kept(inner_calls(call, training=training, of_any_width=kept), kept, axes)[0]:
+        kept, dropouts = [], []  # something depends on the width of their results
+    whole = frozenset(id(layer) for layer in outermost if not any(layer is one for one in kept))
     return AwareLayers(layers, whole, dropouts)
+
+
+def _kept(inner: InnerCalls | None, layers: list[Any], axes: Mapping[int, int]) -> tuple[list[Any], list[Any]]:
+    """Returns the Dense layers whose results stay split, and the Dropout layers that take them."""
+    kept: list[Any] = []
+    dropouts: list[Any] = []
+    for layer in layers:
+        pair = None if inner is None else rows_after(inner, layer)
+        if pair is not None and all(axes.get(id(one._kernel)) == 0 for one in pair[0]):
+            kept.append(layer)
+            dropouts += pair[1]
+    return kept, dropouts
+
+
+def _returns_whole_values(inner: InnerCalls, layer: Any, axes: Mapping[int, int]) -> bool:
+    """Whether attention returns no scores, which are split by heads, and its last layer is not split by columns."""
+    if not is_attention(layer):
+        return True
+    kernel = layer._output_dense._kernel
+    has_scores = any(len(one.outputs) != 1 for one in inner.calls if one.layer is layer)
+    return not has_scores and axes.get(id(kernel), 0) < 2
 
 
 def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | None:
@@ -88,7 +106,7 @@ def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | N
         return None
     ends, passed = found
     is_known = all(type(one) is keras.layers.Dense and inner.only_call_of(one) for one in ends)
-    return (ends, [one for one in passed if type(one) is keras.layers.Dropout]) if is_known else None
+    return (ends, [one for one in passed if is_dropout(one)]) if is_known else None
 
 
 def _passes(layer: Any) -> bool:
