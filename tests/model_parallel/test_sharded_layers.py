@@ -3,13 +3,13 @@
 from typing import Any
 
 import keras
+import layout_models as models
 import numpy as np
 import pipeline_runs as runs
 import pytest
-import sharded_models as models
 import tensorflow as tf
+from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
-from sharded_models import strategy_of
 
 pytestmark = pytest.mark.usefixtures("cpus")
 layers, ops = keras.layers, keras.ops

@@ -106,7 +106,7 @@ def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | N
         return None
     ends, passed = found
     is_known = all(type(one) is keras.layers.Dense and inner.only_call_of(one) for one in ends)
-    return (ends, [one for one in passed if is_dropout(one)]) if is_known else None
+    return (ends, [one for one in passed if drops_parts(one)]) if is_known else None
 
 
 def _passes(layer: Any) -> bool:
