@@ -145,3 +145,13 @@ def test_gathered_probabilities_keep_their_logits() -> None:
 
     compile_model = lambda m: m.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")  # noqa: E731
     _check({"scores/kernel": COLUMNS}, build, compile_model)
+
+
+def test_loops_of_layers() -> None:
+    """The gradient of a loop changes the loop."""
+
+    def build() -> keras.Model:
+        x = keras.Input((6, 8))
+        return keras.Model(x, layers.Dense(5, name="head")(layers.GRU(4)(layers.Dense(8, "tanh", name="up")(x))))
+
+    _check({"up/kernel": COLUMNS}, build, _classify)
