@@ -177,6 +177,7 @@ def install_release(release: Path, environment: Path) -> None:
     assert Path(origin).is_relative_to(environment)
 
 
+@pytest.mark.long  # the installed command and the converted program are also tested apart
 @pytest.mark.multi_process
 def test_the_wheel_runs_the_converted_horovod_program(wheel: Path, environment: Path, tmp_path: Path) -> None:
     """The wheel alone, without the checkout, trains `examples/migrating/horovod_after.py` on two workers."""

@@ -46,7 +46,7 @@ _OF_SEVERAL_DEVICES_A_WORKER = set(
 _LONG = {
     SETUPS[0]: _LONG_ON_REPLICAS,
     SETUPS[1]: {"uneven_workers_of_static_size"},
-    SETUPS[2]: {"static_sizes", "uneven_workers_of_known_size"},
+    SETUPS[2]: {"everything_on_arrays", "static_sizes", "uneven_workers_of_known_size"},
 }
 
 
