@@ -155,3 +155,35 @@ def test_loops_of_layers() -> None:
         return keras.Model(x, layers.Dense(5, name="head")(layers.GRU(4)(layers.Dense(8, "tanh", name="up")(x))))
 
     _check({"up/kernel": COLUMNS}, build, _classify)
+
+
+class Positions(layers.Layer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.first, self.second = layers.Embedding(6, 8, name="split"), layers.Embedding(6, 8, name="whole")
+
+    def build(self, shape: Any) -> None:
+        self.first.build((6,))
+        self.second.build((6,))
+
+    def call(self, x: Any) -> Any:
+        return x + self.first(ops.arange(6)) + self.second(ops.arange(6))
+
+
+def test_positions_and_variables_of_activations() -> None:
+    """Adam squares the rows of a table of positions once a batch. The slopes of PReLU are used beside split values."""
+
+    def build() -> keras.Model:
+        slopes = [layers.PReLU(keras.initializers.Constant(0.2), name=f"slopes_{index}") for index in range(2)]
+        x = keras.Input((6, 8))
+        hidden = layers.Dense(8, activation=slopes[0], name="up")(Positions(name="positions")(x))
+        return keras.Model(x, layers.Dense(5, name="head")(slopes[1](layers.Flatten()(hidden))))
+
+    rules = {
+        ".*/split/embeddings": ROWS,
+        "up/kernel": COLUMNS,
+        ".*slopes_0/alpha": COLUMNS,
+        "slopes_1/alpha": ("model",),
+    }
+    optimizer = lambda: keras.optimizers.Adam(1e-2, epsilon=1e-4)  # noqa: E731  # for steps of rounding errors
+    _check(rules, build, lambda m: runs.compile_classifier(m, optimizer()))

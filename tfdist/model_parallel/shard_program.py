@@ -23,6 +23,7 @@ class ShardProgram:
         ways: The number of devices.
         calls: Before each exchange and after the last one, the functions that a device calls in turn.
         graph: What was traced.
+        received: The names of the operations in place of what exchanges return.
         traced: The function of this graph, whose inputs are the arguments.
     """
 
@@ -72,6 +73,7 @@ class ShardProgram:
         ]
         # Functions made from parts of a graph do not know all shapes of their results.
         self._shapes = [None if one.kind == SEED else group.sent_shapes[one.sent] for one in self._exchanges]
+        self.received = [one.received.partition(":")[0] for one in self._exchanges]
         self.graph, self.traced = concrete.graph, concrete  # TensorFlow forgets its conditions when it is deleted
 
     def forward(

@@ -175,6 +175,7 @@ class ShardedColumnRun:
         index, number = task.stage, task.micro_batch
         stage, values = self._stages.stages[index], run.values[index]
         totals, weights = run.gradients[index], gradients[: len(values.trainable)]
+        fixed = self._functions.fixed_tables(index)
         for place, (position, gradient) in enumerate(zip(values.trainable, weights, strict=True)):
             value = values.current[position]
             own = _sparse(gradient, value)

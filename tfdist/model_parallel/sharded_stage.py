@@ -80,7 +80,8 @@ class ShardedStageFunction(StageFunction):
 
     def _traced(self, specs: StageInputs) -> Any:
         self.program = ShardProgram(self._differentiable, specs, self._ways)
-        self.fixed_tables = tables_of_fixed_rows(self.program.traced, len(self._stage.variables))
+        traced, received = self.program.traced, self.program.received
+        self.fixed_tables = tables_of_fixed_rows(traced, len(self._stage.variables), received)
         return self.program
 
     def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:

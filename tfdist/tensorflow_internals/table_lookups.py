@@ -1,5 +1,6 @@
 """Which tables a traced function looks up at the same rows in each call, as a table of positions."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -10,16 +11,17 @@ _LOOKUPS = ("Gather", "GatherV2")
 _SAME_ROWS = ("Cast", "Identity")
 
 
-def tables_of_fixed_rows(traced: Any, tables: int) -> set[int]:
+def tables_of_fixed_rows(traced: Any, tables: int, received: Iterable[str] = ()) -> set[int]:
     """Returns the positions of the tables whose rows do not depend on the values of the other arguments.
 
     Args:
         traced: A concrete function.
         tables: How many of its first arguments are tables.
+        received: The names of further operations whose values may differ in each call.
     """
     own = traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
     positions = {tensor.op.name: position for position, tensor in enumerate(own[:tables])}
-    others = {tensor.op.name for tensor in own[tables:]}
+    others = {*(tensor.op.name for tensor in own[tables:]), *received}
     is_fixed: dict[int, bool] = {}
     for operation in traced.graph.get_operations():
         if operation.type in _LOOKUPS and (name := _source(operation.inputs[0])) in positions:
