@@ -37,8 +37,10 @@ class AwareLayers:
 
     @property
     def variables(self) -> set[int]:
-        """The ids of their variables."""
-        return {id(one) for layer in self.layers for one in layer.variables}
+        """The ids of their variables, without those of an activation that is a layer."""
+        inside = [one for layer in self.layers for one in layer._flatten_layers(include_self=False)]
+        of_inside = {id(one) for layer in inside for one in layer.variables}
+        return {id(one) for layer in self.layers for one in layer.variables} - of_inside
 
 
 def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool) -> AwareLayers:

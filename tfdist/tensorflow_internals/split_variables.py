@@ -113,6 +113,16 @@ class ShardedVariable:
         """Returns the complete value, as `tf.Variable.value` does."""
         return self.read_value()
 
+    # What Keras' variables call on what holds their value; other operators convert it to a tensor.
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        return self.read_value()[index]
+
+    def __neg__(self) -> tf.Tensor:
+        return -self.read_value()
+
+    def __abs__(self) -> tf.Tensor:
+        return abs(self.read_value())
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": self.read_value()}
 
