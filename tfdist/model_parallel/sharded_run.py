@@ -179,7 +179,7 @@ class ShardedColumnRun:
         for place, (position, gradient) in enumerate(zip(values.trainable, weights, strict=True)):
             value = values.current[position]
             own = _sparse(gradient, value)
-            if position in self._functions.fixed_tables(index):
+            if position in fixed:
                 own = dense_of(own, value.shape)
             totals[place] = added(totals[place], own)
         tensors = [run.sent[id(symbolic), number][0] for symbolic in stage.inputs]
