@@ -87,7 +87,8 @@ class ShardLayout:
                 "A layout map has keys that match no variable, so these split nothing. Received: "
                 f"{sorted(self._unused.values())}. Expected: complete paths, or regular expressions for them, as "
                 "`variable.path` of a built model shows them: those of a Sequential model begin with its name. Write "
-                "'.*dense/kernel', or remove the keys.",
+                "'.*dense/kernel', or remove the keys; if a model is built again, name its layers or call "
+                "`keras.utils.clear_session()` before.",
                 stacklevel=2,
             )
         self._unused = {}
