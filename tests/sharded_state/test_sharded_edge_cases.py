@@ -7,6 +7,8 @@ import sharded_models
 import tensorflow as tf
 from keras import optimizers
 
+from tfdist.keras_internals.keras_symbols import TFOptimizer
+from tfdist.keras_internals.state_ownership import owns_whole_variables
 from tfdist.sharded_state import part_gathers
 from tfdist.strategies import MirroredStrategy
 
@@ -177,3 +179,11 @@ def test_a_worker_that_read_alone_reads_with_the_others_later(monkeypatch):
     assert not published  # a worker that comes later waits, and does not enter a gather without this one
     published["slots/1/1"] = "here"
     assert meeting.wait() == "slots/1/0"
+
+
+def test_what_is_patched_later_is_not_a_method_of_the_class(monkeypatch):
+    """Another strategy of the process may replace methods of Keras' optimizers after the first one did."""
+    replaced = TFOptimizer._backend_apply_gradients
+    monkeypatch.setattr(TFOptimizer, "_backend_apply_gradients", lambda *given: replaced(*given))
+    assert owns_whole_variables(keras.optimizers.Adam()) is False
+    assert owns_whole_variables(keras.optimizers.Lamb()) is True

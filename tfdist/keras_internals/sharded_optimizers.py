@@ -13,7 +13,7 @@ from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.sharded_averages import patch_sharded_averages
 from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
-from tfdist.keras_internals.state_ownership import note_patched_methods, owns_whole_variables
+from tfdist.keras_internals.state_ownership import owns_whole_variables
 from tfdist.private_symbols import private
 
 for _path, _why in {
@@ -196,7 +196,6 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
     for name in ("assign", "assign_add", "assign_sub"):
         assign_whole(name)
     patch_sharded_averages(lambda optimizer: split_slots(optimizer) is not None)
-    note_patched_methods()
 
 
 def _name_of(variable: Any) -> str:

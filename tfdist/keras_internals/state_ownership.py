@@ -4,7 +4,6 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 
 # tfdist does these itself, on parts, so that those of a subclass would have no effect.
@@ -15,12 +14,6 @@ _REPLACED = {
     "_update_model_variables_moving_average": "the averages of weights",
     "add_variable_from_reference": "how slots are created",
 }
-_stock: dict[str, Any] = {}
-
-
-def note_patched_methods() -> None:
-    """Remembers the methods of Keras' optimizers, after all patches, from which those of a subclass differ."""
-    _stock.update({name: getattr(TFOptimizer, name) for name in _REPLACED})
 
 
 def owns_whole_variables(optimizer: Any) -> bool | None:
@@ -34,7 +27,8 @@ def owns_whole_variables(optimizer: Any) -> bool | None:
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return None
-    own = next((name for name, stock in _stock.items() if getattr(type(optimizer), name) is not stock), None)
+    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # both with what tfdist has put there
+    own = next((name for name in _REPLACED if getattr(cls, name) is not getattr(stock, name)), None)
     if own is None:
         return not is_of_each_value(optimizer)
     raise ValueError(
