@@ -26,7 +26,7 @@ def test_silent_worker_is_frozen(run, tmp_path):
 
 
 def test_stopped_worker_is_reported_at_once_and_frozen_in_time(start):
-    run = start("note(f'up-{RANK}')\nbeat_on(step=3)", *QUICK)
+    run = start("beat(step=3)\nnote(f'up-{RANK}')\nbeat_on(step=3)", *QUICK)
     run.wait_for("up-0", "up-1")
     stopped = time.monotonic()
     os.kill(run.pids()["pid-1"], signal.SIGSTOP)
