@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.callbacks import FailureRecovery
+from tfdist.compression import Policy
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -34,7 +35,7 @@ def _sgd(**options: Any) -> Callable[[], Any]:
 
 # By feature: the optimizer, and the options of the strategy, of a layer, of `compile` and of `fit`.
 _FEATURES: dict[str, dict[str, Any]] = {
-    '`compression="int8"`': {"strategy": {"compression": "int8"}},
+    '`compression="int8"`': {"strategy": {"compression": Policy("int8", dense_below=0)}},  # the variables are small
     "`clipnorm`": {"optimizer": _sgd(clipnorm=0.1)},
     "`global_clipnorm`": {"optimizer": _sgd(global_clipnorm=0.1)},
     "`use_ema`": {"optimizer": _sgd(use_ema=True, ema_overwrite_frequency=2)},
@@ -92,9 +93,14 @@ def test_combination(name: str, kind: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"(?s)Received: .*Expected: ") as raised:
             _trained(strategy, feature, None)
         assert not re.search("Traceback|in user code", str(raised.value))
+        named = "constraint" if "constraint" in name else name.strip("`")
+        assert named in str(raised.value), "an error of something else"
         return
     model = _trained(strategy, feature, tmp_path if feature.get("recovers") else None)
     reference = _trained(tf.distribute.get_strategy(), feature, None)
-    # An update of int8 is off by a part of the largest value of a block, which later steps make up for.
-    limit = 5e-2 if name.startswith("`compression") and cell == "yes" else 1e-5
-    assert runs.difference(model.weights, reference.weights) <= limit
+    apart = runs.difference(model.weights, reference.weights)
+    if name.startswith("`compression") and cell == "yes":
+        # By what the residuals of two columns keep: rate / (1 - momentum) times 1/254 of the largest gradient, below 1.
+        assert 1e-5 < apart <= 0.1 / (1 - 0.9) * 2 / 254
+    else:
+        assert apart <= 1e-5

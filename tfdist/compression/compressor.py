@@ -197,14 +197,33 @@ class Dense(Compressor):
         return Reduced(parts.split(total), zeros, [state or {} for state in states], all_finite([total]))
 
 
-# Takes gradients and states, as a wrapper changes them.
-InnerReduction = Callable[[list[tf.Tensor], list[State | None]], Reduced]
+# Takes a compressor, and gradients and states as a wrapper changes them.
+InnerReduction = Callable[[Compressor, Sequence[tf.Tensor], Sequence[State | None]], Reduced]
 
 
 class Wrapper(Compressor):
-    """Base of compressors that change what another one, `compressor`, encodes, but not how."""
+    """Base of compressors that change what another one, `compressor`, encodes, but not how.
+
+    A subclass defines `encode` and `_reduce`.
+    """
 
     compressor: Compressor
+
+    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
+        return self._reduce(gradients, states, lambda method, *given: method.reduce(given[0], group, given[1]))
+
+    def reduce_parts(
+        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
+    ) -> Reduced:
+        return self._reduce(
+            gradients, states, lambda method, *given: method.reduce_parts(given[0], group, given[1], parts)
+        )
+
+    @abstractmethod
+    def _reduce(
+        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
+    ) -> Reduced:
+        """Changes gradients and states, and reduces them by `reduce`."""
 
     @property
     def encodes_rows(self) -> bool:

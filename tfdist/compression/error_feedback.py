@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tfdist.compression.compressor import (
     Compressor,
-    Group,
     InnerReduction,
     Payload,
     Reduced,
@@ -15,7 +14,6 @@ from tfdist.compression.compressor import (
     static_or_dynamic_shape,
 )
 from tfdist.compression.gradient_tensors import all_finite
-from tfdist.compression.owned_parts import OwnedParts
 
 
 class ErrorFeedback(Wrapper):
@@ -44,16 +42,6 @@ class ErrorFeedback(Wrapper):
         finite = all_finite([corrected])
         return payload, {"residual": tf.cond(finite, lambda: remainder, lambda: residual), **inner}
 
-    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
-        return self._reduce(gradients, states, lambda *given: self.compressor.reduce(given[0], group, given[1]))
-
-    def reduce_parts(
-        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
-    ) -> Reduced:
-        return self._reduce(
-            gradients, states, lambda *given: self.compressor.reduce_parts(given[0], group, given[1], parts)
-        )
-
     def _reduce(
         self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
     ) -> Reduced:
@@ -62,7 +50,7 @@ class ErrorFeedback(Wrapper):
             if state is not None:
                 residual, inner_states[position] = pop_entry(state, "residual")
                 corrected[position] = gradients[position] + residual
-        reduced = reduce(corrected, inner_states)
+        reduced = reduce(self.compressor, corrected, inner_states)
         new_states = [
             {} if state is None else {"residual": remainder, **new_state}
             for state, remainder, new_state in zip(states, reduced.residuals, reduced.states, strict=True)

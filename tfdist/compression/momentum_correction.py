@@ -7,7 +7,6 @@ import tensorflow as tf
 from tfdist.compression.compressor import (
     Compressor,
     Dense,
-    Group,
     InnerReduction,
     Payload,
     Reduced,
@@ -17,7 +16,6 @@ from tfdist.compression.compressor import (
 )
 from tfdist.compression.error_feedback import pop_entry
 from tfdist.compression.gradient_tensors import all_finite
-from tfdist.compression.owned_parts import OwnedParts
 from tfdist.compression.sparsification import RandomK, TopK
 
 
@@ -71,16 +69,6 @@ class MomentumCorrection(Wrapper):
         )
         return payload, dict(zip(state, kept, strict=True))
 
-    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
-        return self._reduce(gradients, states, lambda *given: self.compressor.reduce(given[0], group, given[1]))
-
-    def reduce_parts(
-        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
-    ) -> Reduced:
-        return self._reduce(
-            gradients, states, lambda *given: self.compressor.reduce_parts(given[0], group, given[1], parts)
-        )
-
     def _reduce(
         self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
     ) -> Reduced:
@@ -90,7 +78,7 @@ class MomentumCorrection(Wrapper):
             if state is not None:
                 accumulated = self._accumulated(gradients[position], state)
                 velocities[position], totals[position], inner_states[position] = accumulated
-        reduced = reduce(totals, inner_states)
+        reduced = reduce(self.compressor, totals, inner_states)
         new_states: list[State] = [{} for _ in gradients]
         for position, velocity in velocities.items():
             kept = self._kept(totals[position], reduced.residuals[position], velocity)

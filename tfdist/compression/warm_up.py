@@ -1,13 +1,12 @@
 """Dense warm-up: the gradients of the first steps are sent uncompressed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor, Dense, Group, Payload, Reduced, State, Wrapper
+from tfdist.compression.compressor import Compressor, Dense, InnerReduction, Payload, Reduced, State, Wrapper
 from tfdist.compression.error_feedback import ErrorFeedback, pop_entry
 from tfdist.compression.momentum_correction import MomentumCorrection
-from tfdist.compression.owned_parts import OwnedParts
 from tfdist.utils.argument_checks import check_whole_number
 
 
@@ -42,18 +41,8 @@ class WarmUp(Wrapper):
         payload, inner = self.compressor.encode(gradient, inner)
         return payload, {"warm_up_steps": steps + 1, **inner}
 
-    def reduce(self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None]) -> Reduced:
-        return self._reduce(gradients, states, lambda method, *given: method.reduce(given[0], group, given[1]))
-
-    def reduce_parts(
-        self, gradients: Sequence[tf.Tensor], group: Group, states: Sequence[State | None], parts: OwnedParts
-    ) -> Reduced:
-        return self._reduce(
-            gradients, states, lambda method, *given: method.reduce_parts(given[0], group, given[1], parts)
-        )
-
     def _reduce(
-        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: Callable[..., Reduced]
+        self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
     ) -> Reduced:
         known = [state for state in states if state is not None]
         if not known:

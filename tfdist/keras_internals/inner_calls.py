@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import tree
+from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
 
@@ -151,7 +152,7 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
 
 
 def _inner_layers(operation: Any) -> list[Any]:
-    return list(operation._flatten_layers(include_self=False)) if isinstance(operation, keras.layers.Layer) else []
+    return layers_inside(operation) if isinstance(operation, keras.layers.Layer) else []
 
 
 def _recorded(layer: Any, found: InnerCalls, graph: Any, of_any_width: Sequence[Any]) -> Callable[..., Any]:

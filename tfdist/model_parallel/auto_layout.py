@@ -8,9 +8,10 @@ import keras
 
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
+from tfdist.keras_internals.layer_attributes import kernel_of, output_projection_of, projections_of, table_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.model_parallel.composite_layers import inner_layers_of, rows_after
-from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_elementwise, projections_of
+from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_elementwise
 from tfdist.model_parallel.split_embeddings import is_embedding, is_reversible
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -65,15 +66,15 @@ def auto_layout(model: Any, ways: int) -> Any:
             layouts |= _heads(layer, ways)
         elif not _is_dense(layer) and (inner := inner_calls(call, training=True)) is not None:
             layouts |= _inner_layouts(inner, ways)
-        elif _is_dense(layer) and layer._kernel.shape[0] % ways == 0:
+        elif _is_dense(layer) and kernel_of(layer).shape[0] % ways == 0:
             columns = _columns_before(call, makers, consumers, returned)
-            if columns and all(id(one._kernel) not in layouts and one.units % ways == 0 for one in columns):
+            if columns and all(id(kernel_of(one)) not in layouts and one.units % ways == 0 for one in columns):
                 layouts |= {key: axes for one in columns for key, axes in _by_columns(one).items()}
-                layouts[id(layer._kernel)] = (_AXIS, None)
+                layouts[id(kernel_of(layer))] = (_AXIS, None)
     for call in once:
         layer = call.operation
-        if _is_dense(layer) and id(layer._kernel) not in layouts and id(call.outputs[0]) in returned:
-            if layer.units % ways == 0 and layer.units > layer._kernel.shape[0]:
+        if _is_dense(layer) and id(kernel_of(layer)) not in layouts and id(call.outputs[0]) in returned:
+            if layer.units % ways == 0 and layer.units > kernel_of(layer).shape[0]:
                 layouts |= _by_columns(layer)
     mesh = keras.distribution.DeviceMesh((1, ways), ["batch", _AXIS], devices=[str(rank) for rank in range(ways)])
     layout_map = keras.distribution.LayoutMap(mesh)
@@ -94,15 +95,15 @@ def _inner_layouts(inner: InnerCalls, ways: int) -> _Layouts:
             layouts |= _words(layer, ways)
         elif _is_dense(layer) and layer.units % ways == 0 and (pair := rows_after(inner, layer)) is not None:
             rows = [one for one in pair[0] if _is_dense(one)]
-            if len(rows) == len(pair[0]) and not any(id(one._kernel) in layouts for one in (layer, *rows)):
-                layouts |= _by_columns(layer) | {id(one._kernel): (_AXIS, None) for one in rows}
+            if len(rows) == len(pair[0]) and not any(id(kernel_of(one)) in layouts for one in (layer, *rows)):
+                layouts |= _by_columns(layer) | {id(kernel_of(one)): (_AXIS, None) for one in rows}
     return layouts
 
 
 def _words(layer: Any, ways: int) -> _Layouts:
     if layer.input_dim % ways or not list(aware_layers(layer, {})):
         return {}
-    found: _Layouts = {id(layer._embeddings): (_AXIS, None)}
+    found: _Layouts = {id(table_of(layer)): (_AXIS, None)}
     is_tied = getattr(layer, "tie_weights", True)
     return found if is_tied else {**found, id(layer.reverse_embeddings): (None, _AXIS)}
 
@@ -112,18 +113,18 @@ def _is_dense(layer: Any) -> bool:
 
 
 def _by_columns(layer: Any) -> _Layouts:
-    found: _Layouts = {id(layer._kernel): (None, _AXIS)}
+    found: _Layouts = {id(kernel_of(layer)): (None, _AXIS)}
     return found if layer.bias is None else {**found, id(layer.bias): (_AXIS,)}
 
 
 def _heads(layer: Any, ways: int) -> _Layouts:
     projections = projections_of(layer)
-    axes = {id(one._kernel): 1 for one in projections}
-    if any(one._kernel.shape[1] % ways for one in projections) or not list(aware_layers(layer, axes)):
+    axes = {id(kernel_of(one)): 1 for one in projections}
+    if any(kernel_of(one).shape[1] % ways for one in projections) or not list(aware_layers(layer, axes)):
         return {}
-    found: _Layouts = {id(one._kernel): (None, _AXIS, None) for one in projections}
+    found: _Layouts = {id(kernel_of(one)): (None, _AXIS, None) for one in projections}
     found |= {id(one.bias): (_AXIS, None) for one in projections if one.bias is not None}
-    kernel = layer._output_dense._kernel
+    kernel = kernel_of(output_projection_of(layer))
     return {**found, id(kernel): (_AXIS, *[None] * (len(kernel.shape) - 1))}
 
 

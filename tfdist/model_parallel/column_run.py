@@ -10,6 +10,7 @@ from tfdist.model_parallel.batch_rows import MicroBatch
 from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
 from tfdist.model_parallel.stage_functions import StageInputs, StageResult
+from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.model_parallel.step_functions import StepFunctions
 from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, record_transfer
 
@@ -76,16 +77,7 @@ class ColumnRun:
         stage, values, micro_batch = self._stages.stages[index], self.values[index], self._micro_batches[number]
         sent = [self._sent[id(symbolic), number] for symbolic in stage.inputs]
         data = self.data[number] if index == len(self._devices) - 1 else None
-        self._record_inputs(task, sent, data)
-        given = StageInputs(
-            values=values.current,
-            tensors=[tf.identity(tensor) for tensor, _ in sent],
-            masks=[mask for _, mask in sent],
-            data=data,
-            fraction=micro_batch.fraction,
-            is_real=micro_batch.is_real,
-            divisors=tf.zeros([0]),
-        )
+        given = received_inputs(self._stages, stage, values.current, sent, data, micro_batch, self._devices[index])
         function, given = self._functions.of(index, given)
         inputs = [
             (symbolic, tensor)
@@ -104,14 +96,6 @@ class ColumnRun:
         for symbolic, tensor, mask in zip(stage.outputs, result.tensors, result.masks, strict=True):
             self._sent[id(symbolic), number] = tensor, mask
         return [tensor for tensor in [*result.tensors, result.loss] if tensor is not None][:1]
-
-    def _record_inputs(self, task: Task, sent: Sequence[tuple[tf.Tensor, Any]], data: Any) -> None:
-        device, rows = self._devices[task.stage], self._micro_batches[task.micro_batch].num_rows
-        for symbolic, (tensor, mask) in zip(self._stages.stages[task.stage].inputs, sent, strict=True):
-            kind = BATCH if self._stages.maker(symbolic) < 0 else ACTIVATION
-            record_transfer(kind, [tensor], device, rows=rows if self._stages.has_samples(symbolic) else None)
-            record_transfer(kind, [mask], device, rows=rows)
-        record_transfer(BATCH, tf.nest.flatten(data), device, rows=rows)
 
     def _backward(self, task: Task) -> list[tf.Tensor]:
         index, number = task.stage, task.micro_batch
@@ -143,6 +127,43 @@ class ColumnRun:
                 self._received[id(symbolic), number].append(gradient)
         done = [gradient for gradient in found if gradient is not None]
         return [getattr(gradient, "values", gradient) for gradient in done][:1]
+
+
+def received_inputs(
+    stages: ModelStages,
+    stage: Stage,
+    values: Sequence[tf.Tensor],
+    sent: Sequence[tuple[tf.Tensor, Any]],
+    data: Any,
+    micro_batch: MicroBatch,
+    device: str,
+) -> StageInputs:
+    """Records what a device receives for a micro-batch, and returns it.
+
+    Args:
+        stages: All stages.
+        stage: That of the device.
+        values: Of its variables.
+        sent: For each of its inputs the tensor and its mask or None.
+        data: Inputs, targets and weights for losses, or None.
+        micro_batch: The micro-batch.
+        device: The present one.
+    """
+    rows = micro_batch.num_rows
+    for symbolic, (tensor, mask) in zip(stage.inputs, sent, strict=True):
+        kind = BATCH if stages.maker(symbolic) < 0 else ACTIVATION
+        record_transfer(kind, [tensor], device, rows=rows if stages.has_samples(symbolic) else None)
+        record_transfer(kind, [mask], device, rows=rows)
+    record_transfer(BATCH, tf.nest.flatten(data), device, rows=rows)
+    return StageInputs(
+        values=list(values),
+        tensors=[tf.identity(tensor) for tensor, _ in sent],
+        masks=[mask for _, mask in sent],
+        data=data,
+        fraction=micro_batch.fraction,
+        is_real=micro_batch.is_real,
+        divisors=tf.zeros([0]),
+    )
 
 
 def dense_of(gradient: Any, shape: Any) -> Any:

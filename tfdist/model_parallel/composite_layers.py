@@ -11,13 +11,13 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
+from tfdist.keras_internals.layer_attributes import is_rematerialized, kernel_of, layers_inside, output_projection_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.model_parallel.sharded_layers import (
     aware_layers,
     drops_parts,
     is_attention,
     is_elementwise,
-    is_rematerialized,
 )
 
 
@@ -38,7 +38,7 @@ class AwareLayers:
     @property
     def variables(self) -> set[int]:
         """The ids of their variables, without those of an activation that is a layer."""
-        inside = [one for layer in self.layers for one in layer._flatten_layers(include_self=False)]
+        inside = [one for layer in self.layers for one in layers_inside(layer)]
         of_inside = {id(one) for layer in inside for one in layer.variables}
         return {id(one) for layer in self.layers for one in layer.variables} - of_inside
 
@@ -54,7 +54,7 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
     own = list(aware_layers(call.operation, axes))
     if own or not any(id(variable) in axes for variable in call.variables):
         return AwareLayers(own)
-    if any(map(is_rematerialized, call.operation._flatten_layers())):
+    if any(map(is_rematerialized, [call.operation, *layers_inside(call.operation)])):
         return AwareLayers()  # what is computed again exchanges nothing
     inner = inner_calls(call, training=training)
     if inner is None:
@@ -77,7 +77,7 @@ def _kept(inner: InnerCalls | None, layers: list[Any], axes: Mapping[int, int]) 
     dropouts: list[Any] = []
     for layer in layers:
         pair = None if inner is None else rows_after(inner, layer)
-        if pair is not None and all(axes.get(id(one._kernel)) == 0 for one in pair[0]):
+        if pair is not None and all(axes.get(id(kernel_of(one))) == 0 for one in pair[0]):
             kept.append(layer)
             dropouts += pair[1]
     return kept, dropouts
@@ -87,7 +87,7 @@ def _returns_whole_values(inner: InnerCalls, layer: Any, axes: Mapping[int, int]
     """Whether attention returns no scores, which are split by heads, and its last layer is not split by columns."""
     if not is_attention(layer):
         return True
-    kernel = layer._output_dense._kernel
+    kernel = kernel_of(output_projection_of(layer))
     has_scores = any(len(one.outputs) != 1 for one in inner.calls if one.layer is layer)
     return not has_scores and axes.get(id(kernel), 0) < 2
 
@@ -118,9 +118,7 @@ def _passes(layer: Any) -> bool:
 def _outermost(inner: InnerCalls) -> Iterator[Any]:
     """Yields the inner layers once, without those inside of attention, and those whose variables other code uses."""
     layers = {id(one.layer): one.layer for one in inner.calls}
-    inside = {
-        id(one) for layer in layers.values() if is_attention(layer) for one in layer._flatten_layers(include_self=False)
-    }
+    inside = {id(one) for layer in layers.values() if is_attention(layer) for one in layers_inside(layer)}
     yield from (layer for key, layer in layers.items() if key not in inside and inner.owns_its_variables(layer))
 
 

@@ -12,6 +12,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.layer_attributes import (
+    dropout_of,
+    is_rematerialized,
+    kernel_of,
+    output_projection_of,
+    projections_of,
+)
 from tfdist.model_parallel.elementwise_functions import is_elementwise_function
 from tfdist.model_parallel.shard_group import ShardGroup
 from tfdist.model_parallel.split_embeddings import embedding_call, is_embedding
@@ -72,10 +79,10 @@ def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
         axes: By the id of a split variable its axis.
     """
     if is_attention(operation) and _is_split_by_heads(operation, axes) and not is_rematerialized(operation):
-        inner = [*projections_of(operation), operation._output_dense]
+        inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
             yield from inner
-            yield operation._dropout_layer
+            yield dropout_of(operation)
     elif (type(operation) in _CONTRACTIONS or is_embedding(operation)) and _is_plain(operation):
         yield operation
 
@@ -86,19 +93,8 @@ def _is_plain(layer: Any) -> bool:
     return contracts and not is_changed and not is_rematerialized(layer)
 
 
-def is_rematerialized(layer: Any) -> bool:
-    """Whether a layer is computed again in the backward pass."""
-    return bool(getattr(layer, "_remat_mode", None))
-
-
 def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
-    return all(axes.get(id(one._kernel)) == 1 for one in projections_of(layer))
-
-
-def projections_of(attention: Any) -> list[Any]:
-    """Returns the layers of an attention whose results have an axis of heads: query, key, value and, if any, gate."""
-    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
-    return [vars(attention)[name] for name in names if name in vars(attention)]
+    return all(axes.get(id(kernel_of(one))) == 1 for one in projections_of(layer))
 
 
 def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:
@@ -141,8 +137,8 @@ def _contracted(
     del training
     letters, kernel = _Letters.of(layer), tf.convert_to_tensor(layer.kernel)
     assert letters is not None
-    whole = dict(zip(letters.kernel, layer._kernel.shape, strict=True))
-    axis = axes.get(id(layer._kernel))
+    whole = dict(zip(letters.kernel, kernel_of(layer).shape, strict=True))
+    axis = axes.get(id(kernel_of(layer)))
     split = None if axis is None else letters.kernel[axis]
     for letter in letters.inputs:
         position = letters.inputs.index(letter) - len(letters.inputs)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.model_parallel.batch_rows import MicroBatch
-from tfdist.model_parallel.column_run import added, dense_of
+from tfdist.model_parallel.column_run import added, dense_of, received_inputs
 from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
 from tfdist.model_parallel.shard_program import ShardState
@@ -15,7 +15,7 @@ from tfdist.model_parallel.sharded_stage import ShardedStageFunction, differenti
 from tfdist.model_parallel.split_outputs import CHOICES, WHOLE
 from tfdist.model_parallel.stage_functions import StageInputs, StageResult
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, PREDICTION, record_transfer
+from tfdist.model_parallel.transfers import ACTIVATION_GRADIENT, PREDICTION, record_transfer
 
 
 class ShardRun:
@@ -126,21 +126,8 @@ class ShardedColumnRun:
         index, number = task.stage, task.micro_batch
         stage, micro_batch = self._stages.stages[index], self._micro_batches[number]
         sent = [run.sent[id(symbolic), number] for symbolic in stage.inputs]
-        data, rows = run.data[number] if index == len(run.values) - 1 else None, micro_batch.num_rows
-        for symbolic, (tensor, mask) in zip(stage.inputs, sent, strict=True):
-            kind = BATCH if self._stages.maker(symbolic) < 0 else ACTIVATION
-            record_transfer(kind, [tensor], device, rows=rows if self._stages.has_samples(symbolic) else None)
-            record_transfer(kind, [mask], device, rows=rows)
-        record_transfer(BATCH, tf.nest.flatten(data), device, rows=rows)
-        return StageInputs(
-            values=list(run.values[index].current),
-            tensors=[tf.identity(tensor) for tensor, _ in sent],
-            masks=[mask for _, mask in sent],
-            data=data,
-            fraction=micro_batch.fraction,
-            is_real=micro_batch.is_real,
-            divisors=tf.zeros([0]),
-        )
+        data = run.data[number] if index == len(run.values) - 1 else None
+        return received_inputs(self._stages, stage, run.values[index].current, sent, data, micro_batch, device)
 
     def _backward(self, task: Task) -> None:
         index, number = task.stage, task.micro_batch

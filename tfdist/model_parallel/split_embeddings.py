@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import set_mask
+from tfdist.keras_internals.layer_attributes import table_of
 from tfdist.model_parallel.shard_group import ShardGroup
 
 _REVERSIBLE = getattr(keras.layers, "ReversibleEmbedding", None)  # since Keras 3.12
@@ -37,9 +38,9 @@ def embedding_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Ca
 def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: tf.Tensor) -> tf.Tensor:
     table = tf.convert_to_tensor(layer.embeddings)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
-    if axes.get(id(layer._embeddings)) != 0:
+    if axes.get(id(table_of(layer))) != 0:
         return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
-    words = layer._embeddings.shape[0]
+    words = table_of(layer).shape[0]
     rows = words // group.ways
     ids = tf.where(ids < 0, ids + words, ids)  # as Keras does
     own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
@@ -59,7 +60,7 @@ def _reversible(
         if layer.mask_zero:
             set_mask(result, tf.not_equal(inputs, 0))
         return result
-    held = layer._embeddings if layer.tie_weights else layer.reverse_embeddings
+    held = table_of(layer) if layer.tie_weights else layer.reverse_embeddings
     axis = axes.get(id(held))
     table = tf.transpose(tf.convert_to_tensor(layer.embeddings)) if layer.tie_weights else tf.convert_to_tensor(held)
     if layer.reverse_dtype is not None:

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import overridden_method, overrides_compute_loss
+from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
 from tfdist.keras_internals.optimizer_overrides import overridden_update
 from tfdist.keras_internals.placed_variables import optimizers_of
@@ -87,7 +88,7 @@ def _check_own_loss(model: Any) -> None:
 
 
 def _unsupported_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    for layer in model._flatten_layers():
+    for layer in [model, *layers_inside(model)]:
         if getattr(layer, "synchronized", False):
             yield "it uses the statistics of the complete batch (synchronized=True)", layer
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
