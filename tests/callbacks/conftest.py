@@ -1,7 +1,8 @@
-"""Reads TensorBoard's event files."""
+"""Reads TensorBoard's event files; replaces the clock of step times."""
 
 import pathlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,3 +29,14 @@ def curves() -> Callable[..., dict[str, list[tuple[int, float]]]]:
         return found
 
     return read
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which steps are timed: a test sets `now`, in seconds."""
+    from tfdist.callbacks import scalar_sources
+
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(scalar_sources, "time", clock)
+    return clock
