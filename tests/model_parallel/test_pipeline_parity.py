@@ -16,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        (lambda: optimizers.SGD(0.1, momentum=0.9), {"stages": 3, "schedule": "gpipe"}),
+        pytest.param(
+            lambda: optimizers.SGD(0.1, momentum=0.9), {"stages": 3, "schedule": "gpipe"}, marks=pytest.mark.long
+        ),
         (lambda: optimizers.Adam(1e-2), {"stages": 2, "columns": 2}),
     ],
 )
@@ -104,7 +106,9 @@ def test_losses_with_fewer_samples_than_micro_batches(loss: Any, options: dict[s
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: optimizers.Adam(1e-2, gradient_accumulation_steps=3, global_clipnorm=0.1),
+        pytest.param(
+            lambda: optimizers.Adam(1e-2, gradient_accumulation_steps=3, global_clipnorm=0.1), marks=pytest.mark.long
+        ),
         lambda: optimizers.LossScaleOptimizer(optimizers.Adam(1e-2), initial_scale=2.0**8, dynamic_growth_steps=3),
         lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), loss_scale_factor=8.0),
         pytest.param(lambda: optimizers.Nadam(1e-2, clipvalue=0.01), marks=pytest.mark.long),
@@ -151,7 +155,8 @@ def test_subclassed_model_is_traced() -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [2, 3])
 def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int) -> None:
     def build() -> keras.Model:
         tokens = keras.Input((runs.LENGTH,), dtype="int32")

@@ -50,7 +50,7 @@ def build(micro_batches: int, schedule: str) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_sleeping_stages_overlap(schedule: str) -> None:
     model = build(MICRO_BATCHES, schedule)
     x = np.ones((MICRO_BATCHES * 2, WIDTH), "float32")

@@ -28,8 +28,8 @@ LAST_LINES = {
     r"difference (\S+)",
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
 }
-# The examples and tests of compression, stages and recovery run what the long ones show.
-QUICK, LONG = ("multi_worker", "quick_start"), ("compression", "pipeline", "recovery")
+# Examples and other tests run what the long ones show: compression, workers, stages and recovery.
+QUICK, LONG = ("quick_start",), ("compression", "multi_worker", "pipeline", "recovery")
 
 
 class ThisPython(KernelSpecManager):
@@ -135,6 +135,7 @@ def test_stages_equal_one_device(run: Any) -> None:
     assert stages == split == one > 80 and difference < 1e-4
 
 
+@pytest.mark.long
 def test_workers_train_fail_and_restart(run: Any) -> None:
     notebook, _ = run("multi_worker")
     assert re.findall(r"^\[(\d)\] Epoch 4/4$", printed(notebook, "train"), re.MULTILINE) == ["0"]

@@ -26,9 +26,9 @@ _LEFT_OUT = set(
 # Contained in other cases (accumulation, arrays, overflows), or by default on two workers. `make matrix` runs XLA.
 _LONG_ON_REPLICAS = set(
     "accumulation_by_callback adam class_weights compiled_by_xla convolutions_without_samples "
-    "embedding_with_global_clipnorm global_clipnorm last_batch_of_one_sample last_partial_batch "
-    "lookups_without_samples loss_scale run_eagerly stateful_layers step_of_the_guide "
-    "steps_per_execution sum_reduction".split()
+    "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch "
+    "lookups_without_samples loss_scale loss_scale_overflow_on_one_replica masked_sequences run_eagerly "
+    "stateful_layers static_sizes step_of_the_guide steps_per_execution sum_reduction".split()
 )
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "
@@ -41,12 +41,12 @@ _OF_SEVERAL_DEVICES_A_WORKER = set(
     "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays static_sizes uneven_workers_of_known_size "
     "uneven_workers_of_static_size".split()
 )
-# On several devices, tests/strategies/test_multi_worker_strategy.py trains with static sizes, and uneven workers have
-# batches of a static size.
+# By default tests/strategies trains on workers of several devices (test_multi_worker_strategy.py, with static sizes,
+# and test_unequal_workers.py).
 _LONG = {
     SETUPS[0]: _LONG_ON_REPLICAS,
     SETUPS[1]: {"uneven_workers_of_static_size"},
-    SETUPS[2]: {"everything_on_arrays", "static_sizes", "uneven_workers_of_known_size"},
+    SETUPS[2]: _OF_SEVERAL_DEVICES_A_WORKER,
 }
 
 

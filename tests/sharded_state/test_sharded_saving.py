@@ -21,7 +21,7 @@ def assert_same(ours, theirs):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ["everything", "loss_scale"])
+@pytest.mark.parametrize("name", ["everything", pytest.param("loss_scale", marks=pytest.mark.long)])
 def test_a_keras_file_between_sharded_and_plain(sharded, tmp_path, name):
     model = sharded_models.trained(sharded, sharded_models.OPTIMIZERS[name])
     model.save(tmp_path / "sharded.keras")

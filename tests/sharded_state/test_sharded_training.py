@@ -55,7 +55,7 @@ def test_two_replicas_compute_what_they_do_with_whole_state(cpus, name):
 
 # Gradients are added up in the order of the all-reduce; norms are sums of other parts.
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["everything", "adam"])
+@pytest.mark.parametrize("name", ["everything", pytest.param("adam", marks=pytest.mark.long)])
 def test_more_replicas(cpus, name, replicas):
     sharded, whole = both(cpus[:replicas], sharded_models.OPTIMIZERS[name])
     assert_equal_values(

@@ -58,7 +58,7 @@ def test_weights_and_slots_equal_those_of_whole_sums(cpus, name, arguments):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flush_at_end", [True, False])
+@pytest.mark.parametrize("flush_at_end", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_rest_of_an_update(cpus, flush_at_end):
     def outcome(strategy):
         model = sharded_models.compiled(strategy, lambda: optimizers.Adam(0.01))
