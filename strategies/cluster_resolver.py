@@ -7,8 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.cluster.heartbeat import Heartbeat
 
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
+# How long TensorFlow lets a worker be silent. `tfdist run` finds lost workers itself, and much earlier; without it
+# TensorFlow alone does.
+_SILENCE_UNDER_LAUNCHER_SECONDS = 3600.0
+_SILENCE_SECONDS = 60.0
 _SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
 _RUN_VARIABLE = "TFDIST_RUN_ID"  # set by `tfdist run`, in whose clusters only a chief's workers have a job beside them
@@ -121,6 +126,20 @@ def start_timeout_of(start_timeout_seconds: float | None) -> float:
             "sets it, or unset it."
         )
     return seconds
+
+
+def silence_limit_of_environment() -> float:
+    """Returns how many seconds TensorFlow may hear nothing from a worker before it ends the training on all workers.
+
+    3600 s if `tfdist run` watches this process: it notices an exit at once, a stopped process within a second, and
+    silent workers and nodes after `--heartbeat-timeout`, by messages that do not pass the link of the gradients. 60 s
+    otherwise.
+    """
+    heartbeat = Heartbeat.from_environment()
+    if heartbeat is None:
+        return _SILENCE_SECONDS
+    heartbeat.close()
+    return _SILENCE_UNDER_LAUNCHER_SECONDS
 
 
 def _is_duration(seconds: Any) -> bool:

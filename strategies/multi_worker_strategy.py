@@ -13,6 +13,7 @@ from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
     peer_addresses,
+    silence_limit_of_environment,
     start_timeout_of,
     worker_resolver,
 )
@@ -23,6 +24,7 @@ from tfdist.tensorflow_internals.runtime import (
     exit_on_timeout,
     global_seed,
     set_key_value,
+    silence_limit,
     tensorflow_has_started,
     wait_for_key_value,
 )
@@ -111,7 +113,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if peers and not cluster_is_running():
             _answer_peers_during_computation()
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
-        with exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext():
+        with (
+            exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext(),
+            silence_limit(silence_limit_of_environment()),
+        ):
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()

@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+import threading
+import time
 
 import pytest
 import tensorflow as tf
@@ -52,12 +54,49 @@ def test_a_server_that_misses_three_checks_is_lost(listening, monkeypatch):
 def test_a_server_that_answers_again_is_not_lost(monkeypatch):
     monkeypatch.setattr(server_monitor, "time", clock := Clock())
     answers = iter([False, False, True, False, False, True])
-    monkeypatch.setattr(server_monitor, "is_reachable", lambda address: next(answers))
+    monkeypatch.setattr(server_monitor, "is_reachable", lambda *_: next(answers))
     servers = ServerMonitor("ps", ["somewhere:1"])
     for _ in range(6):
         check_after(servers, clock, 1.1)
     with pytest.raises(StopIteration):
         check_after(servers, clock, 1.1)
+
+
+def test_a_server_that_does_not_answer_has_the_time_of_a_slow_link(monkeypatch):
+    """A busy link delays or loses the packets of a connection; a host without the server refuses it."""
+    monkeypatch.setattr(server_monitor, "time", clock := Clock())
+    silent, ended, answers = threading.Event(), threading.Event(), iter([True, False])
+
+    def is_reachable(address, seconds=1.0):
+        if seconds > 1:
+            assert silent.wait(20)
+            ended.set()
+            return next(answers)
+        clock.now += 1.0  # the connection was not answered
+        return False
+
+    monkeypatch.setattr(server_monitor, "is_reachable", is_reachable)
+    servers = ServerMonitor("ps", ["somewhere:1"])
+    for _ in range(20):
+        check_after(servers, clock, 1.1)
+    silent.set()
+    assert ended.wait(20)  # it has answered
+    silent.clear()
+    ended.clear()
+    wait_for(lambda: not servers.is_waiting)
+    check_after(servers, clock, 1.1)
+    check_after(servers, clock, 1.1)
+    silent.set()
+    wait_for(lambda: not servers.is_waiting)
+    with pytest.raises(tf.errors.UnavailableError, match="no answer from ps 0 at somewhere:1"):
+        check_after(servers, clock, 1.1)
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Trains:

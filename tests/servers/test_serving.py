@@ -19,7 +19,7 @@ def serve(monkeypatch):
 
     def begin(answers):
         answers = iter(answers)
-        monkeypatch.setattr(serving, "is_reachable", lambda address: next(answers))
+        monkeypatch.setattr(serving, "is_reachable", lambda *_: next(answers))
         serving.serve({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
 
     yield begin

@@ -17,6 +17,7 @@ from on_workers_compression import exchange
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
+from tfdist.tensorflow_internals.runtime import silence_limit_in_use
 
 INPUTS = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
@@ -148,6 +149,7 @@ def main(folder: Path) -> None:
         on_epoch_end=lambda epoch, logs: epochs.append(epoch),
     )
     other.fit(data, verbose=0, callbacks=[stop], epochs=3)
+    seen["silence_limit"] = silence_limit_in_use()
     seen["epochs_until_the_stop"] = len(epochs)
     seen["static_sizes"] = static_sizes(strategy, folder)
     Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))

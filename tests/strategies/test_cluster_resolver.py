@@ -1,8 +1,16 @@
-"""The start timeout of strategies: the argument, the environment variable, and the default."""
+"""What the environment says of a cluster: the start timeout, the limit of silence, servers of a chief."""
+
+import socket
 
 import pytest
 
-from tfdist.strategies.cluster_resolver import check_workers_run_the_script, start_timeout_of
+from tfdist.strategies.cluster_resolver import (
+    check_workers_run_the_script,
+    silence_limit_of_environment,
+    start_timeout_of,
+)
+from tfdist.tensorflow_internals.runtime import silence_limit
+from tfdist.tensorflow_internals.tensorflow_symbols import context
 
 
 @pytest.mark.parametrize("value", ["abc", "nan", "inf", "0", "-3"])
@@ -18,6 +26,29 @@ def test_start_timeout_by_default(monkeypatch):
     assert start_timeout_of(None) == 300
     monkeypatch.setenv("TFDIST_START_TIMEOUT", "2.5")
     assert start_timeout_of(None) == 2.5
+
+
+def test_silence_is_judged_by_the_launcher_if_there_is_one(monkeypatch):
+    monkeypatch.delenv("TFDIST_HEARTBEAT_FD", raising=False)
+    assert silence_limit_of_environment() == 60
+    supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with supervisor, worker:
+        monkeypatch.setenv("TFDIST_HEARTBEAT_FD", str(worker.fileno()))
+        assert silence_limit_of_environment() == 3600
+        with pytest.raises(BlockingIOError):  # it has asked only: no heartbeat, and no end of them
+            supervisor.recv(100, socket.MSG_DONTWAIT)
+    assert silence_limit_of_environment() == 60  # a child of the worker inherits the variable alone
+
+
+def test_the_limit_of_silence_is_given_to_tensorflow_once(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        type(context()), "configure_coordination_service", lambda _, kind, **options: given.append(options)
+    )
+    with silence_limit(61.5):
+        context().configure_coordination_service("standalone", service_leader="/job:worker")
+    context().configure_coordination_service("standalone")
+    assert given == [{"service_leader": "/job:worker", "heartbeat_timeout_in_ms": 61500}, {}]
 
 
 @pytest.mark.parametrize(("job", "option"), [("worker", "--chief"), ("ps", "--parameter-servers")])

@@ -57,6 +57,10 @@ class TestOnWorkers:
         assert complete == resumed
         assert seen[1]["static_sizes"] == [complete, resumed]
 
+    def test_heartbeats_on_a_link_that_is_busy_for_minutes_may_be_late(self, seen):
+        """TensorFlow's own limit is 10 s; here `tfdist run` finds lost workers."""
+        assert [rank["silence_limit"] for rank in seen] == [3600.0, 3600.0]
+
     def test_all_stop_where_a_callback_stops(self, seen):
         assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
 

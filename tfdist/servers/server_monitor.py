@@ -1,6 +1,7 @@
 """Waits until all servers of a chief have started, and names those that are lost."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import tensorflow as tf
 from tfdist.cluster import why_unreachable
 
 _CONNECT_SECONDS = 1.0
+# On a slow link that is busy with other data, a packet waits for seconds or is lost and sent again.
+SLOW_LINK_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _CHECK_INTERVAL_SECONDS = 1.0
 _CHECKS_UNTIL_LOST = 3  # a loaded host may miss one
@@ -40,9 +43,24 @@ def wait_for_servers(cluster: Mapping[str, Sequence[str]], limit_seconds: float)
         time.sleep(_POLL_SECONDS)
 
 
-def is_reachable(address: str) -> bool:
-    """Whether a process accepts connections at `address`, a "host:port"."""
-    return why_unreachable(address, _CONNECT_SECONDS) is None
+def is_reachable(address: str, seconds: float = _CONNECT_SECONDS) -> bool:
+    """Whether a process accepts connections at `address`, a "host:port", within `seconds`."""
+    return why_unreachable(address, seconds) is None
+
+
+class _LongCheck:
+    """A check of an address in the background, with the time that a busy slow link needs.
+
+    Attributes:
+        result: Whether it was reachable; `None` while that is not known.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.result: bool | None = None
+        threading.Thread(target=self._run, args=(address,), name="tfdist checks a server", daemon=True).start()
+
+    def _run(self, address: str) -> None:
+        self.result = is_reachable(address, SLOW_LINK_SECONDS)
 
 
 class ServerMonitor:
@@ -58,21 +76,43 @@ class ServerMonitor:
         self._job, self._addresses = job, list(addresses)
         self._checked_at = time.monotonic()
         self._misses = [0] * len(self._addresses)
+        self._long_checks: dict[int, _LongCheck] = {}
 
     def check(self) -> None:
         """Checks the servers, at most once a second. Call this repeatedly while waiting for results.
 
+        A server whose host refuses the connection is lost after three checks. One that does not answer at all may be
+        behind a link that is busy: it gets 30 s.
+
         Raises:
-            tf.errors.UnavailableError: A server failed three checks in a row.
+            tf.errors.UnavailableError: A server is lost.
         """
         if time.monotonic() < self._checked_at + _CHECK_INTERVAL_SECONDS:
             return
-        missing = self._missing()
+        self._misses = [self._misses_after_check(index) for index in range(len(self._addresses))]
         self._checked_at = time.monotonic()
-        self._misses = [count + 1 if index in missing else 0 for index, count in enumerate(self._misses)]
         lost = [index for index, count in enumerate(self._misses) if count >= _CHECKS_UNTIL_LOST]
         if lost:
             raise self._error(lost)
+
+    def _misses_after_check(self, index: int) -> int:
+        if (check := self._long_checks.get(index)) is not None:
+            if check.result is None:
+                return self._misses[index]
+            del self._long_checks[index]
+            return 0 if check.result else _CHECKS_UNTIL_LOST
+        began = time.monotonic()
+        if is_reachable(self._addresses[index]):
+            return 0
+        if time.monotonic() - began >= _CONNECT_SECONDS:
+            self._long_checks[index] = _LongCheck(self._addresses[index])
+            return self._misses[index]
+        return self._misses[index] + 1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a server that did not answer still has time."""
+        return any(check.result is None for check in self._long_checks.values())
 
     def explain(self, error: tf.errors.OpError) -> None:
         """If servers are lost, raises an error that names them, with `error` as its cause.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.cluster.heartbeat import Heartbeat
-from tfdist.servers.server_monitor import is_reachable
+from tfdist.servers.server_monitor import SLOW_LINK_SECONDS, is_reachable
 
 _POLL_SECONDS = 0.5
 _CHIEF_LOST_SECONDS = 10.0
@@ -18,6 +18,8 @@ _CHIEF_START_SECONDS = 3600.0  # without tfdist run, which ends its servers when
 
 def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
     """Runs the server of a task; returns when the chief, once seen, cannot be reached for 10 s.
+
+    A chief that does not answer at all, instead of refusing the connection, has 30 s: the link may be busy.
 
     SIGTERM ends the process with exit code 0. SIGUSR1 is ignored: schedulers send it to every process of a run, and the
     chief, which saves then, needs its servers.
@@ -56,7 +58,7 @@ def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
         return
     started_at, seen_at = time.monotonic(), None
     while seen_at is None or time.monotonic() - seen_at < _CHIEF_LOST_SECONDS:
-        if is_reachable(chief):
+        if is_reachable(chief, SLOW_LINK_SECONDS):
             seen_at = time.monotonic()
         elif seen_at is None and heartbeat is None and time.monotonic() - started_at > _CHIEF_START_SECONDS:
             raise TimeoutError(

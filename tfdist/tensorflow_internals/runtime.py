@@ -1,6 +1,7 @@
 """TensorFlow's runtime in this process: server, key-value store, global seed and generator, autograph."""
 
 import faulthandler
+import functools
 import queue
 import sys
 import threading
@@ -17,6 +18,11 @@ _random_ops = private(
 
 _autograph = private(
     "tensorflow.python.autograph.core:config", "which packages autograph leaves as they are, as TensorFlow and Keras"
+)
+
+private(
+    "tensorflow.python.eager.context:Context.configure_coordination_service",
+    "takes a worker that was silent for 10 s for lost, also while a slow link is busy",
 )
 
 
@@ -56,6 +62,33 @@ def exit_on_timeout(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def silence_limit(seconds: float) -> Iterator[None]:
+    """Within this context a strategy that starts TensorFlow's coordination service lets workers be silent so long.
+
+    By default TensorFlow ends the training on all workers when one was silent for 10 s. Its heartbeats share the link
+    with the gradients, so a transfer that keeps a slow link busy for longer ends the training, too. A service that the
+    program has configured itself is not changed.
+
+    Args:
+        seconds: Until a silent worker counts as lost. Heartbeats are sent every half of it.
+    """
+    runtime = context()
+    configure = functools.partial(runtime.configure_coordination_service, heartbeat_timeout_in_ms=round(seconds * 1000))
+    runtime.configure_coordination_service = configure
+    try:
+        yield
+    finally:
+        del runtime.configure_coordination_service
+
+
+def silence_limit_in_use() -> float | None:
+    """Returns the limit of `silence_limit` in seconds in this process; `None` if TensorFlow's own applies."""
+    config = context().coordination_service
+    milliseconds = 0 if config is None else config.heartbeat_timeout_in_ms
+    return milliseconds / 1000 if milliseconds else None
 
 
 def set_key_value(key: str, value: str) -> None:
