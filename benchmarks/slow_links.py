@@ -4,7 +4,7 @@
 
 Two network namespaces are joined by links with a small queue (`tc tbf`), so that TCP loses about a packet in a hundred;
 the loss is measured. Data parallelism exchanges the dense gradients of 10 M parameters over it; a parameter server and
-the second stage of a pipeline are on the other side. All cases run at the same time, each over links of its own: the
+the second stage of a pipeline are on the other side. All cases run at the same time, each over separate links: the
 processes wait for the links. Needs root on Linux, `ip` and `tc`. Writes `benchmarks/results/slow_links.json`.
 """
 
@@ -89,7 +89,7 @@ def measure(case: str, rate: float, seconds: float) -> dict[str, Any]:
             code = processes[0].poll()
             lost = _loss(network)
         ends = json.loads(output.read_text()) if output.exists() else []
-        told = [line for name in ("0.txt", "1.txt") for line in _why(Path(folder, name))]
+        messages = [line for name in ("0.txt", "1.txt") for line in _why(Path(folder, name))]
     return {
         "steps": len(ends),
         "steps_asked": steps,
@@ -97,7 +97,7 @@ def measure(case: str, rate: float, seconds: float) -> dict[str, Any]:
         "seconds_by_step": [round(end - before, 1) for before, end in zip([0.0, *ends], ends, strict=False)],
         "link_seconds_by_step": round(step_seconds, 1),
         "lost_packets": lost,
-        **({} if code == 0 else {"error": told[:2]}),
+        **({} if code == 0 else {"error": messages[:2]}),
     }
 
 

@@ -6,6 +6,7 @@ require_supported_versions()  # before anything imports TensorFlow, so that the 
 
 from tfdist.model_parallel.auto_layout import auto_layout  # noqa: E402
 from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
+from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
 from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
@@ -15,6 +16,7 @@ from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy 
 
 __all__ = [
     "Asynchronous",
+    "FederatedAveraging",
     "MirroredStrategy",
     "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",

@@ -129,7 +129,7 @@ def start_timeout_of(start_timeout_seconds: float | None) -> float:
 
 
 def silence_limit_of_environment() -> float:
-    """Returns how many seconds TensorFlow may hear nothing from a worker before it ends the training on all workers.
+    """Returns how many seconds TensorFlow may receive nothing from a worker before it ends the training on all workers.
 
     3600 s if `tfdist run` watches this process: it notices an exit at once, a stopped process within a second, and
     silent workers and nodes after `--heartbeat-timeout`, by messages that do not pass the link of the gradients. 60 s

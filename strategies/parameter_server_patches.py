@@ -15,7 +15,10 @@ from tfdist.keras_internals.scheduled_training import patch_optimizer_update_ste
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.variable_creation import patch_variable_creation
 from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.client_training import LocalSteps
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts
+from tfdist.parameter_server.federated_averaging import FederatedAveraging
+from tfdist.parameter_server.federated_chief import FederatedChief
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 
 _is_patched = False
@@ -31,7 +34,8 @@ def patch_keras_once(strategy_class: Any) -> None:
         return isinstance(strategy, strategy_class)
 
     def look_up_rows(parts: Sequence[Any], ids: tf.Tensor) -> tf.Tensor | None:
-        return look_up(parts, ids) if is_ours(tf.distribute.get_strategy()) else None
+        is_local = LocalSteps.current() is not None  # a client has a copy of the table
+        return look_up(parts, ids) if is_ours(tf.distribute.get_strategy()) and not is_local else None
 
     def num_shards(shape: tuple[int, int]) -> int:
         strategy = tf.distribute.get_strategy()
@@ -50,8 +54,10 @@ def patch_keras_once(strategy_class: Any) -> None:
 
 
 def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
-    scope = WorkerScope.current()
-    if scope is None:  # a custom training loop, which schedules its functions itself
+    scope, steps = WorkerScope.current(), LocalSteps.current()
+    if steps is not None:
+        optimizer.apply(optimizer.clip(steps.gradients(optimizer, gradients)))
+    elif scope is None:  # a custom training loop, which schedules its functions itself
         optimizer.apply(optimizer.clip(gradients))
     else:
         scope.push(optimizer, gradients)
@@ -63,7 +69,9 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def _chief_training(model: Any) -> ChiefTraining:
-    return ChiefTraining(model, model.distribute_strategy._stats)
+    strategy = model.distribute_strategy
+    kind = FederatedChief if isinstance(strategy.mode, FederatedAveraging) else ChiefTraining
+    return kind(model, strategy._stats)
 
 
 def _pushed_bytes(strategy: Any) -> int:

@@ -10,6 +10,8 @@ from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.variable_creation import keras_creates_variable
+from tfdist.parameter_server.client_datasets import ClientDatasets
+from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
@@ -48,7 +50,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
     ```
 
     Attributes:
-        mode: `Asynchronous` or `Synchronous`.
+        mode: `Asynchronous`, `Synchronous` or `FederatedAveraging`.
         policy: The compression policy.
         pull_dtype: As which dtype variables are sent to the workers, or `None`.
         gradient_accumulation_steps: How many batches a worker accumulates for a push.
@@ -75,7 +77,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
             variable_partitioner: As for TensorFlow's strategy; splits the tables of embedding layers, and each
                 `tf.Variable` that the program creates in the scope, over the servers. Other variables of Keras stay
                 whole.
-            mode: How workers' updates are combined: `Asynchronous()`, the default, or `Synchronous()`.
+            mode: How workers' updates are combined: `Asynchronous()`, the default, `Synchronous()`, or
+                `FederatedAveraging(local_steps=...)`.
             compression: How gradients are encoded for the servers; as for MultiWorkerMirroredStrategy.
             pull_dtype: "bfloat16" or "float16" sends trainable variables to the workers in that dtype; by default
                 they are sent unchanged.
@@ -97,7 +100,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self._num_workers = len(spec.get("worker", ()))
         self.server_addresses = tuple(spec.get("ps", ()))
         self.pull_dtype = _checked(self.mode, self.policy, pull_dtype, gradient_accumulation_steps, self._num_workers)
-        _check_partitioner(variable_partitioner)
+        _check_partitioner(variable_partitioner, self.mode)
         if resolver.task_type in ("worker", "ps"):
             serve(spec, resolver.task_type, resolver.task_id)
             sys.exit(0)
@@ -181,7 +184,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
 
         Args:
             dataset_fn: Called on each worker with a `tf.distribute.InputContext`; returns a dataset of batches, for
-                `fit` an infinite one. It is the same for all workers, so shuffle without a seed.
+                `fit` an infinite one. It is the same for all workers, so shuffle without a seed. In the mode
+                `FederatedAveraging` it is called for each client, whose number is `input_pipeline_id`.
             options: Not used by `fit`.
 
         Returns:
@@ -190,6 +194,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         """
         if tf.inside_function():
             return super().distribute_datasets_from_function(dataset_fn, options)
+        if isinstance(self.mode, FederatedAveraging):
+            return ClientDatasets(dataset_fn, self, self.mode.num_clients(self._num_workers))
         return WorkerDatasets(dataset_fn, self.coordinator)
 
 
@@ -205,7 +211,12 @@ def _resolver_of_environment() -> Any:
     return resolver_of(config)
 
 
-def _check_partitioner(partitioner: Any) -> None:
+def _check_partitioner(partitioner: Any, mode: Mode) -> None:
+    if partitioner is not None and isinstance(mode, FederatedAveraging):
+        raise ValueError(
+            "Clients train on whole variables. Received: a `variable_partitioner` with FederatedAveraging. Expected: "
+            "variable_partitioner=None. Each variable is placed on the server with the fewest bytes."
+        )
     if partitioner is not None and not callable(partitioner):
         raise ValueError(
             f"Invalid `variable_partitioner`. Received: {partitioner!r}. Expected: one of "
@@ -216,10 +227,19 @@ def _check_partitioner(partitioner: Any) -> None:
 def _checked(
     mode: Mode, policy: Policy, pull_dtype: str | None, gradient_accumulation_steps: int, workers: int
 ) -> tf.DType | None:
-    if not isinstance(mode, Asynchronous | Synchronous):
+    if not isinstance(mode, Asynchronous | Synchronous | FederatedAveraging):
         raise ValueError(
-            f"Invalid `mode`. Received: {mode!r}. Expected: tfdist.strategies.Asynchronous() or Synchronous()."
+            f"Invalid `mode`. Received: {mode!r}. Expected: tfdist.strategies.Asynchronous(), Synchronous() or "
+            "FederatedAveraging(local_steps=...)."
         )
+    if isinstance(mode, FederatedAveraging):
+        mode.check_clients(workers)
+        if gradient_accumulation_steps != 1:
+            raise ValueError(
+                "A client updates its own weights after every batch. Received: FederatedAveraging with "
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r}. Expected: 1. Use larger batches in "
+                "`dataset_fn`."
+            )
     if isinstance(mode, Synchronous) and mode.backup_workers >= max(workers, 1):
         raise ValueError(
             f"Rounds would wait for no worker. Received: {mode!r} with {workers} workers. Expected: fewer backup "

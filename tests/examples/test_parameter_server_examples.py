@@ -25,6 +25,14 @@ def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:
     assert rows[2][3] == f"{3 * 1442:,}", output
 
 
+def test_clients_with_two_digits_each_learn_all_digits(tmp_path: Path) -> None:
+    output = run(1, "federated.py", f"--data_dir={tmp_path}")
+    last = re.search(
+        r"^\[chief\] federated digits: 10 clients, 40 rounds, ([\d.]+) % held-out accuracy$", output, re.MULTILINE
+    )
+    assert last and float(last[1]) >= 93, output
+
+
 @pytest.mark.long
 def test_a_step_moves_a_small_part_of_the_tables() -> None:
     output = run(2, "embeddings.py", "--steps=150", "--epochs=2", "--batch_size=64")

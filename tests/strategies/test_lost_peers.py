@@ -1,9 +1,14 @@
 """`tfdist run` finds lost peers as early as before, although TensorFlow now waits long for their heartbeats."""
 
+import json
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from child_environment import child_environment
 from launched_runs import launch
 
 pytestmark = [pytest.mark.multi_process]
@@ -26,3 +31,31 @@ def test_a_lost_peer_ends_the_run(tmp_path, how, reason):
     assert reason in run.output
     assert run.path("exit_code").read_text() != "0"
     assert ended_at - float(run.path("lost_at").read_text()) < _LIMIT_SECONDS
+
+
+@pytest.mark.long
+def test_without_the_launcher_tensorflow_ends_the_training_after_a_minute(tmp_path):
+    addresses = [free_address(), free_address()]
+    workers = []
+    try:
+        for index in range(2):
+            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+            command = [sys.executable, str(_SCRIPT), str(tmp_path), "SIGSTOP"]
+            with (tmp_path / f"{index}.txt").open("w") as output:
+                environment = child_environment(TF_CONFIG=json.dumps(config))
+                workers.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        code = workers[0].wait(240)
+        ended_at = time.time()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert code != 0
+    # The limit is 60 s, counted from the last of the heartbeats, which are sent every half of it.
+    assert 20 < ended_at - float((tmp_path / "lost_at").read_text()) < 120
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

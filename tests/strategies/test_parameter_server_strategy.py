@@ -22,7 +22,7 @@ def resolver(servers, task="chief", **others):
 
 
 REJECTED = [
-    ("mode=3", "Invalid `mode`. Received: 3. Expected: tfdist.strategies.Asynchronous() or Synchronous()."),
+    ("mode=3", "Invalid `mode`. Received: 3. Expected: tfdist.strategies.Asynchronous(), Synchronous() or Fed"),
     ("mode=Synchronous", "Invalid `mode`. Received: <class"),
     ("mode=Synchronous(2)", "Rounds would wait for no worker. Received: Synchronous(backup_workers=2) with 2 workers."),
     ("gradient_accumulation_steps=0", "Invalid `gradient_accumulation_steps`. Received: 0."),

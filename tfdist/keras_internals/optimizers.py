@@ -44,6 +44,10 @@ class OptimizerUpdate:
         self._variables = list(variables)
         self.loss_scale = loss_scale
 
+    def is_of(self, optimizer: Any) -> bool:
+        """Whether it is an update by `optimizer`."""
+        return self._optimizer is optimizer
+
     @property
     def strategy(self) -> Any:
         """The strategy in whose scope the optimizer was created."""

@@ -23,6 +23,15 @@ def training_of(model: Any, make: Callable[[Any], Any] | None = None) -> Any:
     return training
 
 
+def set_server_state(model: Any, optimizer: Any, positions: tf.Variable) -> None:
+    """Keeps, in the model, what the servers of federated averaging need beside its own variables.
+
+    It is saved and restored with the training, not with the model.
+    """
+    for name, value in (("optimizer", optimizer), ("positions", positions)):
+        object.__setattr__(model, f"_tfdist_server_{name}", value)  # bypasses Keras' tracking of attributes
+
+
 def metrics_result(model: Any) -> dict[str, Any]:
     """Returns the results of the model's metrics, from the values of their variables in the present scope."""
     return dict(_stock_result(model))

@@ -182,7 +182,7 @@ class ChiefTraining:
             total, normalizers = self._totals(functions, batches, [batches])
             part = PartInfo(self._next_number(), 0, total, normalizers)
             self._schedule(functions, batches, part, _TrainTag(time.monotonic()))
-        else:
+        elif isinstance(self._mode, Synchronous):
             self._run_round(functions, batches, self._mode)
 
     def _next_number(self) -> int:

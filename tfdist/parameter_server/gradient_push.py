@@ -55,17 +55,23 @@ class GradientEncoder:
         shape, dtype = gradient.shape, gradient.dtype
         if not has_state or dtype not in _ENCODED_DTYPES:
             return EncodedGradient([gradient], lambda tensors: tensors[0]), shape.num_elements() * dtype.size
-        variables = self._state[path]
-        state = {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
-        payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
-        for name, value in new_state.items():
-            variables[name].assign(value)
+        payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), self.read_state(path))
+        self.write_state(path, new_state)
         names = sorted(payload)
 
         def decode(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
             return tf.cast(compressor.decode(dict(zip(names, tensors, strict=True)), shape), dtype)
 
         return EncodedGradient([payload[name] for name in names], decode), compressor.payload_bytes(shape)
+
+    def read_state(self, path: str) -> dict[str, tf.Tensor]:
+        """Returns the state of the compressor of the variable at `path` on this worker."""
+        return {name: tf.convert_to_tensor(variable) for name, variable in self._state[path].items()}
+
+    def write_state(self, path: str, new_state: dict[str, tf.Tensor]) -> None:
+        """Stores the state of the compressor of the variable at `path` on this worker."""
+        for name, value in new_state.items():
+            self._state[path][name].assign(value)
 
     def _encode_rows(self, gradient: tf.IndexedSlices, path: str) -> tuple[EncodedGradient, Any]:
         # Rows that were looked up several times are summed and sent once.

@@ -1,7 +1,8 @@
-"""The modes of ParameterServerStrategy: asynchronous pushes or synchronous rounds."""
+"""The modes of ParameterServerStrategy in which workers push gradients: asynchronously or in synchronous rounds."""
 
 import dataclasses
 
+from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.utils.argument_checks import is_whole_number
 
 
@@ -56,7 +57,7 @@ class Synchronous:
             )
 
 
-Mode = Asynchronous | Synchronous
+Mode = Asynchronous | Synchronous | FederatedAveraging
 
 
 def max_running_pushes(mode: Asynchronous, workers: int) -> int | None:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
+from tfdist.compression import MomentumCorrection, Policy
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.model_introspection import computes_over_all_replicas
 from tfdist.servers.server_monitor import is_reachable
@@ -36,6 +39,40 @@ def reject_unsupported_model(model: Any) -> None:
             "optimizer with gradient_accumulation_steps. Expected: an optimizer without it. Pass "
             "`gradient_accumulation_steps` to ParameterServerStrategy: each worker then accumulates that many batches "
             "and pushes once."
+        )
+
+
+def reject_unsupported_clients(model: Any, policy: Policy) -> None:
+    """Checks a compiled model for federated averaging.
+
+    Raises:
+        ValueError: Clients cannot train it; the message says why, and the remedy.
+    """
+    optimizer, variables = model.optimizer, model.trainable_variables
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "A loss scale would start again in every round. Received: a LossScaleOptimizer, or the dtype policy "
+            "'mixed_float16'. Expected: an optimizer without a loss scale. Use 'mixed_bfloat16' or float32."
+        )
+    if optimizer is not None and optimizer.use_ema:
+        raise ValueError(
+            "A client's average of weights ends with the round. Received: an optimizer with use_ema=True. Expected: "
+            "use_ema=False. Average the weights of the servers in a callback."
+        )
+    if model.jit_compile and model.jit_compile != "auto":
+        raise ValueError(
+            "Clients do not compile their steps by XLA. Received: jit_compile=True. Expected: jit_compile=False or "
+            "'auto' in `compile`."
+        )
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
+        raise ValueError(
+            "The scales of float8 layers are not averages of clients. Received: a model with float8 layers. Expected: "
+            "one without. Use 'mixed_bfloat16'."
+        )
+    if any(isinstance(policy.compressor_for(variable.path), MomentumCorrection) for variable in variables):
+        raise ValueError(
+            "Momentum correction is for gradients of single steps. Received: MomentumCorrection, under "
+            "FederatedAveraging. Expected: the compressor without it; `server_optimizer` may have momentum."
         )
 
 

@@ -13,12 +13,12 @@ class WorkerIterator:
 
     def __init__(self, dataset: "WorkerDatasets") -> None:
         """Creates an iterator over `dataset`."""
-        self._dataset = dataset
+        self.dataset = dataset
 
     @property
     def on_workers(self) -> Any:
         """The workers' iterators; a new epoch continues where the previous one ended."""
-        return self._dataset.iterators
+        return self.dataset.iterators
 
     def __iter__(self) -> "WorkerIterator":
         return self

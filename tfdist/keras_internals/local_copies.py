@@ -1,0 +1,144 @@
+"""A model's variables as copies on the device that runs a function, so that a client trains without the servers."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.tensorflow_internals.function_variables import FunctionVariable
+
+_SEED_STEP = 0x9E3779B1  # odd, so that 2**32 numbers have distinct seeds
+
+
+class InitialSlots:
+    """The values with which an optimizer's own variables start: counts, moments, averages.
+
+    On the servers they stay as they were created, as clients update copies.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Reads the values. `optimizer` is built."""
+        self._optimizer = optimizer
+        rate = optimizer._learning_rate
+        self.variables = [one for one in _variables_of(optimizer) if one is not rate]
+        self._values: dict[int, np.ndarray | None] = {}
+        for variable in self.variables:
+            value = server_variable(variable).numpy()
+            is_uniform = value.size > 0 and bool((value == value.flat[0]).all())
+            self._values[id(variable)] = np.asarray(value.flat[0]) if is_uniform else None
+        self._values[id(optimizer._iterations)] = np.zeros([], optimizer._iterations.dtype)
+
+    def value(self, variable: Any) -> tf.Tensor | None:
+        """The initial value of one of `variables`; `None` if it must be read."""
+        constant = self._values[id(variable)]
+        return None if constant is None else tf.fill(variable.shape, tf.cast(constant, server_variable(variable).dtype))
+
+
+def _variables_of(optimizer: Any) -> list[Any]:
+    """All variables of an optimizer, also those that Keras does not list (Nadam's product of its momenta)."""
+    listed = list(optimizer.variables)
+    known = {id(variable) for variable in listed}
+    others = [one for one in vars(optimizer).values() if isinstance(one, keras.Variable) and id(one) not in known]
+    return listed + others
+
+
+class LocalCopies:
+    """Copies of all variables that a step of a model reads or changes.
+
+    Attributes:
+        bytes_pulled: Payload bytes of the values that were read from the servers.
+    """
+
+    def __init__(
+        self, model: Any, slots: InitialSlots, number: tf.Tensor, pull_dtype: tf.DType | None, name: str
+    ) -> None:
+        """Creates the copies in the function that is being traced.
+
+        Args:
+            model: Compiled and built.
+            slots: Of the model's optimizer.
+            number: What seeds of random layers depend on, an int64 scalar.
+            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
+            name: Of their memory, unique to the model.
+        """
+        self._model, self.bytes_pulled = model, 0
+        optimizer = model.optimizer
+        metrics = {id(variable) for variable in model.metrics_variables}
+        of_optimizer = {id(variable) for variable in slots.variables}
+        rate = optimizer._learning_rate
+        every = [*model.variables, *model.metrics_variables, *slots.variables]
+        every += [rate] if isinstance(rate, keras.Variable) else []
+        self._copies: dict[int, tuple[Any, FunctionVariable, tf.Tensor]] = {}
+        for variable in every:
+            if id(variable) in self._copies:
+                continue
+            server, value = server_variable(variable), None
+            if id(variable) in metrics:
+                value = tf.zeros(server.shape, server.dtype)
+            elif id(variable) in of_optimizer:
+                value = slots.value(variable)
+            if value is None:
+                value = self._pulled(server, pull_dtype if variable.trainable else None)
+            if is_seed_state(variable):
+                seed = tf.bitwise.bitwise_and(number * _SEED_STEP, 0xFFFFFFFF)
+                value = tf.stack([value[0] + tf.cast(seed, value.dtype), value[1]])
+            copy = FunctionVariable(server, value, f"{name}/{len(self._copies)}")
+            self._copies[id(variable)] = variable, copy, value
+        self._excluded = metrics | of_optimizer | {id(rate)}
+        self._rate = rate
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            self._rate = tf.cast(rate(server_variable(optimizer._iterations).read_value()), tf.float32)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this context the model's variables are the copies. A schedule of learning rates counts rounds."""
+        optimizer = self._model.optimizer
+        originals = [(variable, variable._value) for variable, _, _ in self._copies.values()]
+        rate = optimizer._learning_rate
+        try:
+            for variable, copy, _ in self._copies.values():
+                variable._value = copy
+            if self._rate is not rate:
+                object.__setattr__(optimizer, "_learning_rate", self._rate)
+            yield
+        finally:
+            for variable, original in originals:
+                variable._value = original
+            if self._rate is not rate:
+                object.__setattr__(optimizer, "_learning_rate", rate)
+
+    def before_and_after(self, variable: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the value with which a variable started, and its present one."""
+        _, copy, before = self._copies[id(variable)]
+        return before, copy.read_value()
+
+    def initial_value(self, copy: tf.Variable) -> tf.Tensor:
+        """Returns the value with which a copy started."""
+        return next(before for _, one, before in self._copies.values() if one is copy)
+
+    def present(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns the present values of variables."""
+        return [self._copies[id(variable)][1].read_value() for variable in variables]
+
+    def changed(self) -> Mapping[tf.Variable, tuple[tf.Tensor, tf.Tensor]]:
+        """By variable of the servers, the values before and after; of those that are assigned, but not trained.
+
+        Without metrics, seeds and the optimizer's variables.
+        """
+        return {
+            server_variable(variable).ref(): (before, copy.read_value())
+            for variable, copy, before in self._copies.values()
+            if copy.is_assigned
+            and not (id(variable) in self._excluded or variable.trainable or is_seed_state(variable))
+        }
+
+    def _pulled(self, server: tf.Variable, dtype: tf.DType | None) -> tf.Tensor:
+        smaller = dtype if dtype is not None and server.dtype == tf.float32 else server.dtype
+        self.bytes_pulled += (server.shape.num_elements() or 0) * smaller.size
+        with tf.device(server.device):
+            sent = tf.cast(server.read_value(), smaller)
+        return tf.cast(sent, server.dtype)

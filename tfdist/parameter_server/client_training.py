@@ -1,0 +1,168 @@
+"""What a client computes in a round: local steps on copies of the variables, and the difference that they make."""
+
+import contextvars
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.local_copies import InitialSlots, LocalCopies
+from tfdist.keras_internals.model_introspection import first_input
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.scheduled_training import update_counter
+from tfdist.parameter_server.federated_averaging import FederatedAveraging
+from tfdist.parameter_server.worker_step import StepResult
+
+_current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientInfo:
+    """Describes a round to a client, packed into one tensor.
+
+    >>> info = ClientInfo.unpack(ClientInfo(round=7, client=3, slot=1, buffer=2).pack())
+    >>> int(info.round), int(info.client), int(info.slot), int(info.buffer)
+    (7, 3, 1, 2)
+
+    Attributes:
+        round: Number of the round. Unpacked: an int64 scalar, as all.
+        client: Number of the client.
+        slot: Its number among the clients of its worker.
+        buffer: The gradient buffer that it writes to.
+    """
+
+    round: Any
+    client: Any
+    slot: Any
+    buffer: Any
+
+    def pack(self) -> tf.Tensor:
+        """Returns an int64 vector."""
+        return tf.constant(dataclasses.astuple(self), tf.int64)
+
+    @staticmethod
+    def unpack(tensor: tf.Tensor) -> "ClientInfo":
+        """Returns what was packed, as scalar tensors."""
+        return ClientInfo(*tf.unstack(tensor, 4))
+
+
+class LocalSteps:
+    """The local steps that are being traced: what the optimizer of the client's model asks for."""
+
+    def __init__(self, model: keras.Model, copies: LocalCopies, proximal: float) -> None:
+        self._optimizer, self._copies, self._proximal = model.optimizer, copies, proximal
+
+    @staticmethod
+    def current() -> "LocalSteps | None":
+        """The steps that are being traced, if there are any."""
+        return _current.get()
+
+    def gradients(self, update: OptimizerUpdate, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the gradients with that of the proximal term.
+
+        Raises:
+            ValueError: The update is that of another optimizer than the compiled one, whose variables have no copies.
+        """
+        if not update.is_of(self._optimizer):
+            raise ValueError(
+                "A client updates by the model's optimizer alone. Received: an update by another optimizer in "
+                "`train_step`. Expected: the optimizer that was given to `compile`. Use another mode of "
+                "ParameterServerStrategy for models with several optimizers."
+            )
+        if not self._proximal:
+            return list(gradients)
+        found = []
+        for gradient, copy in zip(gradients, update.servers_variables, strict=True):
+            moved = tf.cast(copy.read_value() - self._copies.initial_value(copy), gradient.dtype)
+            found.append(tf.convert_to_tensor(gradient) + self._proximal * moved)
+        return found
+
+
+def train(
+    model: keras.Model,
+    iterator: Any,
+    info: ClientInfo,
+    mode: FederatedAveraging,
+    clients: int,
+    slots: InitialSlots,
+    server_optimizer: Any,
+    pull_dtype: tf.DType | None,
+    name: str,
+) -> tuple[StepResult, tf.Tensor]:
+    """Traces a client's part of a round. It changes no variable of the servers.
+
+    A call of an earlier round, which runs again on a worker that was lost, makes no step.
+
+    Args:
+        model: Compiled and built.
+        iterator: Over the client's batches.
+        info: Describes the round.
+        mode: The strategy's mode.
+        clients: The number of all clients.
+        slots: Of the model's optimizer.
+        server_optimizer: What will apply the difference.
+        pull_dtype: As which dtype trainable variables cross the network.
+        name: Of the memory of the copies, unique to the model.
+
+    Returns:
+        The difference as gradients of `server_optimizer`, and whether it counts, a bool scalar: the round is the
+        present one, and all values are finite.
+    """
+    counter = update_counter(model.optimizer)
+    rounds = tf.cast(counter.read_value(), tf.int64)
+    is_present = tf.equal(rounds, info.round)
+    steps = tf.where(is_present, mode.local_steps, 0)
+    copies = LocalCopies(model, slots, info.round * clients + info.client, pull_dtype, name)
+    with copies.in_use():
+        token = _current.set(LocalSteps(model, copies, mode.proximal))
+        try:
+            samples, logs = _local_steps(model, iterator, steps)
+        finally:
+            _current.reset(token)
+    differences = []
+    for variable in model.trainable_variables:
+        before, after = copies.before_and_after(variable)
+        differences.append(before - after)
+    changes = [(key.deref(), after - before) for key, (before, after) in copies.changed().items()]
+    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(one)) for one in differences])
+    if mode.clip_difference is not None:
+        differences, _ = tf.clip_by_global_norm(differences, mode.clip_difference)
+    result = StepResult(
+        gradients=[differences],
+        optimizers=[OptimizerUpdate(server_optimizer, model.trainable_variables)],
+        changes=changes,
+        metrics=copies.present(model.metrics_variables),
+        logs=logs,
+        samples=samples,
+        updates=rounds,
+        bytes_pulled=tf.constant(copies.bytes_pulled, tf.int64),
+        num_normalizers=0,
+    )
+    return result, tf.logical_and(is_present, is_finite)
+
+
+def _local_steps(model: keras.Model, iterator: Any, steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    """Returns the number of samples of all steps, and the logs of the last one."""
+
+    def one_step() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        batch = next(iterator)
+        logs = model.train_step(batch)
+        rows = tf.shape(first_input(batch), out_type=tf.int64)[0]
+        given = logs.items() if isinstance(logs, dict) else ()
+        return rows, {key: tf.convert_to_tensor(value) for key, value in given if not isinstance(value, dict)}
+
+    # Traced before the loop, which needs the dtypes and shapes of the logs.
+    traced = tf.function(one_step, autograph=False).get_concrete_function()
+    empty = tf.nest.map_structure(lambda one: tf.zeros(one.shape, one.dtype), traced.structured_outputs[1])
+
+    def body(step: tf.Tensor, samples: tf.Tensor, _: Any) -> Any:
+        rows, logs = traced()
+        return step + 1, samples + rows, logs
+
+    zero = tf.constant(0, tf.int64)
+    _, samples, logs = tf.while_loop(
+        lambda step, *_: step < steps, body, (tf.constant(0), zero, empty), parallel_iterations=1
+    )
+    return samples, logs

@@ -1,0 +1,230 @@
+"""The chief's part of federated averaging: it chooses the clients of a round, and collects what they report."""
+
+import dataclasses
+import time
+import warnings
+from collections import deque
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_internals.scheduled_training import set_server_state
+from tfdist.parameter_server.chief import ChiefTraining
+from tfdist.parameter_server.client_datasets import ClientDatasets
+from tfdist.parameter_server.client_functions import ClientEncoder, ClientFunctions
+from tfdist.parameter_server.client_training import ClientInfo
+from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
+from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
+from tfdist.parameter_server.push_statistics import StatsCollector
+from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
+from tfdist.parameter_server.worker_datasets import WorkerIterator
+from tfdist.servers.server_monitor import explains_lost_servers
+from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
+
+_POLL_SECONDS, _SLOW_POLL_SECONDS, _SLOW_POLL_AFTER_SECONDS = 0.0005, 0.005, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClientCall:
+    """The part of a client that its worker computes."""
+
+    call: PinnedCall
+    client: int
+    buffer: int
+    round: int
+    scheduled_at: float  # by `time.monotonic()`
+
+
+class FederatedChief(ChiefTraining):
+    """Trains one model by federated averaging.
+
+    A worker has at most one call at a time. One that is late, or whose worker is lost, stays outstanding: its buffer
+    and its worker are free again when it has ended.
+    """
+
+    _mode: FederatedAveraging
+    _encoder: Any
+    _functions: Any
+
+    def __init__(self, model: keras.Model, stats: StatsCollector) -> None:
+        """Prepares the training of a model; see `ChiefTraining`."""
+        super().__init__(model, stats)
+        self._mode.check_clients(self._workers)
+        self._num_clients = clients = self._mode.num_clients(self._workers)
+        self._encoder = ClientEncoder(self._strategy.policy, self._new_worker_variable, -(-clients // self._workers))
+        self._num_buffers = self._mode.num_chosen(self._workers) + self._workers
+        self._outstanding: dict[int, _ClientCall] = {}  # by worker
+        self._data: ClientDatasets | None = None
+        self._iterators: list[Any] = []
+        self._server_optimizer: Any = None
+        self._positions: Any = None  # by client, how many of its batches were trained on; a variable, to be saved
+        self._drawn = np.zeros([clients], np.int64)  # the same: iterators are created in other threads
+
+    @explains_lost_servers
+    def abandon(self) -> None:
+        """As in the base class; the clients' datasets begin at the restored positions."""
+        super().abandon()
+        self._data = None
+
+    def forget(self, name: str) -> None:
+        """As in the base class; a model that was compiled again has a new optimizer of the servers, too."""
+        super().forget(name)
+        if name == "train":
+            with self._strategy.scope():
+                self._server_optimizer = self._mode.new_server_optimizer()
+            with tf.device("/job:chief/device:CPU:0"):
+                self._positions = tf.Variable(tf.zeros([self._num_clients], tf.int64), trainable=False)
+            set_server_state(self._model, self._server_optimizer, self._positions)
+            self._data = None
+
+    def _prepared(self) -> Any:
+        functions = self._functions_of_model()
+        if not self._is_prepared:
+            reject_unsupported_clients(self._model, self._strategy.policy)
+            super()._prepared()
+            with self._strategy.scope():
+                if not self._server_optimizer.built:
+                    self._server_optimizer.build(self._model.trainable_variables)
+            functions.prepare()
+        return functions
+
+    def _functions_of_model(self) -> Any:
+        if self._functions is None:
+            self._functions = ClientFunctions(
+                self._model,
+                self._strategy,
+                self._encoder,
+                GradientBuffers(self._num_buffers),
+                self._packing,
+                self._server_optimizer,
+            )
+            self._is_prepared = False
+        return self._functions
+
+    def _finish_scheduled(self) -> None:
+        # Not for clients: one that is late or lost may never end.
+        self._scheduler.wait(lambda: not len(self._scheduler), self._collect)
+
+    def _train_on_pending(self, functions: Any) -> None:
+        batches, self._pending = self._pending, []
+        data = batches[0].dataset if isinstance(batches[0], WorkerIterator) else batches[0]
+        if not isinstance(data, ClientDatasets):
+            raise ValueError(
+                f"Clients train on their own data. Received: {type(data).__name__}. Expected: "
+                "`fit(strategy.distribute_datasets_from_function(dataset_fn), steps_per_epoch=rounds)`, where "
+                "`dataset_fn(input_context)` returns the data of the client `input_context.input_pipeline_id`."
+            )
+        self._use(data)
+        number = self._next_number()
+        done = self._run_client_round(functions, number, self._wait_for_clients(number))
+        for client in sorted(done):  # in this order, so that rounding does not depend on who was first
+            _, result = done[client]
+            self._sums.add(result["metrics"], result["logs"])
+        weights = sample_fractions([int(done[client][1]["report"]["samples"]) for client in sorted(done)])
+        buffers = [done[client][0] for client in sorted(done)]
+        functions.update(tf.constant(buffers, tf.int32), tf.constant(weights, tf.float64))
+        trained = [[client] for client in sorted(done)]
+        steps = tf.fill([len(done)], tf.constant(self._mode.local_steps, tf.int64))
+        self._positions.assign(tf.tensor_scatter_nd_add(self._positions, trained, steps))
+        self._drawn[:] = self._positions.numpy()
+        self._stats.updates += 1
+
+    def _use(self, data: ClientDatasets) -> None:
+        if data is not self._data:
+            if self._data is not None:  # otherwise the positions are zeros, or those of a checkpoint
+                self._positions.assign(tf.zeros_like(self._positions))
+            self._data, self._drawn = data, self._positions.numpy()
+            self._iterators = data.create_iterators(self._drawn)
+
+    # Rounds.
+
+    def _wait_for_clients(self, number: int) -> list[int]:
+        """Returns the chosen clients once enough workers are free."""
+        mode, began = self._mode, time.monotonic()
+        while True:
+            self._settle()
+            ready = [client for client in range(self._num_clients) if client % self._workers not in self._outstanding]
+            chosen = chosen_clients(mode.seed, number, self._num_clients, ready, mode.num_chosen(self._workers))
+            if len(chosen) >= mode.min_clients:
+                return chosen
+            self._pause(began, len(chosen), is_limited=True)
+
+    def _run_client_round(self, functions: Any, number: int, chosen: list[int]) -> dict[int, tuple[int, Any]]:
+        """Has the clients train; returns by client the buffer and the result of those that count."""
+        mode = self._mode
+        began: float | None = None  # when all workers have their first client: the first call is traced
+        used = {one.buffer for one in self._outstanding.values()}
+        buffers = dict(zip(chosen, (one for one in range(self._num_buffers) if one not in used), strict=False))
+        queues: dict[int, deque[int]] = {}
+        for client in chosen:
+            queues.setdefault(client % self._workers, deque()).append(client)
+        done: dict[int, tuple[int, Any]] = {}
+        while True:
+            for worker, queue in queues.items():
+                if queue and worker not in self._outstanding:
+                    client = queue.popleft()
+                    self._outstanding[worker] = self._call(functions, client, buffers[client], number)
+            began = time.monotonic() if began is None else began
+            done |= self._settle(number)
+            waiting = [
+                worker
+                for worker in queues
+                if (one := self._outstanding.get(worker)) is not None and not one.call.is_lost
+            ]
+            is_late = mode.deadline_seconds is not None and time.monotonic() - began >= mode.deadline_seconds
+            queued = any(queue and worker not in self._outstanding for worker, queue in queues.items())
+            if len(done) >= mode.min_clients and (is_late or not (waiting or queued)):
+                return done
+            if not (waiting or queued) and not any(one.call.is_lost for one in self._outstanding.values()):
+                raise RuntimeError(
+                    f"Too few clients have finite weights after a round. Received: {len(done)} of {len(chosen)} "
+                    f"clients. Expected: at least min_clients={mode.min_clients}. Lower the learning rate of the "
+                    "clients, clip their gradients, or look for wrong data."
+                )
+            self._pause(began, len(done), is_limited=is_late or not (waiting or queued))
+
+    def _call(self, functions: Any, client: int, buffer: int, number: int) -> _ClientCall:
+        slot, worker = divmod(client, self._workers)
+        arguments = (self._iterators[slot], ClientInfo(number, client, slot, buffer).pack())
+        call = call_on_worker(self._strategy.coordinator, worker, functions.train_client, arguments)
+        return _ClientCall(call, client, buffer, number, time.monotonic())
+
+    def _settle(self, number: int | None = None) -> dict[int, tuple[int, Any]]:
+        """Removes the calls that have ended; returns those of round `number` that count."""
+        found = {}
+        for worker, one in list(self._outstanding.items()):
+            if one.call.is_done:
+                del self._outstanding[worker]
+                try:
+                    result = self._packing.unpack(one.call.result())
+                except tf.errors.OutOfRangeError as error:
+                    raise ValueError(
+                        f"The dataset of a client is empty. Received: no batch of client {one.client}. Expected: at "
+                        "least one batch in what `dataset_fn` returns for each client."
+                    ) from error
+                report = {key: int(value) for key, value in result["report"].items()}
+                counts = bool(report.pop("counts")) and one.round == number and report["samples"] > 0
+                if one.round == number and not counts:
+                    warnings.warn(
+                        f"Client {one.client} is left out of round {number}: its weights are not finite. Lower the "
+                        "learning rate of the clients, or look for wrong data.",
+                        stacklevel=2,
+                    )
+                self._stats.add(report, counts=counts, scheduled_at=one.scheduled_at)
+                if counts:
+                    found[one.client] = one.buffer, result
+        return found
+
+    def _pause(self, began: float, ready: int, *, is_limited: bool) -> None:
+        waited = time.monotonic() - began
+        if is_limited and waited > self._mode.limit_seconds:
+            raise RuntimeError(
+                f"A round has waited for {waited:.0f} s. Received: {ready} clients. Expected: at least "
+                f"min_clients={self._mode.min_clients}. Check the workers, or lower `min_clients`."
+            )
+        is_long = waited > _SLOW_POLL_AFTER_SECONDS
+        if is_long:
+            self.servers.check()
+        time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)
