@@ -151,3 +151,87 @@ def federated_with_everything(_):
         "slots": float(sum(np.abs(one.numpy()).sum() for one in model.optimizer.variables[2:])),
         "finite": bool(np.isfinite(kernel).all()),
     }
+
+
+class TwoOptimizers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.other = keras.optimizers.SGD(0.1)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.other.apply([tf.ones_like(one) for one in self.trainable_variables], self.trainable_variables)
+        return logs
+
+
+@case
+def federated_errors(_):
+    """What cannot be trained by clients."""
+    strategy = ParameterServerStrategy(mode=FederatedAveraging(local_steps=1, clients=CLIENTS))
+    other = ParameterServerStrategy(mode=FederatedAveraging(local_steps=1, clients=2))
+
+    def empty(context):
+        return tf.data.Dataset.from_tensor_slices((INPUTS[:16], LABELS[:16])).skip(16 * context.input_pipeline_id)
+
+    def unequal(context):
+        return tf.data.Dataset.from_tensor_slices(INPUTS if context.input_pipeline_id else LABELS)
+
+    def sgd(**arguments):
+        return lambda: keras.optimizers.SGD(0.5, **arguments)
+
+    def two_optimizers():
+        with strategy.scope():
+            model = TwoOptimizers()
+            model.build((None, FEATURES))
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return fit(strategy, model, 1)
+
+    def half():
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3, dtype="mixed_float16")])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss)
+        return fit(strategy, model, 1)
+
+    def in_two_datasets(of_client):
+        model = regression(other, sgd())
+        data = other.distribute_datasets_from_function(lambda context: of_client(context))
+        return model.fit(data, steps_per_epoch=1, verbose=0)
+
+    tries = {
+        "arrays": lambda: regression(strategy, sgd()).fit(INPUTS, LABELS, verbose=0),
+        "empty": lambda: in_two_datasets(lambda context: empty(context).batch(8)),
+        "unequal": lambda: in_two_datasets(unequal),
+        "ema": lambda: fit(strategy, regression(strategy, sgd(use_ema=True)), 1),
+        "accumulation": lambda: fit(strategy, regression(strategy, sgd(gradient_accumulation_steps=2)), 1),
+        "xla": lambda: fit(strategy, regression(strategy, sgd(), jit_compile=True), 1),
+        "half": half,
+        "two optimizers": two_optimizers,
+        "nan": lambda: fit(strategy, regression(strategy, lambda: keras.optimizers.SGD(1e38)), 5),
+        "validation": lambda: fit(
+            strategy,
+            regression(strategy, sgd()),
+            1,
+            validation_data=strategy.distribute_datasets_from_function(dataset_fn),
+        ),
+        "loop": lambda: strategy.coordinator.create_per_worker_dataset(
+            strategy.distribute_datasets_from_function(dataset_fn)
+        ),
+    }
+    messages = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+            messages[name] = "none"
+        except (ValueError, RuntimeError) as error:
+            messages[name] = str(error)
+    model = regression(strategy, sgd())  # the strategy still works
+    messages["loss afterwards"] = fit(strategy, model, 3)["loss"][0]
+    return messages

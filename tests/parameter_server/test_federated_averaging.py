@@ -3,7 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfdist.compression import Policy
+from tfdist.parameter_server.client_functions import ClientEncoder
 from tfdist.parameter_server.client_training import ClientInfo
 from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
 
@@ -41,6 +44,53 @@ class TestOnCluster:
         assert seen["bytes_of_a_push"] < 0.45 * seen["dense_bytes"]  # small variables are sent as they are
         assert seen["statistics_moved"] > 0.01
         assert seen["slots"] == 0.0  # a client's moments are not on the servers
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("arrays", "Clients train on their own data. Received: tuple. Expected: `fit(strategy.distribute_datasets"),
+            ("empty", "The dataset of a client is empty. Received: no batch of client 1."),
+            ("unequal", "The clients' datasets differ. Received: elements TensorSpec(shape=(), dtype=tf.int64"),
+            ("ema", "A client's average of weights ends with the round."),
+            ("accumulation", "Accumulators on the servers would send every micro-step's gradient"),
+            ("xla", "Clients do not compile their steps by XLA."),
+            ("half", "A loss scale would start again in every round."),
+            ("two optimizers", "A client updates by the model's optimizer alone."),
+            ("nan", "Too few clients have finite weights after a round. Received: 0 of 5 clients."),
+            ("validation", "Datasets that are created on the workers can only be used for training."),
+            ("loop", "The data of clients can only be used by `fit`."),
+        ],
+    )
+    def test_what_clients_cannot_train_is_an_error(self, found, name, message):
+        seen = found("federated_errors")
+        assert seen[name].startswith(message)
+        assert 0 < seen["loss afterwards"] < 5
+
+
+def test_the_residual_of_each_client_is_its_own():
+    """And one of a difference that does not count stays as it was."""
+    encoder = ClientEncoder(Policy("topk:0.05", dense_below=0), tf.Variable, slots=3)
+    encoder.prepare(["kernel"], [tf.TensorShape([10, 20])])
+    gradient = tf.reshape(tf.range(200.0), [10, 20])
+
+    def encode(slot, counts):
+        encoder.slot, encoder.counts = tf.constant(slot, tf.int64), tf.constant(counts)
+        sent, _ = encoder.encode(gradient, "kernel")
+        return sent.decode(sent.tensors).numpy()
+
+    def states():
+        encoder.slot = tf.range(3, dtype=tf.int64)
+        return {name: value.numpy() for name, value in encoder.read_state("kernel").items()}
+
+    first = encode(1, True)
+    [residual] = [value for value in states().values() if value.shape[1:] == (10, 20)]
+    np.testing.assert_allclose(residual[1], gradient - first, atol=1e-4)
+    assert not residual[0].any() and not residual[2].any()
+    before = states()
+    encode(1, False)
+    encode(0, False)
+    for name, value in states().items():
+        np.testing.assert_array_equal(value, before[name])
 
 
 REJECTED = [

@@ -1,16 +1,21 @@
 """The mode of ParameterServerStrategy in which clients train by themselves and send what they have changed."""
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.utils.argument_checks import check_whole_number, is_number
 
 _SHORTEST_LIMIT_SECONDS = 600.0
 _DEADLINES_UNTIL_LIMIT = 10
+
+# Class and configuration of optimizers that were given before.
+_known: "weakref.WeakKeyDictionary[Any, tuple[type, dict[str, Any]]]" = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,4 +156,13 @@ def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
             f"The servers make one plain update a round. Received: a `server_optimizer` with {', '.join(unsupported)}. "
             "Expected: an optimizer without. Remove it."
         )
-    return type(optimizer), optimizer.get_config()
+    try:
+        _known[optimizer] = type(optimizer), optimizer.get_config()
+    except tf.errors.OpError as error:  # it was created before a strategy has connected this process to a cluster
+        if optimizer not in _known:
+            raise ValueError(
+                "The variables of the optimizer were lost when this process was connected to a cluster. Received: a "
+                "`server_optimizer` that was created before the first ParameterServerStrategy. Expected: one that is "
+                "created after it, or given to the mode before it. Create a new one."
+            ) from error
+    return _known[optimizer]
