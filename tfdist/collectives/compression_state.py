@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.saved_ways import SavedWays, check_ways, saved_ways
 from tfdist.compression import Compressor, Policy
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -91,6 +92,7 @@ class CompressionState(tf.Module):
         self.replicas: dict[str, ReplicaState] = {}
         self.num_replicas = max(len(devices), 1)  # Replicas of all workers that keep a state.
         self._saved: UserDict[int, dict[str, dict[str, tf.Tensor]]] = UserDict()
+        self.saved_ways = SavedWays(lambda: self.ways, lambda: any(one.entries for one in self.replicas.values()))
 
     def replica_state(self, number: int, device: str) -> ReplicaState:
         """Returns the state of replica `number`, which is on `device`."""
@@ -110,11 +112,13 @@ class CompressionState(tf.Module):
                 in the same order on all workers of today.
 
         Raises:
-            ValueError: The checkpoints hold no compression state, or two of them hold that of the same replica.
+            ValueError: The checkpoints hold no compression state, or two of them hold that of the same replica, or that
+                of a tensor-parallel training with another number of devices in a stage.
         """
         saved: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
         for prefix in prefixes:
             of_prefix = _saved_state(prefix)
+            check_ways(saved_ways(tf.train.load_checkpoint(prefix)), self.ways)
             twice = sorted(set(of_prefix) & set(saved))
             if twice:
                 raise ValueError(
