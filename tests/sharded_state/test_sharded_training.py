@@ -54,8 +54,14 @@ def test_two_replicas_compute_what_they_do_with_whole_state(cpus, name):
 
 
 # Gradients are added up in the order of the all-reduce; norms are sums of other parts.
-@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["everything", pytest.param("adam", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("everything", 3),
+        ("adam", 4),
+        *(pytest.param(*of, marks=pytest.mark.long) for of in [("everything", 4), ("adam", 3)]),
+    ],
+)
 def test_more_replicas(cpus, name, replicas):
     sharded, whole = both(cpus[:replicas], sharded_models.OPTIMIZERS[name])
     assert_equal_values(
@@ -79,9 +85,7 @@ def test_all_replicas_have_the_same_weights(cpus):
             np.testing.assert_array_equal(other, first, variable.path)
 
 
-@pytest.mark.parametrize(
-    "replicas", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_each_replica_holds_its_part_of_the_slots(cpus, replicas):
     strategy = MirroredStrategy(cpus[:replicas], shard_optimizer_state=True)
     model = sharded_models.compiled(strategy, sharded_models.OPTIMIZERS["averages"])
@@ -141,11 +145,15 @@ def test_sums_of_several_buckets_have_the_bits_of_an_all_reduce(cpus, replicas, 
     assert_equal_values(outcome(True), outcome(False))
 
 
-@pytest.mark.parametrize("jit_compile", ["auto", pytest.param(True, marks=pytest.mark.long)])
-def test_updates_of_large_variables_and_bytes(cpus, jit_compile):
-    strategies = [MirroredStrategy(cpus[:2], shard_optimizer_state=shards) for shards in (True, False)]
+@pytest.mark.parametrize(
+    ("replicas", "jit_compile"),
+    [(2, "auto"), *(pytest.param(*of, marks=pytest.mark.long) for of in [(2, True), (3, "auto"), (4, "auto")])],
+)
+def test_updates_of_large_variables_and_bytes(cpus, replicas, jit_compile):
+    """Of 213,502 parameters. Two replicas have equal bits; matrix products of more round otherwise in other graphs."""
+    strategies = [MirroredStrategy(cpus[:replicas], shard_optimizer_state=shards) for shards in (True, False)]
     models = [dense_model(strategy, optimizers.Adam, jit_compile=jit_compile) for strategy in strategies]
-    assert_equal_values(*map(sharded_models.values, models))
+    assert_equal_values(*map(sharded_models.values, models), 0.0 if replicas == 2 else 1e-7)
     sharded, whole = (strategy.communication for strategy in strategies)
     # The vector of a bucket is filled up to a multiple of the number of replicas.
     assert sharded.wire_bytes == pytest.approx(whole.wire_bytes, rel=1e-4)
