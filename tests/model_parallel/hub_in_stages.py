@@ -33,7 +33,26 @@ def bert() -> keras.Model:
     return keras_hub.models.BertTextClassifier(backbone, num_classes=3, preprocessor=None, dropout=0.0)
 
 
+GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
+GROUPED |= {"vocabulary_size": WORDS, "num_layers": 2}
+
+
+def llama() -> keras.Model:
+    backbone = keras_hub.models.LlamaBackbone(**GROUPED, tie_word_embeddings=True)
+    return keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
+
+
+def mistral() -> keras.Model:
+    return keras_hub.models.MistralCausalLM(keras_hub.models.MistralBackbone(**GROUPED), preprocessor=None)
+
+
+def gemma() -> keras.Model:
+    backbone = keras_hub.models.GemmaBackbone(**GROUPED, head_dim=4)
+    return keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+
+
 MODELS = {
+    **{one.__name__: (one, INPUTS, rng.integers(0, WORDS, (SAMPLES, LENGTH))) for one in (llama, mistral, gemma)},
     "gpt2": (gpt2, INPUTS, rng.integers(0, WORDS, (SAMPLES, LENGTH))),
     "bert": (bert, INPUTS | SEGMENTS, rng.integers(0, 3, SAMPLES)),
 }

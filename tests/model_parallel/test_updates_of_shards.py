@@ -7,11 +7,12 @@ import layout_models as models
 import numpy as np
 import pipeline_runs as runs
 import pytest
+import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
 from tfdist.callbacks import FailureRecovery
-from tfdist.compression import Policy
+from tfdist.compression import Policy, get
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
@@ -58,6 +59,43 @@ def test_norms_of_complete_variables(optimizer: Any) -> None:
         lambda: models.mlp(bias_constraint="non_neg"),
         lambda m: runs.compile_classifier(m, optimizer()),
         epochs=5,
+    )
+    assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
+    if not isinstance(model.optimizer, optimizers.LossScaleOptimizer):  # which Keras lets count micro-steps
+        assert difference(model.optimizer.variables, reference.optimizer.variables) <= 1e-5
+    assert _largest_difference_of_columns(model) == 0.0
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optimizers.Adafactor(1e-2, weight_decay=0.1, clipnorm=0.5),
+        lambda: optimizers.Muon(1e-2, weight_decay=0.1, adam_weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3),
+        pytest.param(
+            lambda: optimizers.LossScaleOptimizer(
+                optimizers.Adafactor(1e-2, gradient_accumulation_steps=2), initial_scale=8.0
+            ),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(lambda: optimizers.Muon(1e-2, gradient_accumulation_steps=2), marks=pytest.mark.long),
+    ],
+)
+def test_updates_of_complete_variables(optimizer: Any) -> None:
+    """Variables that are split by rows and by columns, a table of which rows are looked up, and a bias."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((models.LENGTH,), dtype="int32")
+        x = keras.layers.Embedding(models.WORDS, 8, name="embedding")(tokens)
+        x = keras.layers.Dense(8, name="down")(keras.layers.Dense(16, "gelu", name="up", bias_constraint="non_neg")(x))
+        return keras.Model(tokens, keras.layers.Dense(models.WORDS, name="logits")(x))
+
+    model, reference, logs = fit_both(
+        strategy_of(2, columns=2),
+        build,
+        lambda m: runs.compile_classifier(m, optimizer()),
+        models.TOKENS,
+        models.NEXT,
+        epochs=2,
     )
     assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
     if not isinstance(model.optimizer, optimizers.LossScaleOptimizer):  # which Keras lets count micro-steps
@@ -130,6 +168,32 @@ def test_residuals_resume_with_the_same_number_of_devices_in_a_stage(tmp_path: A
     with pytest.raises(ValueError, match="devices of a stage, with compression. Received: 2 in the .* Expected: 1,"):
         callbacks = [FailureRecovery(tmp_path)]
         model.fit(runs.X[:16], runs.CLASSES[:16], 16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def test_checkpoints_of_tensorflow_refuse_another_number_of_devices_in_a_stage(tmp_path: Any) -> None:
+    """As FailureRecovery does. Without residuals any number fits."""
+
+    def state_of(ways: int, columns: int) -> Any:
+        devices = [f"CPU:{index}" for index in range(ways * columns)]
+        options: dict[str, Any] = {"pipeline": Pipeline(stages=1), "data_parallel": columns, "compression": "int8"}
+        layout = models.layout(ways) if ways > 1 else None
+        return ModelParallelStrategy(devices, layout_map=layout, **options).compression_state
+
+    def checkpoint_of(state: Any) -> Any:
+        return tf.train.Checkpoint(compression=state)
+
+    saved = state_of(2, 2)
+    empty = checkpoint_of(saved).save(tmp_path / "empty")
+    for number in range(4):
+        saved.replica_state(number, "CPU:0").of("last/kernel", get("int8"), (512,))
+    path = checkpoint_of(saved).save(tmp_path / "state")
+    checkpoint_of(state_of(2, 1)).restore(path)
+    for other in (state_of(1, 2), state_of(4, 1)):
+        with pytest.raises(ValueError, match="does not fit the devices of a stage. Received: that of 2 .* Expected: "):
+            checkpoint_of(other).restore(path)
+        with pytest.raises(ValueError, match="does not fit the devices of a stage"):
+            other.restore([path])
+        checkpoint_of(other).restore(empty)
 
 
 def test_sums_and_residuals_add_up_to_the_gradients() -> None:

@@ -23,6 +23,11 @@ def has_compiled_loss(model: Any) -> bool:
     return model._compile_loss is not None or overrides_compute_loss(model)
 
 
+def has_built_loss(model: Any) -> bool:
+    """Whether a model has compiled losses, and has computed them."""
+    return has_compiled_loss(model) and getattr(model._compile_loss, "built", False)
+
+
 def overrides_compute_loss(model: Any) -> bool:
     """Whether the class of the model has its own `compute_loss`."""
     # The methods of Keras are replaced by functions that wrap them.

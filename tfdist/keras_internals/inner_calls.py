@@ -13,8 +13,6 @@ from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
 
-Follows = Callable[[Any], bool]
-
 
 @dataclass(frozen=True)
 class InnerCall:
@@ -56,61 +54,20 @@ class InnerCalls:
 
     def owns_its_variables(self, layer: Any) -> bool:
         """Whether nothing outside of the calls of an inner layer uses its variables."""
-        numbers = {operation.name: number for number, operation in enumerate(self._operations)}
+        numbers = {operation.name: number for number, operation in enumerate(self.operations)}
         own = [range(one.first, one.end) for one in self.calls if one.layer is layer]
         users = [user for one in layer.variables if id(one) in self.values for user in self.values[id(one)].consumers()]
         return all(any(numbers[user.name] in calls for calls in own) for user in users)
 
-    def consumers(self, tensor: Any) -> list[InnerCall] | None:
-        """Returns the innermost calls that take a tensor alone; None if anything else uses it."""
-        numbers = {operation.name: number for number, operation in enumerate(self._operations)}
-        found: list[InnerCall] = []
-        for operation in tensor.consumers():
-            number = numbers[operation.name]
-            takers = [one for one in self.calls if one.input is tensor and one.first <= number < one.end]
-            if not takers:
-                return None
-            found.append(min(takers, key=lambda one: one.end - one.first))
-        if any(tensor is output for output in self._returned):
-            return None
-        return list({id(one): one for one in found}.values())
-
-    def reached(self, tensor: Any, passes: Follows) -> tuple[list[Any], list[Any]] | None:
-        """Follows a tensor through layers.
-
-        Args:
-            tensor: What an inner call returns.
-            passes: Whether a layer only passes on what it takes, element by element.
-
-        Returns:
-            The layers that take it at last, and those that have passed it on; None if something else than layers uses
-            it, or nothing.
-        """
-        consumers = self.consumers(tensor)
-        if not consumers:
-            return None
-        ends, passed = [], []
-        for call in consumers:
-            if not passes(call.layer):
-                ends.append(call.layer)
-                continue
-            passed.append(call.layer)
-            for output in call.outputs:
-                further = self.reached(output, passes)
-                if further is None:
-                    return None
-                ends += further[0]
-                passed += further[1]
-        return ends, passed
-
     @property
-    def _operations(self) -> list[Any]:
+    def operations(self) -> list[Any]:
+        """The operations of the trace, in the order in which they were created."""
         return list(self.function.graph.get_operations())
 
     @property
-    def _returned(self) -> list[Any]:
-        # What the trace returns are copies.
-        return [operation.inputs[0] for operation in self._operations if operation.name.startswith("returned")]
+    def returned(self) -> list[Any]:
+        """The tensors that the layer returns, and its losses; what the trace returns are copies."""
+        return [operation.inputs[0] for operation in self.operations if operation.name.startswith("returned")]
 
 
 def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] = ()) -> InnerCalls | None:
@@ -136,8 +93,8 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
         values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, given, strict=False)}
         found.values = {id(one): value for one, value in zip(variables, given[len(tensors) :], strict=True)}
         recorded = {layer: _recorded(layer, found, graph, of_any_width) for layer in layers}
-        with initial_scope(variables, given[len(tensors) :]), replaced_calls(recorded):
-            results = call(values, training=training)
+        with initial_scope(variables, given[len(tensors) :]) as scope, replaced_calls(recorded):
+            results = [*call(values, training=training), *scope.losses]
         return [tf.identity(tf.convert_to_tensor(result), name="returned") for result in results]
 
     def trace() -> Any:

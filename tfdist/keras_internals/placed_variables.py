@@ -15,6 +15,11 @@ def held_variable(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def identity_of(held: tf.Variable) -> str:
+    """Returns by what optimizers and functions know a `tf.Variable`. Its copies and parts have the same."""
+    return str(held._unique_id)
+
+
 def hold(variable: keras.Variable, held: tf.Variable) -> None:
     """Makes `held`, which must have the `_unique_id` of the present one, hold the value of `variable` from now on."""
     variable._value = held

@@ -10,9 +10,10 @@ from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_attributes import kernel_of, output_projection_of, projections_of, table_of
 from tfdist.keras_internals.layer_calls import LayerCall
-from tfdist.model_parallel.composite_layers import inner_layers_of, rows_after
-from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_elementwise
+from tfdist.model_parallel.composite_layers import hidden_values_of, inner_layers_of
+from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_dense, is_elementwise
 from tfdist.model_parallel.split_embeddings import is_embedding, is_reversible
+from tfdist.tensorflow_internals.split_variables import part_size
 from tfdist.utils.argument_checks import check_whole_number
 
 _AXIS = "model"
@@ -25,7 +26,8 @@ def auto_layout(model: Any, ways: int) -> Any:
     Dense layers are split by columns and, where only elementwise layers lie between, the next one by rows; attention by
     heads; an `Embedding` or `ReversibleEmbedding` by words; the Dense layer that returns the output of a model by
     columns, if it is wider than its input, as that of a vocabulary. Layers inside of a layer, such as a block of a
-    transformer, are split likewise. What is not divisible by `ways` stays whole, and so do other layers.
+    transformer, are split likewise, also gated ones. What is not divisible by `ways` stays whole, except vocabularies,
+    whose last part is padded, and so do other layers.
 
     The layout has the paths of the variables of `model`. A model that is built again has the same paths if its layers
     have names, or after `keras.utils.clear_session()`.
@@ -68,13 +70,13 @@ def auto_layout(model: Any, ways: int) -> Any:
             layouts |= _inner_layouts(inner, ways)
         elif _is_dense(layer) and kernel_of(layer).shape[0] % ways == 0:
             columns = _columns_before(call, makers, consumers, returned)
-            if columns and all(id(kernel_of(one)) not in layouts and one.units % ways == 0 for one in columns):
+            if columns and all(id(kernel_of(one)) not in layouts and _units(one) % ways == 0 for one in columns):
                 layouts |= {key: axes for one in columns for key, axes in _by_columns(one).items()}
                 layouts[id(kernel_of(layer))] = (_AXIS, None)
     for call in once:
         layer = call.operation
         if _is_dense(layer) and id(kernel_of(layer)) not in layouts and id(call.outputs[0]) in returned:
-            if layer.units % ways == 0 and layer.units > kernel_of(layer).shape[0]:
+            if _pads_little(_units(layer), ways) and _units(layer) > kernel_of(layer).shape[0]:
                 layouts |= _by_columns(layer)
     mesh = keras.distribution.DeviceMesh((1, ways), ["batch", _AXIS], devices=[str(rank) for rank in range(ways)])
     layout_map = keras.distribution.LayoutMap(mesh)
@@ -93,15 +95,22 @@ def _inner_layouts(inner: InnerCalls, ways: int) -> _Layouts:
             layouts |= _heads(layer, ways)
         elif is_embedding(layer):
             layouts |= _words(layer, ways)
-        elif _is_dense(layer) and layer.units % ways == 0 and (pair := rows_after(inner, layer)) is not None:
-            rows = [one for one in pair[0] if _is_dense(one)]
-            if len(rows) == len(pair[0]) and not any(id(kernel_of(one)) in layouts for one in (layer, *rows)):
-                layouts |= _by_columns(layer) | {id(kernel_of(one)): (_AXIS, None) for one in rows}
+        elif _is_dense(layer) and (hidden := hidden_values_of(inner, layer)) is not None:
+            both = (*hidden.columns, *hidden.rows)
+            is_new = not any(id(kernel_of(one)) in layouts for one in both) and all(map(_is_dense, both))
+            if is_new and _units(layer) % ways == 0:
+                layouts |= {key: axes for one in hidden.columns for key, axes in _by_columns(one).items()}
+                layouts |= {id(kernel_of(one)): (_AXIS, None) for one in hidden.rows}
     return layouts
 
 
+def _pads_little(size: int, ways: int) -> bool:
+    """Whether equal parts of a vocabulary take at most a twentieth more than the vocabulary."""
+    return part_size(size, ways) * ways <= 1.05 * size
+
+
 def _words(layer: Any, ways: int) -> _Layouts:
-    if layer.input_dim % ways or not list(aware_layers(layer, {})):
+    if not _pads_little(layer.input_dim, ways) or not list(aware_layers(layer, {})):
         return {}
     found: _Layouts = {id(table_of(layer)): (_AXIS, None)}
     is_tied = getattr(layer, "tie_weights", True)
@@ -109,7 +118,11 @@ def _words(layer: Any, ways: int) -> _Layouts:
 
 
 def _is_dense(layer: Any) -> bool:
-    return type(layer) is keras.layers.Dense and bool(list(aware_layers(layer, {})))
+    return is_dense(layer) and bool(list(aware_layers(layer, {})))
+
+
+def _units(layer: Any) -> int:
+    return int(kernel_of(layer).shape[1])
 
 
 def _by_columns(layer: Any) -> _Layouts:

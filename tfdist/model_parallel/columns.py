@@ -12,6 +12,7 @@ from tfdist.model_parallel.placement import copied_variables, copy_to
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.model_parallel.transfers import DENSE, WEIGHT_GRADIENT, record_transfer
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable
+from tfdist.tensorflow_internals.split_variables import part_size
 
 _SLICED_FROM = 1 << 14  # elements; the slices of a smaller gradient cost more than they save
 
@@ -45,6 +46,10 @@ class Columns:
                 for device in self.devices_of(variable)[1:]:
                     copy_to(variable, device)
 
+    def holds(self, variable: keras.Variable) -> bool:
+        """Whether each column has a copy or a part of a variable."""
+        return any(variable is one for one in self._variables)
+
     def move_parts(self, model: Any, stages: ModelStages) -> None:
         """Moves variables that were created in parts, which other columns than these share, to their stages."""
 
@@ -57,7 +62,7 @@ class Columns:
     def shape_of_part(self, variable: keras.Variable) -> tuple[int, ...]:
         """Returns the shape of what a column has of a variable."""
         axis = self.axes.get(id(variable))
-        return tuple(size // self.ways if index == axis else size for index, size in enumerate(variable.shape))
+        return tuple(part_size(size, self.ways) if index == axis else size for index, size in enumerate(variable.shape))
 
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:

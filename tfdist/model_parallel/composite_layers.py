@@ -10,14 +10,18 @@ from typing import Any
 
 import keras
 
+from tfdist.keras_internals.combined_results import combined_results
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_attributes import is_rematerialized, kernel_of, layers_inside, output_projection_of
 from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.model_parallel.elementwise_functions import is_elementwise_function
 from tfdist.model_parallel.sharded_layers import (
     aware_layers,
     drops_parts,
     is_attention,
+    is_dense,
     is_elementwise,
+    split_dropouts,
 )
 
 
@@ -28,12 +32,12 @@ class AwareLayers:
     Attributes:
         layers: The layers themselves.
         whole: Those that must return whole values, by id.
-        dropouts: Dropout layers whose inputs are split along the last axis.
+        dropouts: Dropout layers whose inputs are split, each with the axis, and its whole size if it may be padded.
     """
 
     layers: list[Any] = field(default_factory=list)
     whole: frozenset[int] = frozenset()
-    dropouts: list[Any] = field(default_factory=list)
+    dropouts: list[tuple[Any, int, int | None]] = field(default_factory=list)
 
     @property
     def variables(self) -> set[int]:
@@ -53,33 +57,41 @@ def aware_layers_of(call: LayerCall, axes: Mapping[int, int], *, training: bool)
     """
     own = list(aware_layers(call.operation, axes))
     if own or not any(id(variable) in axes for variable in call.variables):
-        return AwareLayers(own)
+        return AwareLayers(own, dropouts=split_dropouts(call.operation) if own else [])
     if any(map(is_rematerialized, [call.operation, *layers_inside(call.operation)])):
         return AwareLayers()  # what is computed again exchanges nothing
     inner = inner_calls(call, training=training)
     if inner is None:
         return AwareLayers()
     layers, outermost = [], list(_outermost(inner))
+    of_attention: list[tuple[Any, int, int | None]] = []
     for layer in outermost:
-        if type(layer) is not keras.layers.EinsumDense and _returns_whole_values(inner, layer, axes):
-            layers += [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
-    own_dense = [one for one in outermost if type(one) is keras.layers.Dense and any(one is known for known in layers)]
+        is_known = type(layer) is not keras.layers.EinsumDense or is_dense(layer)
+        if is_known and _returns_whole_values(inner, layer, axes):
+            found = [one for one in aware_layers(layer, axes) if is_attention(layer) or one is layer]
+            layers += found
+            of_attention += split_dropouts(layer) if found else []
+    own_dense = [one for one in outermost if is_dense(one) and any(one is known for known in layers)]
     kept, dropouts = _kept(inner, own_dense, axes)
-    if kept and kept != _kept(inner_calls(call, training=training, of_any_width=kept), kept, axes)[0]:
+    if kept and kept != _kept(inner_calls(call, training=training, of_any_width=kept), own_dense, axes)[0]:
         kept, dropouts = [], []  # something depends on the width of their results
     whole = frozenset(id(layer) for layer in outermost if not any(layer is one for one in kept))
-    return AwareLayers(layers, whole, dropouts)
+    return AwareLayers(layers, whole, [*of_attention, *dropouts])
 
 
 def _kept(inner: InnerCalls | None, layers: list[Any], axes: Mapping[int, int]) -> tuple[list[Any], list[Any]]:
-    """Returns the Dense layers whose results stay split, and the Dropout layers that take them."""
+    """Returns the Dense layers whose results stay split, and as in `AwareLayers` the Dropout layers that take them."""
     kept: list[Any] = []
-    dropouts: list[Any] = []
+    dropouts: list[tuple[Any, int, int | None]] = []
+    known = {id(one) for one in layers}
     for layer in layers:
-        pair = None if inner is None else rows_after(inner, layer)
-        if pair is not None and all(axes.get(id(kernel_of(one))) == 0 for one in pair[0]):
+        hidden = None if inner is None else hidden_values_of(inner, layer)
+        if hidden is None or not {id(one) for one in (*hidden.columns, *hidden.rows)} <= known:
+            continue
+        are_columns = all(axes.get(id(kernel_of(one))) == 1 for one in hidden.columns)
+        if are_columns and all(axes.get(id(kernel_of(one))) == 0 for one in hidden.rows):
             kept.append(layer)
-            dropouts += pair[1]
+            dropouts += [(one, -1, kernel_of(layer).shape[1]) for one in hidden.dropouts]
     return kept, dropouts
 
 
@@ -92,23 +104,44 @@ def _returns_whole_values(inner: InnerCalls, layer: Any, axes: Mapping[int, int]
     return not has_scores and axes.get(id(kernel), 0) < 2
 
 
-def rows_after(inner: InnerCalls, layer: Any) -> tuple[list[Any], list[Any]] | None:
-    """Returns the Dense layers that alone use what a Dense layer returns, and the Dropout layers between them.
+@dataclass(frozen=True)
+class HiddenValues:
+    """Values between Dense layers that are split by columns and Dense layers split by rows, which alone use them.
+
+    Attributes:
+        columns: The layers before; several of a gated block, whose results are multiplied.
+        rows: The layers after.
+        dropouts: The Dropout layers between.
+    """
+
+    columns: list[Any]
+    rows: list[Any]
+    dropouts: list[Any]
+
+
+def hidden_values_of(inner: InnerCalls, layer: Any) -> HiddenValues | None:
+    """Returns the hidden values that a Dense layer returns, alone or combined with those of others.
 
     Args:
         inner: The calls inside of a layer.
         layer: An inner Dense layer.
 
     Returns:
-        None if anything else uses it, or if one of these layers is called several times.
+        None if anything else uses it, if one of these layers is called several times, or if they have other widths.
     """
-    own = inner.only_call_of(layer)
-    found = None if own is None or len(own.outputs) != 1 else inner.reached(own.outputs[0], _passes)
+    found = combined_results(inner, layer, _passes)
     if found is None:
         return None
-    ends, passed = found
-    is_known = all(type(one) is keras.layers.Dense and inner.only_call_of(one) for one in ends)
-    return (ends, [one for one in passed if drops_parts(one)]) if is_known else None
+    is_known = all(is_dense(one) and inner.only_call_of(one) for one in (*found.sources, *found.takers))
+    if not is_known or len({kernel_of(one).shape[1] for one in found.sources}) > 1:
+        return None
+    if not all(_stays_split(one.activation) for one in found.sources):
+        return None
+    return HiddenValues(found.sources, found.takers, [one for one in found.passed if drops_parts(one)])
+
+
+def _stays_split(activation: Any) -> bool:
+    return activation is keras.activations.softmax or is_elementwise_function(activation)
 
 
 def _passes(layer: Any) -> bool:

@@ -4,6 +4,7 @@ TensorFlow optimizes each function separately. In one graph for all columns it r
 otherwise than that of another, so their weights would differ in the last bit.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizer_overrides import has_own_update_step, has_own_weight_decay
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_updates import averages_of
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
 
 
@@ -41,6 +43,30 @@ def apply_by_device(
             is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
             update = _update_function(optimizer, own, shared, compiles_large=compiles_large and is_cpu)
             update(of_own, [tf.identity(value) for value in values])
+
+
+def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+    """Updates the moving averages of variables without a gradient, which Keras averages, too.
+
+    Args:
+        optimizer: The optimizer, without its loss scale.
+        variables: The variables.
+    """
+    shared = shared_optimizer_variables(optimizer)
+    values = [held_variable(one).read_value() for one in shared]
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for variable in variables:
+        groups[held_variable(variable).device].append(variable)
+
+    def average(own: list[Any], scalars: Sequence[tf.Tensor]) -> None:
+        with keras.StatelessScope(list(zip(shared, scalars, strict=True))):
+            _average(optimizer, own)
+
+    for device, own in groups.items():
+        with tf.device(device):
+            scalars = [tf.identity(value) for value in values]
+            function = functools.partial(average, own)
+            tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(scalars)
 
 
 def _update_function(
@@ -89,8 +115,7 @@ def finish_update(optimizer: Any, update: OptimizerUpdate, variables: list[keras
 
 def _average(optimizer: Any, variables: list[keras.Variable]) -> None:
     """Updates the moving averages of weights, and replaces the weights by them if it is time."""
-    averages = optimizer._model_variables_moving_average
-    pairs = [(held_variable(one), held_variable(averages[optimizer._get_variable_index(one)])) for one in variables]
+    pairs = averages_of(optimizer, variables)
     is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for held, average in pairs:
         with tf.device(held.device):

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.model_parallel.columns import Columns
@@ -63,7 +64,7 @@ def _update_of_part(optimizer: Any, variable: keras.Variable, gradient: Any) -> 
     """Returns the part of the update, and the squares of the norms of the part's weights and of the update."""
     held = held_variable(variable)
     part = PartOfVariable(tf.zeros(held.shape, held.dtype), held)
-    optimizer._apply_weight_decay([held])
+    decay_weights(optimizer, [held])
     optimizer.update_step(gradient, part, 1.0)
     update = -part.value
     return update, tf.reduce_sum(tf.square(held.read_value())), tf.reduce_sum(tf.square(update))

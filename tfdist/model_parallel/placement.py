@@ -10,6 +10,7 @@ from tfdist.keras_internals.placed_variables import (
     compiled_optimizer,
     held_variable,
     hold,
+    identity_of,
     optimizers_of,
     shared_optimizer_variables,
 )
@@ -35,12 +36,12 @@ def place(model: Any, stages: ModelStages, devices: Sequence[str], chief: str, c
     places, moved = {*devices, chief}, MovedVariables()
     for variable in stages.variables:
         _move(variable, devices[stages.owner[id(variable)]], places, moved)
-    device_of = {held_variable(one)._unique_id: held_variable(one).device for one in stages.variables}
+    device_of = {identity_of(held_variable(one)): held_variable(one).device for one in stages.variables}
     optimizer = compiled_optimizer(model)
     if optimizer is not None:
         shared = {id(one) for one in shared_optimizer_variables(optimizer)}
         for variable in optimizer_variables(optimizer):
-            beside = device_of.get(colocated_with.pop(held_variable(variable)._unique_id, ""))
+            beside = device_of.get(colocated_with.pop(identity_of(held_variable(variable)), ""))
             _move(variable, chief if id(variable) in shared else beside or devices[0], places, moved)
     for variable in model.metrics_variables:
         if id(variable) not in stages.owner:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, holding
+from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, holding, identity_of
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.moved_variables import MovedVariables
 from tfdist.model_parallel.placement import optimizer_variables
@@ -36,11 +36,11 @@ class ShardColumns(Columns):
         moved, stage_of = MovedVariables(), {}
         for variable in stages.variables:
             held = held_variable(variable)
-            stage_of[held._unique_id] = stages.owner[id(variable)] if id(variable) in self.axes else None
-            self._move(variable, stage_of[held._unique_id], moved)
+            stage_of[identity_of(held)] = stages.owner[id(variable)] if id(variable) in self.axes else None
+            self._move(variable, stage_of[identity_of(held)], moved)
         optimizer = compiled_optimizer(model)
         for slot in optimizer_variables(optimizer) if optimizer is not None else []:
-            weight = self.weight_of_slot.get(held_variable(slot)._unique_id, "")
+            weight = self.weight_of_slot.get(identity_of(held_variable(slot)), "")
             self._move(slot, stage_of.get(weight), moved)
         moved.warn_if_used()
 
@@ -56,22 +56,23 @@ class ShardColumns(Columns):
 
     def copy(self, model: Any, stages: ModelStages) -> None:
         """Splits variables and their slots, and creates the missing copies of others."""
-        split = {held_variable(one)._unique_id: one for one in stages.variables if id(one) in self.axes}
+        split = {identity_of(held_variable(one)): one for one in stages.variables if id(one) in self.axes}
         for variable in stages.variables:
             if id(variable) in self.axes:
                 self._split(variable, self.axes[id(variable)])
         optimizer = compiled_optimizer(model)
         for slot in optimizer_variables(optimizer) if optimizer is not None else []:
-            beside = split.get(self.weight_of_slot.get(held_variable(slot)._unique_id, ""))
+            beside = split.get(self.weight_of_slot.get(identity_of(held_variable(slot)), ""))
             if beside is not None and tuple(slot.shape) == tuple(beside.shape):
-                self._split(slot, self.axes[id(beside)])
+                self._split(slot, self.axes[id(beside)], is_slot=True)
         super().copy(model, stages)
 
-    def _split(self, variable: Any, axis: int) -> None:
+    def _split(self, variable: Any, axis: int, *, is_slot: bool = False) -> None:
         held = held_variable(variable)
         if isinstance(held, ShardedVariable):
             return
-        hold(variable, ShardedVariable(held, axis, self._groups(self.devices[0].index(held.device))))
+        groups = self._groups(self.devices[0].index(held.device))
+        hold(variable, ShardedVariable(held, axis, groups, is_slot=is_slot))
 
     def _groups(self, stage: int) -> list[list[str]]:
         of_stage = [devices[stage] for devices in self.devices]

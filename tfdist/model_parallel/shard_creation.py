@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.keras_internals.created_parts import NewValue
+from tfdist.keras_internals.placed_variables import identity_of
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable
@@ -42,9 +43,9 @@ class ShardCreation:
             group, axis = self._groups[self._extended.device_of_next()], found
         whole = NewVariable(new.shape, group[0], new.value, new.is_constant, **new.options)
         with tf.init_scope():
-            variable = ShardedVariable(whole, axis, [group])
+            variable = ShardedVariable(whole, axis, [group], is_slot=beside is not None)
         if beside is not None:
-            self._extended.colocated_with[variable._unique_id] = beside._unique_id
+            self._extended.colocated_with[identity_of(variable)] = identity_of(beside)
         elif (size := variable.shards[0].shape.num_elements()) is not None:
             self._extended.count_bytes(group[0], size * variable.dtype.size)
         return variable

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.model_parallel.column_program import Exchange
 from tfdist.model_parallel.micro_batch_loss import current_stage_loss
+from tfdist.tensorflow_internals.split_variables import part_size
 
 SUM, GATHER, SEED = "sum", "gather", "seed"
 
@@ -91,14 +92,21 @@ class ShardGroup:
 
         return _marked(summed(tensor), tensor)
 
-    def gather(self, tensor: tf.Tensor, axis: int, *, has_samples: bool = True) -> tf.Tensor:
-        """Returns the whole tensor of a split one; `has_samples` is False for the value of a variable."""
+    def gather(self, tensor: tf.Tensor, axis: int, size: int | None = None, *, has_samples: bool = True) -> tf.Tensor:
+        """Returns the whole tensor of a split one.
+
+        Args:
+            tensor: The part.
+            axis: The split axis.
+            size: The size of the whole axis, without padding; by default there is none.
+            has_samples: False for the value of a variable.
+        """
         if not is_differentiable(tensor):
-            return _marked(self._gathered(tensor, axis), tensor)
+            return _marked(self._gathered(tensor, axis, size), tensor)
 
         @tf.custom_gradient
         def gathered(x: tf.Tensor) -> Any:
-            whole = self._gathered(x, axis)
+            whole = self._gathered(x, axis, size)
 
             def own(gradient: tf.Tensor) -> tf.Tensor:
                 gradient = tf.convert_to_tensor(gradient)  # of a lookup it has rows
@@ -110,7 +118,7 @@ class ShardGroup:
         return _marked(gathered(tensor), tensor) if has_samples else gathered(tensor)
 
     def part(self, tensor: tf.Tensor, axis: int, *, has_samples: bool = True) -> tf.Tensor:
-        """Returns this device's part of a whole tensor; `has_samples` is as that of `gather`."""
+        """Returns this device's part of a whole tensor, padded by zeros; `has_samples` is as that of `gather`."""
         if not is_differentiable(tensor):
             return _marked(self._own(tensor, axis), tensor)
 
@@ -119,9 +127,19 @@ class ShardGroup:
         @tf.custom_gradient
         def own(x: tf.Tensor) -> Any:
             part = self._own(x, axis)
-            return part, lambda gradient: self._gathered(gradient, axis, part.shape, layer)
+            return part, lambda gradient: self._gathered(gradient, axis, x.shape[axis], part.shape, layer)
 
         return _marked(own(tensor), tensor) if has_samples else own(tensor)
+
+    def real(self, tensor: tf.Tensor, axis: int, size: int | None, fill: float = 0.0) -> tf.Tensor:
+        """Returns a part with `fill` in place of what pads an axis, whose size is `size` on all devices together."""
+        position = axis % tensor.shape.rank
+        own = tensor.shape[position]
+        if size is None or own * self.ways == size:
+            return tensor
+        shape = [-1 if index == position else 1 for index in range(tensor.shape.rank)]
+        is_real = tf.reshape(self.own_rank() * own + tf.range(own) < size, shape)
+        return tf.where(is_real, tensor, tf.constant(fill, tensor.dtype))
 
     def own_rank(self) -> tf.Tensor:
         """Returns the number of this device, an int32 scalar."""
@@ -134,14 +152,22 @@ class ShardGroup:
         """Returns the gradient of the loss with respect to `target`, which the backward pass is given."""
         return self._record(SEED, target, target.shape, target.shape)
 
-    def _gathered(self, tensor: tf.Tensor, axis: int, shape: Any = None, layer: str = "") -> tf.Tensor:
+    def _gathered(
+        self, tensor: tf.Tensor, axis: int, size: int | None = None, shape: Any = None, layer: str = ""
+    ) -> tf.Tensor:
         shape = tensor.shape if shape is None else shape
         parts = self._record(GATHER, tensor, shape, [self.ways, *shape], layer)
-        return tf.concat(tf.unstack(parts, num=self.ways), axis)
+        whole = tf.concat(tf.unstack(parts, num=self.ways), axis)
+        position = axis % whole.shape.rank
+        if size is None or whole.shape[position] in (None, size):
+            return whole
+        return whole[tuple(slice(size if index == position else None) for index in range(whole.shape.rank))]
 
     def _own(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
         position = axis % tensor.shape.rank
-        size = tensor.shape[position] // self.ways
+        size = part_size(tensor.shape[position], self.ways)
+        if padding := size * self.ways - tensor.shape[position]:
+            tensor = tf.pad(tensor, [[0, padding if index == position else 0] for index in range(tensor.shape.rank)])
         begin = [self.own_rank() * size if index == position else 0 for index in range(tensor.shape.rank)]
         extent = [size if index == position else -1 for index in range(tensor.shape.rank)]
         result = tf.slice(tensor, begin, extent)

@@ -1,10 +1,14 @@
 """Which axis of each variable is split over the devices of a stage, as a `keras.distribution.LayoutMap` says."""
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import keras
+
+from tfdist.tensorflow_internals.split_variables import part_size
 
 
 class ShardLayout:
@@ -25,10 +29,11 @@ class ShardLayout:
         """Reads a layout map. The names of its mesh's devices are not used.
 
         Args:
-            layout_map: A `keras.distribution.LayoutMap` whose layouts split along one axis of its mesh.
+            layout_map: A `keras.distribution.LayoutMap`. If its layouts use several axes of the mesh, a variable that
+                is split along any of them is split once, over the product of their sizes.
 
         Raises:
-            ValueError: It is not a layout map with a mesh, or it splits along several axes of the mesh.
+            ValueError: It is not a layout map with a mesh.
         """
         if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map.device_mesh is None:
             raise ValueError(
@@ -36,16 +41,16 @@ class ShardLayout:
                 "keras.distribution.DeviceMesh, whose device names may be any."
             )
         mesh = layout_map.device_mesh
-        used = list(dict.fromkeys(axis for key in layout_map for axis in layout_map[key].axes if axis is not None))
-        if len(used) > 1:
-            raise ValueError(
-                f"A layout map splits variables along several axes of its mesh. Received: {used}. Expected: one axis "
-                "of the mesh in all layouts. The others are for data (`data_parallel`)."
-            )
-        self.ways = int(mesh.shape[list(mesh.axis_names).index(used[0])]) if used else 1
-        self._layout_map = layout_map
-        # Layouts of outputs, which have no effect, are not looked up.
+        sizes = dict(zip(mesh.axis_names, map(int, mesh.shape), strict=True))
+        # Layouts of outputs have no effect.
         of_variables = [key for key in layout_map if any(layout_map[key].axes) and not key.endswith("output")]
+        keys = Counter(axis for key in of_variables for axis in layout_map[key].axes if axis is not None)
+        # All devices of a stage are one group, over the product of the axes. Of several axes of a variable, that of the
+        # mesh's axis in most layouts is split, of equals the later one, so that rows follow columns.
+        used = [axis for axis in mesh.axis_names if keys[axis] and sizes[axis] > 1]
+        self._preferred = sorted(used, key=lambda axis: (keys[axis], used.index(axis)), reverse=True)
+        self.ways = math.prod(sizes[axis] for axis in used)
+        self._layout_map = layout_map
         self._unused = {id(layout_map[key]): key for key in of_variables}
 
     def axis_of(self, variable: Any) -> int | None:
@@ -60,25 +65,32 @@ class ShardLayout:
         """Returns the axis along which a variable with this path and shape is split, or None.
 
         Raises:
-            ValueError: The layout has another rank than the variable, or the axis is not divisible.
+            ValueError: The layout has another rank than the variable, or no axis that it names can be split.
         """
         found = self._layout_map[path]
         self._unused.pop(id(found), None)
-        if found is None or self.ways == 1 or not any(found.axes):
+        if found is None or not set(found.axes) & set(self._preferred):
             return None
-        axes = [index for index, axis in enumerate(found.axes) if axis is not None]
-        if len(found.axes) != len(shape) or len(axes) != 1 or shape[axes[0]] % self.ways:
-            raise ValueError(
-                f"A layout does not fit its variable. Received: {tuple(found.axes)} for {path!r} of shape {shape}, "
-                f"over {self.ways} devices. Expected: a layout with an entry for each of the {len(shape)} axes, and at "
-                f"most one split axis, whose size is divisible by {self.ways}. Change the layout of this path."
-            )
-        return axes[0]
+        named = [axis for axis in found.axes if axis is not None]
+        candidates = [found.axes.index(axis) for axis in self._preferred if axis in named]
+        if len(found.axes) == len(shape) and len(set(named)) == len(named):
+            divisible = [index for index in candidates if shape[index] % self.ways == 0]
+            if divisible:
+                return divisible[0]
+            if candidates and len(shape) <= 2 and shape[candidates[0]] >= self.ways:
+                return candidates[0]  # whose last parts are padded
+        raise ValueError(
+            f"A layout does not fit its variable. Received: {tuple(found.axes)} for {path!r} of shape {shape}, over "
+            f"{self.ways} devices. Expected: a layout with an entry for each of the {len(shape)} axes, which names an "
+            f"axis of the mesh at most once, and a split axis whose size is at least {self.ways}, the product of all "
+            "axes of the mesh that layouts use, and divisible by it if the variable has more than two axes. Change the "
+            "layout of this path."
+        )
 
     def shape_of_part(self, variable: Any) -> tuple[int, ...]:
         """Returns the shape of what a device has of a Keras variable. Raises: as `axis_at`."""
         axis = self.axis_of(variable)
-        return tuple(size // self.ways if index == axis else size for index, size in enumerate(variable.shape))
+        return tuple(part_size(size, self.ways) if index == axis else size for index, size in enumerate(variable.shape))
 
     def warn_of_unused_keys(self) -> None:
         """Warns, once, of keys that have matched no path of a variable so far."""

@@ -11,6 +11,7 @@ from tfdist.model_parallel.sharded_stage import ShardedStageFunction
 from tfdist.model_parallel.split_outputs import describe_outputs
 from tfdist.model_parallel.stage_functions import StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.tensorflow_internals.split_variables import part_size
 from tfdist.utils.formatting import align_columns, format_bytes
 
 _HEADINGS = ("layer", "variables", "sums/sample", "gathers/sample", "gathers/micro-batch")
@@ -71,7 +72,7 @@ def _function(
 
     def part(variable: Any) -> tf.TensorSpec:
         axis = axes.get(id(variable))
-        shape = [size // ways if index == axis else size for index, size in enumerate(variable.shape)]
+        shape = [part_size(size, ways) if index == axis else size for index, size in enumerate(variable.shape)]
         return tf.TensorSpec(shape, variable.dtype)
 
     scalar = tf.TensorSpec([], tf.float32)

@@ -25,6 +25,8 @@ from tfdist.model_parallel.split_embeddings import embedding_call, is_embedding
 from tfdist.model_parallel.split_softmax import split_softmax
 
 ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+# Those of KerasHub by name. The latter drop elements of their results, of shape [samples, positions, heads, ...].
+_DROPS_SCORES, _DROPS_RESULTS = ("CachedMultiHeadAttention",), ("LlamaAttention", "CachedMistralAttention")
 _CONTRACTIONS = (keras.layers.Dense, keras.layers.EinsumDense)
 _ELEMENTWISE_LAYERS = (
     *(keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity),
@@ -40,9 +42,25 @@ def is_elementwise(operation: Any) -> bool:
 
 
 def is_attention(layer: Any) -> bool:
-    """Whether a layer is an attention of Keras, or the one of KerasHub that may keep keys and values in a cache."""
-    is_of_hub = type(layer).__module__.startswith("keras_hub.") and type(layer).__name__ == "CachedMultiHeadAttention"
-    return type(layer) in ATTENTION or (is_of_hub and isinstance(layer, ATTENTION))
+    """Whether a layer is an attention of Keras, or one of KerasHub that may keep keys and values in a cache."""
+    return type(layer) in ATTENTION or _name_in_hub(layer) in (*_DROPS_SCORES, *_DROPS_RESULTS)
+
+
+def _name_in_hub(layer: Any) -> str:
+    return type(layer).__name__ if type(layer).__module__.startswith("keras_hub.") else ""
+
+
+def is_dense(layer: Any) -> bool:
+    """Whether a layer is a Dense, or an EinsumDense that computes what a Dense does, such as "btd,df->btf"."""
+    if type(layer) is not keras.layers.EinsumDense:
+        return type(layer) is keras.layers.Dense
+    letters = _Letters.of(layer)
+    if letters is None or len(letters.kernel) != 2 or (layer.bias is not None and len(layer.bias.shape) != 1):
+        return False
+    of_input, of_output = letters.kernel[0], letters.kernel[1]
+    return (letters.inputs[-1], letters.outputs[-1]) == (of_input, of_output) and letters.inputs[:-1] == (
+        letters.outputs[:-1]
+    )
 
 
 def is_softmax(operation: Any) -> bool:
@@ -82,9 +100,15 @@ def aware_layers(operation: Any, axes: Mapping[int, int]) -> Iterator[Any]:
         inner = [*projections_of(operation), output_projection_of(operation)]
         if all(map(_is_plain, inner)):
             yield from inner
-            yield dropout_of(operation)
     elif (type(operation) in _CONTRACTIONS or is_embedding(operation)) and _is_plain(operation):
         yield operation
+
+
+def split_dropouts(layer: Any) -> list[tuple[Any, int, int | None]]:
+    """Returns the Dropout inside of an attention that is split by heads, with the axis of heads, without padding."""
+    if not is_attention(layer):
+        return []
+    return [(dropout_of(layer), 2 if _name_in_hub(layer) in _DROPS_RESULTS else 1, None)]
 
 
 def _is_plain(layer: Any) -> bool:
@@ -99,9 +123,6 @@ def _is_split_by_heads(layer: Any, axes: Mapping[int, int]) -> bool:
 
 def aware_call(layer: Any, group: ShardGroup, axes: Mapping[int, int]) -> Callable[..., Any]:
     """Returns what takes the place of the `call` of one of `aware_layers`."""
-    if isinstance(layer, keras.layers.Dropout):
-        # The one of attention, on scores of shape [samples, heads, ...].
-        return partial(dropped, layer, type(layer).call.__get__(layer), group, axis=1)
     if isinstance(layer, keras.layers.Embedding):
         return embedding_call(layer, group, axes)
     return partial(_contracted, layer, group, axes)
@@ -146,7 +167,9 @@ def _contracted(
         if letter == split and not is_part:
             inputs = group.part(inputs, position)
         elif letter != split and is_part:
-            inputs = group.gather(inputs, position)
+            inputs = group.gather(inputs, position, whole[letter])
+        elif letter == split:  # a function of zeros, such as a sigmoid, may not be zero
+            inputs = group.real(inputs, position, whole[letter])
     if split is not None and split not in letters.inputs:
         inputs = group.enter(inputs)
     is_dense = isinstance(layer, keras.layers.Dense)
@@ -159,9 +182,9 @@ def _contracted(
     if layer.bias is not None:
         result += _fitting(layer.bias, group, axes, split_output)
     if split_output == -1 and layer.activation is keras.activations.softmax:
-        return split_softmax(result, group)
+        return split_softmax(result, group, None if split is None else whole[split])
     if split_output is not None and not is_elementwise_function(layer.activation):
-        result = group.gather(result, split_output)
+        result = group.gather(result, split_output, None if split is None else whole[split])
     return result if layer.activation is None else layer.activation(result)
 
 
@@ -170,7 +193,7 @@ def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output
     value, axis = tf.convert_to_tensor(bias), axes.get(id(bias))
     own = None if axis is None else axis - len(bias.shape)
     if own is not None and own != split_output:
-        value, own = group.gather(value, own, has_samples=False), None
+        value, own = group.gather(value, own, bias.shape[own], has_samples=False), None
     if split_output is None or own is not None:
         return value
     if -split_output > len(bias.shape) or bias.shape[split_output] == 1:
@@ -179,7 +202,14 @@ def _fitting(bias: Any, group: ShardGroup, axes: Mapping[int, int], split_output
 
 
 def dropped(
-    layer: Any, call: Callable[..., Any], group: ShardGroup, inputs: tf.Tensor, training: Any = False, *, axis: int
+    layer: Any,
+    call: Callable[..., Any],
+    group: ShardGroup,
+    inputs: tf.Tensor,
+    training: Any = False,
+    *,
+    axis: int,
+    size: int | None,
 ) -> tf.Tensor:
     """Dropout of a tensor that is split along `axis`: the part of the mask that one process would draw.
 
@@ -190,12 +220,13 @@ def dropped(
         inputs: The split tensor.
         training: As in the call of a layer.
         axis: The split axis.
+        size: Its size on all devices together; None if they have equal parts without padding.
     """
     if not training or not layer.rate:
         return inputs
     position = axis % inputs.shape.rank
     shape = [tf.shape(inputs)[index] if size is None else size for index, size in enumerate(inputs.shape)]
-    shape[position] *= group.ways
+    shape[position] = shape[position] * group.ways if size is None else size
     ones = tf.ones(tf.stack(shape), inputs.dtype)
     ones.set_shape([None if size is None else shape[index] for index, size in enumerate(inputs.shape)])
     return inputs * group.part(tf.stop_gradient(call(ones, training=training)), position)

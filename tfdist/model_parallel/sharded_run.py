@@ -113,7 +113,7 @@ class ShardedColumnRun:
             if not function.has_loss or output.metrics == WHOLE:
                 record_transfer(PREDICTION, parts, device, rows=rows)
                 with tf.device(device):
-                    outputs[position] = tf.concat(parts, -1)
+                    outputs[position] = tf.concat(parts, -1)[..., : shape[-1]]  # without padding
                 outputs[position].set_shape([outputs[position].shape[0], *shape[1:]])
             elif output.metrics == CHOICES:
                 outputs[position] = next(choices)

@@ -1,6 +1,7 @@
 """A stage that several devices compute together, each with its parts of the variables."""
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
+from tfdist.keras_internals.layer_attributes import kernel_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.composite_layers import aware_layers_of
@@ -18,6 +20,7 @@ from tfdist.model_parallel.sharded_layers import (
     aware_call,
     dropped,
     drops_parts,
+    is_dense,
     is_elementwise,
     is_softmax,
     takes_parts,
@@ -26,6 +29,7 @@ from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outp
 from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.tensorflow_internals.split_variables import part_size
 from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
@@ -150,7 +154,8 @@ class ShardedStageFunction(StageFunction):
             self._known_group.layer = f"loss {output.number}"
             for index, options in output.losses.items():
                 with_choices = output.metrics == CHOICES and position not in self._of_losses
-                calls[index] = SplitCrossentropy(self._known_group, **options, with_choices=with_choices)
+                size = self._stage.outputs[position].shape[-1]
+                calls[index] = SplitCrossentropy(self._known_group, size=size, **options, with_choices=with_choices)
                 self._of_losses.setdefault(position, calls[index])
         with replaced_losses(self._model, calls):
             return super()._compiled_loss(step, data, values)
@@ -161,7 +166,8 @@ class ShardedStageFunction(StageFunction):
             if output.metrics == CHOICES and self._kind.has_loss:
                 of_loss, part = self._of_losses.get(position), values[id(self._stage.outputs[position])]
                 known = None if of_loss is None else of_loss.choices
-                found.append(choices_of_parts(part, self._known_group) if known is None else known)
+                size = self._stage.outputs[position].shape[-1]
+                found.append(choices_of_parts(part, self._known_group, size) if known is None else known)
         return found
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
@@ -172,33 +178,34 @@ class ShardedStageFunction(StageFunction):
         own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
-        replaced |= {layer: self._dropped(layer, -1) for layer in known.dropouts}
+        replaced |= {layer: self._dropped(layer, axis, size) for layer, axis, size in known.dropouts}
         for layer in [one for one in aware if id(one) in known.whole]:
             replaced[layer] = self._with_whole_result(layer, replaced[layer])
         if drops_parts(call.operation) and len(splits) == 1 and splits != {None}:
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
-            replaced[layer] = self._dropped(layer, axis)
+            replaced[layer] = self._dropped(layer, axis, call.inputs[0].shape[axis])
         elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
-            replaced[call.operation] = lambda x, mask=None: split_softmax(x, group)
+            size = call.inputs[0].shape[-1]
+            replaced[call.operation] = lambda x, mask=None: split_softmax(x, group, size)
         elif not _takes_parts(call, aware, splits):
             own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         others = [one for one in call.variables if id(one) not in known.variables]
         with self._gathered(others), replaced_calls(replaced):
             return list(call(own, training=self._kind.training))
 
-    def _dropped(self, layer: Any, axis: int) -> Any:
+    def _dropped(self, layer: Any, axis: int, size: int | None) -> Any:
         call = type(layer).call.__get__(layer)
-        return lambda x, training=False: dropped(layer, call, self._known_group, x, training, axis=axis)
+        return lambda x, training=False: dropped(layer, call, self._known_group, x, training, axis=axis, size=size)
 
     def _with_whole_result(self, layer: Any, call: Any) -> Any:
         """Returns the call of an inner layer, a Dense or an embedding, which gathers a split result."""
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
-            width = layer.units if isinstance(layer, keras.layers.Dense) else layer.output_dim
-            is_part = result.shape[-1] != (layer.input_dim if kwargs.get("reverse") else width)
-            return self._known_group.gather(result, -1) if is_part else result
+            width = kernel_of(layer).shape[-1] if is_dense(layer) else layer.output_dim
+            width = layer.input_dim if kwargs.get("reverse") else width
+            return self._known_group.gather(result, -1, width) if result.shape[-1] != width else result
 
         return whole
 
@@ -208,7 +215,8 @@ class ShardedStageFunction(StageFunction):
         scope = stateless_scope()
         parts = [(one, scope.get_current_value(one)) for one in variables if id(one) in self._axes]
         for variable, part in parts:
-            whole_value = self._known_group.gather(part, self._axes[id(variable)], has_samples=False)
+            axis = self._axes[id(variable)]
+            whole_value = self._known_group.gather(part, axis, variable.shape[axis], has_samples=False)
             scope.add_update((variable, whole_value))
         whole = [scope.get_current_value(variable) for variable, _ in parts]
         yield
@@ -226,9 +234,9 @@ class ShardedStageFunction(StageFunction):
             return tensor
         logits = logits_behind(tensor)  # from which losses are computed, not from probabilities that may be zero
         if logits is None:
-            result = self._known_group.gather(tensor, axis)
+            result = self._known_group.gather(tensor, axis, symbolic.shape[axis])
         else:
-            result = keras.activations.softmax(self._known_group.gather(logits, axis))
+            result = keras.activations.softmax(self._known_group.gather(logits, axis, symbolic.shape[axis]))
         if (mask := get_mask(tensor)) is not None:
             set_mask(result, mask)
         return result
@@ -237,7 +245,15 @@ class ShardedStageFunction(StageFunction):
         """Returns the axis in which a tensor is a part of what the symbolic tensor describes."""
         sizes = zip(tensor.shape, symbolic.shape, strict=True)
         # Symbolic shapes may be wrong, as those of Keras' scores of attention to other sequences.
-        return next((i for i, (own, whole) in enumerate(sizes) if own and own * self._ways == whole), None)
+        pairs, padded = enumerate(sizes), self._padded_sizes
+        return next((i for i, (own, size) in pairs if own and own * self._ways in (size, padded.get(size))), None)
+
+    @functools.cached_property
+    def _padded_sizes(self) -> dict[int, int]:
+        """By the size of a split axis that is padded, the size with padding."""
+        pairs = [(one, self._axes.get(id(one))) for one in self._stages.variables]
+        sizes = [int(one.shape[axis]) for one, axis in pairs if axis is not None]
+        return {size: part_size(size, self._ways) * self._ways for size in sizes if size % self._ways}
 
     @property
     def _known_group(self) -> ShardGroup:

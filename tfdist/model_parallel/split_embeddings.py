@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.layer_attributes import table_of
 from tfdist.model_parallel.shard_group import ShardGroup
+from tfdist.tensorflow_internals.split_variables import part_size
 
 _REVERSIBLE = getattr(keras.layers, "ReversibleEmbedding", None)  # since Keras 3.12
 
@@ -41,7 +42,7 @@ def _looked_up(layer: Any, group: ShardGroup, axes: Mapping[int, int], inputs: t
     if axes.get(id(table_of(layer))) != 0:
         return tf.cast(keras.ops.take(table, ids, axis=0), layer.compute_dtype)
     words = table_of(layer).shape[0]
-    rows = words // group.ways
+    rows = part_size(words, group.ways)
     ids = tf.where(ids < 0, ids + words, ids)  # as Keras does
     own = ids - tf.cast(group.own_rank(), ids.dtype) * rows
     is_own, is_known = (own >= 0) & (own < rows), (ids >= 0) & (ids < words)

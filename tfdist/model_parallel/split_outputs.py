@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.keras_internals.compiled_loss import has_compiled_loss, overridden_method, overrides_compute_loss
+from tfdist.keras_internals.compiled_loss import has_built_loss, overridden_method, overrides_compute_loss
 from tfdist.keras_internals.compiled_outputs import (
     crossentropy_options,
     is_accuracy,
@@ -44,7 +44,7 @@ def split_outputs(model: Any, graph: FunctionalGraph) -> list[SplitOutput]:
         graph: Its graph.
     """
     count = len(graph.outputs)
-    losses = losses_of_outputs(model, graph.packed_outputs, count) if _has_built_loss(model) else []
+    losses = losses_of_outputs(model, graph.packed_outputs, count) if has_built_loss(model) else []
     of_outputs = metrics_of_outputs(model, graph.packed_outputs, count)
     own_loss = overrides_compute_loss(model)
     own_metrics = overridden_method(model, "compute_metrics") is not None
@@ -72,7 +72,7 @@ def describe_outputs(model: Any, outputs: Sequence[SplitOutput], names: Sequence
         outputs: The split outputs.
         names: Of each the name of the layer that returns it.
     """
-    lines, is_known = [], _has_built_loss(model) or overrides_compute_loss(model)
+    lines, is_known = [], has_built_loss(model) or overrides_compute_loss(model)
     for output, name in zip(outputs, names, strict=True):
         if not is_known:
             lines.append(f"output {name} is split; what is gathered for losses and metrics is known after a batch")
@@ -83,7 +83,3 @@ def describe_outputs(model: Any, outputs: Sequence[SplitOutput], names: Sequence
             gathered = "; gathered on one device for metrics" if output.metrics == WHOLE else ""
             lines.append(f"output {name} stays split: {computed} computed from the parts{gathered}")
     return lines
-
-
-def _has_built_loss(model: Any) -> bool:
-    return has_compiled_loss(model) and getattr(model._compile_loss, "built", False)

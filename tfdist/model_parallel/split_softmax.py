@@ -15,19 +15,20 @@ from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.model_parallel.shard_group import ShardGroup
 
 LARGEST_INDEX = 1 << 24  # up to which float32 has all whole numbers
+_LOWEST = -1e30  # of what pads logits; its product with zero is zero
 
 
-def split_softmax(part: tf.Tensor, group: ShardGroup) -> tf.Tensor:
-    """Returns the part of a softmax over the last axis, of which `part` is this device's part."""
-    x = _precise(part)
+def split_softmax(part: tf.Tensor, group: ShardGroup, size: int | None) -> tf.Tensor:
+    """Returns the part of a softmax over the last axis, of `size` elements, of which `part` is this device's part."""
+    x = group.real(_precise(part), -1, size, _LOWEST)
     exponentials = tf.exp(x - _largest(x, group))
     total = group.enter(group.sum(tf.reduce_sum(exponentials, -1, keepdims=True)))
     return note_logits(tf.cast(exponentials / total, part.dtype), part)
 
 
-def choices_of_parts(part: tf.Tensor, group: ShardGroup) -> tf.Tensor:
+def choices_of_parts(part: tf.Tensor, group: ShardGroup, size: int | None) -> tf.Tensor:
     """Returns the index of the largest element of the last axis, int32 without this axis; the first one of equals."""
-    return _largest_and_choice(_precise(part), group)[1]
+    return _largest_and_choice(group.real(_precise(part), -1, size, _LOWEST), group)[1]
 
 
 class SplitCrossentropy:
@@ -41,6 +42,7 @@ class SplitCrossentropy:
         self,
         group: ShardGroup,
         *,
+        size: int | None,
         is_sparse: bool,
         from_logits: bool,
         ignore_class: int | None,
@@ -51,13 +53,14 @@ class SplitCrossentropy:
 
         Args:
             group: Exchanges tensors.
+            size: The size of the last axis on all devices together; None if they have equal parts without padding.
             is_sparse: Whether targets are indices.
             from_logits: As in Keras.
             ignore_class: As in Keras.
             label_smoothing: As in Keras.
             with_choices: Whether `choices` are wanted, too; they share an exchange with the largest logits.
         """
-        self._group, self._is_sparse, self._from_logits = group, is_sparse, from_logits
+        self._group, self._size, self._is_sparse, self._from_logits = group, size, is_sparse, from_logits
         self._ignored, self._smoothing, self._with_choices = ignore_class, label_smoothing, with_choices
         self.choices: tf.Tensor | None = None
 
@@ -72,14 +75,15 @@ class SplitCrossentropy:
         if self._is_sparse:
             return self._of_logits(y_true, tf.math.log(tf.clip_by_value(y_pred, epsilon, 1 - epsilon)))
         if self._with_choices:
-            self.choices = choices_of_parts(y_pred, self._group)
+            self.choices = choices_of_parts(y_pred, self._group, self._size)
+        y_pred = self._group.real(y_pred, -1, self._size)
         total = self._group.enter(self._group.sum(tf.reduce_sum(y_pred, -1, keepdims=True)))
         likely = tf.math.log(tf.clip_by_value(y_pred / total, epsilon, 1 - epsilon))
         own = self._group.part(self._smoothed(y_true, y_pred.dtype), -1)
         return -self._group.sum(tf.reduce_sum(own * likely, -1))
 
     def _of_logits(self, y_true: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        x = _precise(logits)
+        x = self._group.real(_precise(logits), -1, self._size, _LOWEST)
         if self._with_choices:
             largest, self.choices = _largest_and_choice(x, self._group)
         else:
@@ -106,7 +110,8 @@ class SplitCrossentropy:
     def _of_indices(self, targets: tf.Tensor, x: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
         group, size = self._group, x.shape[-1]
         own = targets - tf.cast(group.own_rank(), targets.dtype) * size
-        is_own, is_known = (own >= 0) & (own < size), (targets >= 0) & (targets < size * group.ways)
+        words = size * group.ways if self._size is None else self._size
+        is_own, is_known = (own >= 0) & (own < size), (targets >= 0) & (targets < words)
 
         def of_target(shifted: tf.Tensor) -> tf.Tensor:
             # As in TensorFlow, an unknown target is an error on CPUs, and gives NaN on GPUs.

@@ -11,11 +11,8 @@ _OPTIMIZERS = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
     *(keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
     *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb),
+    *(keras.optimizers.Adafactor, keras.optimizers.Muon),
 )
-_REASONS = {
-    "Adafactor": "it takes means over rows and columns of a variable",
-    "Muon": "it makes complete matrices orthogonal",
-}
 _REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
@@ -37,7 +34,7 @@ def check_split_variables(model: Any, axes: Mapping[int, int], step: str) -> Non
         name = type(optimizer).__name__
         raise ValueError(
             "An optimizer cannot update split variables, because its update of an element may depend on the complete "
-            f"variable. Received: {name} with a layout map; {_REASONS.get(name, 'what it needs is not known')}. "
+            f"variable. Received: {name} with a layout map; what it needs is not known. "
             f"Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave out "
             "`layout_map`."
         )

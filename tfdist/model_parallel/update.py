@@ -11,10 +11,17 @@ import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_updates import (
+    averaged_variables,
+    clip_by_norm,
+    count_micro_step,
+    positions_of_gradients,
+)
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.model_parallel.column_run import added
 from tfdist.model_parallel.columns import Columns
-from tfdist.model_parallel.device_updates import apply_by_device, doing
+from tfdist.model_parallel.device_updates import apply_by_device, average_by_device, doing
+from tfdist.model_parallel.gathered_updates import update_by_gathering
 from tfdist.model_parallel.lamb_of_shards import update_by_lamb
 
 
@@ -61,15 +68,13 @@ def update_columns(
         compiles_large: Whether XLA may compile the updates of large variables on CPUs.
     """
     inner, outer = optimizers_of(optimizer)
-    inner._check_variables_are_known(variables)
-    known = [index for index, gradient in enumerate(gradients[0]) if gradient is not None]
-    inner._filter_empty_gradients(list(gradients[0]), list(variables))  # warns, or raises if there are none
+    known = positions_of_gradients(inner, gradients[0], variables)
     chosen = [variables[index] for index in known]
     of_columns = [[of_column[index] for index in known] for of_column in gradients]
     scale = None if outer is None else LossScale(outer)
     update = OptimizerUpdate(inner, chosen, scale)
     _Application(update, inner, chosen, columns, compiles_large=compiles_large).micro_step(of_columns)
-    inner._iterations.assign_add(1)
+    count_micro_step(inner)
 
 
 class _Application:
@@ -160,16 +165,19 @@ class _Application:
         clipped = [self._on_devices(column, one, clip) for column, one in enumerate(gradients)]
         if self._optimizer.clipnorm:
             clipped = self._clipped_by_norm(clipped)
-        by_norms = isinstance(self._optimizer, keras.optimizers.Lamb)
-        together = [index for index, one in enumerate(self._variables) if by_norms and self._is_split(one)]
+        update_together = _update_together(self._optimizer)
+        together = [index for index, one in enumerate(self._variables) if update_together and self._is_split(one)]
         alone = [index for index in range(len(self._variables)) if index not in together]
+        others = [one for one in averaged_variables(self._optimizer) if self._columns.holds(one)]
+        others = [one for one in others if not any(one is known for known in self._variables)]
         for column, of_column in enumerate(clipped):
             with self._columns.entered(column):
+                average_by_device(self._optimizer, others)
                 variables, own = [self._variables[index] for index in alone], [of_column[index] for index in alone]
                 apply_by_device(self._optimizer, variables, own, compiles_large=self._compiles_large)
-        if together:
+        if together and update_together:
             own_parts = [[of_column[index] for index in together] for of_column in clipped]
-            update_by_lamb(self._optimizer, [self._variables[index] for index in together], own_parts, self._columns)
+            update_together(self._optimizer, [self._variables[index] for index in together], own_parts, self._columns)
 
     def _is_split(self, variable: keras.Variable) -> bool:
         return id(variable) in self._columns.axes
@@ -183,7 +191,7 @@ class _Application:
             for of_column, device in zip(found, self._columns.devices_of(variable), strict=True):
                 with tf.device(device):
                     own = of_column[index]
-                    clip = self._optimizer._clip_by_norm
+                    clip = clip_by_norm(self._optimizer)
                     of_column[index] = clip(own) if square is None else self._scaled_to_norm(own, square)
         return found
 
@@ -212,6 +220,14 @@ class _Application:
             scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
             return lambda gradient: _times(gradient, tf.cast(scale, gradient.dtype))
         return lambda gradient: gradient
+
+
+def _update_together(optimizer: Any) -> Callable[..., None] | None:
+    """Returns the update of split variables whose step depends on complete ones; None if each part is alone."""
+    if isinstance(optimizer, keras.optimizers.Lamb):
+        return update_by_lamb
+    is_gathering = isinstance(optimizer, keras.optimizers.Adafactor | keras.optimizers.Muon)
+    return update_by_gathering if is_gathering else None
 
 
 def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:

@@ -46,7 +46,8 @@ class HostCopies:
             An array of its shape and dtype that has its present value after `finish`.
         """
         is_split = isinstance(variable, ShardedVariable)
-        views = [(index, _view(part)) for index, part in (variable.parts() if is_split else [(..., variable)])]
+        parts = variable.parts() if is_split else [(..., ..., variable)]
+        views = [(index, _view(part)[place]) for index, place, part in parts]
         shape, dtype = tuple(variable.shape) if is_split else views[0][1].shape, views[0][1].dtype
         array = self._arrays.get(name)
         if array is None or (array.shape, array.dtype) != (shape, dtype):

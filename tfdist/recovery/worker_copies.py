@@ -134,9 +134,9 @@ class _Bundle:
 
     def _write(self, prefix: tf.Tensor) -> None:
         values = []
-        for (_, variable, *_), copy in zip(self.saved, self._copies, strict=True):
+        for (_, variable, _, part), copy in zip(self.saved, self._copies, strict=True):
             with tf.device(variable.device):
-                values.append(tf.ensure_shape(copy.read_value(), variable.shape))
+                values.append(_without_padding(tf.ensure_shape(copy.read_value(), variable.shape), part))
         with tf.device(self._host):
             names = [one.name for one in self.saved]
             slices = [slice_spec(one.shape, one.part) for one in self.saved]
@@ -177,6 +177,12 @@ class WorkerBundles:
         self._bundles = {}
         call_workers(calls, "write", self._timeout_seconds)
         return sizes
+
+
+def _without_padding(value: tf.Tensor, part: TensorSlice | None) -> tf.Tensor:
+    if part is None or part.end - part.begin == value.shape[part.axis]:
+        return value
+    return value[tuple(slice(part.end - part.begin if axis == part.axis else None) for axis in range(len(value.shape)))]
 
 
 def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:

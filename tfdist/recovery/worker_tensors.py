@@ -91,7 +91,9 @@ def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
         yield variable, None
         return
     for index, shard in enumerate(variable.shards):
-        yield shard, TensorSlice(variable.axis, *variable.bounds(index))
+        begin, end = variable.bounds(index)
+        if begin < end:  # else it is padding alone
+            yield shard, TensorSlice(variable.axis, begin, end)
 
 
 def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
@@ -150,6 +152,14 @@ def _position(written: WrittenPart) -> int:
     return 0 if written.part is None else written.part.begin
 
 
+def _with_padding(variable: Any, value: tf.Tensor, part: TensorSlice | None) -> tf.Tensor:
+    """Returns a value that is read, and what a part of a split variable is padded by behind it."""
+    if part is None or part.end - part.begin == variable.shape[part.axis]:
+        return value
+    places = [slice(part.end - part.begin if axis == part.axis else None, None) for axis in range(len(variable.shape))]
+    return tf.concat([value, variable.read_value()[tuple(places)]], part.axis)
+
+
 def _assigner(values: Sequence[tuple[Any, WorkerTensor, TensorSlice | None]]) -> Callable[[], Any]:
     """Returns a function that reads on one task and assigns there, one variable after another, to save memory."""
 
@@ -160,7 +170,7 @@ def _assigner(values: Sequence[tuple[Any, WorkerTensor, TensorSlice | None]]) ->
             with tf.control_dependencies(last), tf.device(host_of(variable.device)):
                 tensor = value.read(part)
             with tf.device(variable.device):
-                variable.assign(tensor, read_value=False)
+                variable.assign(_with_padding(variable, tensor, part), read_value=False)
             last = [tensor.op]
 
     return call_once(read_and_assign)

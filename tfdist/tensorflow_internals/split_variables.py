@@ -12,6 +12,15 @@ from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable
 _numbers = itertools.count()
 
 
+def part_size(size: int, ways: int) -> int:
+    """Returns the size of each of `ways` equal parts. If `size` is not divisible, the last parts are padded.
+
+    >>> part_size(8, 4), part_size(50257, 4)
+    (2, 12565)
+    """
+    return -(-size // ways)
+
+
 class ShardedVariable:
     """Takes the place of the `tf.Variable` behind a Keras variable.
 
@@ -22,13 +31,15 @@ class ShardedVariable:
         is_placed: Whether it is on the devices of its stage; False if it was created before the model was cut.
     """
 
-    def __init__(self, whole: Any, axis: int, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, whole: Any, axis: int, groups: Sequence[Sequence[str]], *, is_slot: bool = False) -> None:
         """Splits a variable.
 
         Args:
             whole: A `tf.Variable`, or a `NewVariable`.
-            axis: The axis, whose size is divisible by the number of devices of a group.
+            axis: The axis. If the number of devices of a group does not divide its size, the last parts are padded.
             groups: By group, the devices of the parts.
+            is_slot: Whether it is a slot of an optimizer, which is padded by its own values, as an update may divide by
+                them. Others are padded by zeros.
         """
         self.axis, self.shape, self.dtype = axis, whole.shape, whole.dtype
         self.name, self.trainable = whole.name, whole.trainable
@@ -37,7 +48,9 @@ class ShardedVariable:
         self._unique_id, self._ways = whole._unique_id, len(groups[0])
         self.is_placed = not isinstance(whole, NewVariable)
         self.shards: tuple[ColumnVariable, ...] = tuple(
-            _shard(whole, axis, rank, len(group), device) for group in groups for rank, device in enumerate(group)
+            _shard(whole, axis, rank, device, len(group), is_slot=is_slot)
+            for group in groups
+            for rank, device in enumerate(group)
         )
 
     def place(self, groups: Sequence[Sequence[str]]) -> list[ColumnVariable]:
@@ -67,26 +80,53 @@ class ShardedVariable:
         return self.shards[1:]
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns where the part `shards[index]` begins and ends along the axis."""
-        size = int(self.shape[self.axis]) // self._ways
-        return index % self._ways * size, (index % self._ways + 1) * size
+        """Returns where the part `shards[index]` begins and ends along the axis, without what it is padded by."""
+        size = int(self.shape[self.axis])
+        of_part = part_size(size, self._ways)
+        begin = min(index % self._ways * of_part, size)
+        return begin, min(begin + of_part, size)
 
-    def parts(self) -> list[tuple[tuple[slice, ...], ColumnVariable]]:
-        """Returns the parts of the first group, each with its place in an array of the complete value."""
-        axes = range(len(self.shape))
-        return [
-            (tuple(slice(*self.bounds(rank)) if axis == self.axis else slice(None) for axis in axes), shard)
-            for rank, shard in enumerate(self.shards[: self._ways])
-        ]
+    def parts(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...], ColumnVariable]]:
+        """Returns the parts of the first group, each with its place in an array of the complete value.
+
+        Returns:
+            By part the place, the place of these values in the part, and the part.
+        """
+        found = []
+        for rank, shard in enumerate(self.shards[: self._ways]):
+            begin, end = self.bounds(rank)
+            found.append((self._places(begin, end), self._places(0, end - begin), shard))
+        return found
+
+    def _places(self, begin: int, end: int) -> tuple[slice, ...]:
+        return tuple(slice(begin, end) if axis == self.axis else slice(None) for axis in range(len(self.shape)))
 
     def read_value(self) -> tf.Tensor:
         """Returns the complete value, on the device of the first part."""
         with tf.device(self.device):
-            return tf.concat([shard.read_value() for shard in self.shards[: self._ways]], self.axis)
+            return self.joined([shard.read_value() for shard in self.shards[: self._ways]])
+
+    def joined(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the complete value of parts of a group, in their order."""
+        whole = tf.concat(parts, self.axis)
+        size = int(self.shape[self.axis])
+        return whole if whole.shape[self.axis] == size else whole[self._places(0, size)]
+
+    def part_of(self, value: tf.Tensor, index: int) -> tf.Tensor:
+        """Returns what the part `shards[index]` has of a complete value, and by what it is padded."""
+        return self.padded(value[self._places(*self.bounds(index))], index)
+
+    def padded(self, value: tf.Tensor, index: int) -> tf.Tensor:
+        """Returns a value for `shards[index]` without padding together with what the part is padded by."""
+        begin, end = self.bounds(index)
+        of_part = part_size(int(self.shape[self.axis]), self._ways)
+        if end - begin == of_part:
+            return value
+        return tf.concat([value, self.shards[index].read_value()[self._places(end - begin, of_part)]], self.axis)
 
     def numpy(self) -> np.ndarray:
         """Returns the complete value."""
-        return np.concatenate([shard.numpy() for shard in self.shards[: self._ways]], self.axis)
+        return np.concatenate([shard.numpy()[place] for _, place, shard in self.parts()], self.axis)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
@@ -95,10 +135,11 @@ class ShardedVariable:
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
         """Assigns the parts of a complete value."""
         del args, kwargs
-        parts = tf.split(tf.cast(value, self.dtype), self._ways, self.axis)
+        whole = tf.cast(value, self.dtype)
+        parts = [whole[self._places(*self.bounds(rank))] for rank in range(self._ways)]
         for index, shard in enumerate(self.shards):
             with tf.device(shard.device):
-                shard.assign(parts[index % self._ways])
+                shard.assign(self.padded(parts[index % self._ways], index))
         return self
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
@@ -173,17 +214,36 @@ class NewVariable:
         return tf.cast(self._value(shape), self.dtype)
 
 
-def _shard(whole: Any, axis: int, rank: int, ways: int, device: str) -> ColumnVariable:
+def _shard(whole: Any, axis: int, rank: int, device: str, ways: int, *, is_slot: bool) -> ColumnVariable:
+    size, of_part = int(whole.shape[axis]), part_size(int(whole.shape[axis]), ways)
+    own = max(min(of_part, size - rank * of_part), 0)
+    shape = [of_part if index == axis else int(length) for index, length in enumerate(whole.shape)]
     if isinstance(whole, NewVariable) and whole.is_constant:
-        shape = [size // ways if index == axis else size for index, size in enumerate(whole.shape)]
         with tf.init_scope(), tf.device(device):
-            return variable_like(_Part(whole, whole.constant(shape)), device)
+            value = whole.constant(shape)
+            if own < of_part and not is_slot:
+                value = tf.where(_position(axis, shape) < own, value, tf.zeros([], value.dtype))
+            return variable_like(_Part(whole, value), device)
     with tf.init_scope(), tf.device(whole.device):
-        size = whole.shape[axis] // ways
-        begin = [rank * size if index == axis else 0 for index in range(len(whole.shape))]
-        extent = [size if index == axis else -1 for index in range(len(whole.shape))]
-        part = _Part(whole, tf.slice(whole.read_value(), begin, extent))
+        value = whole.read_value()
+        begin = [min(rank * of_part, size - 1) if index == axis else 0 for index in range(len(shape))]
+        extent = [max(own, 1) if index == axis else -1 for index in range(len(shape))]
+        value = tf.slice(value, begin, extent)  # of a part without values the last one, to pad it
+        if own < of_part:
+            value = _padded(value, axis, own, shape, is_slot=is_slot)
+        part = _Part(whole, value)
     return variable_like(part, device)
+
+
+def _position(axis: int, shape: Sequence[int]) -> tf.Tensor:
+    """Returns the position along an axis, of a shape that is broadcast."""
+    return tf.reshape(tf.range(shape[axis]), [-1 if index == axis else 1 for index in range(len(shape))])
+
+
+def _padded(value: tf.Tensor, axis: int, own: int, shape: Sequence[int], *, is_slot: bool) -> tf.Tensor:
+    last = tf.gather(value, [value.shape[axis] - 1] * (shape[axis] - own), axis=axis)
+    padding = last if is_slot else tf.zeros_like(last)
+    return tf.concat([value, padding], axis) if own else padding
 
 
 class _Part:

@@ -1,0 +1,81 @@
+"""A split variable and its slots as complete values, for optimizers whose update of an element depends on others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import TFOptimizer
+from tfdist.keras_internals.sharded_variables import PartOfVariable
+from tfdist.private_symbols import private
+
+private("keras.src.optimizers.muon:Muon._should_use_adamw", "which variables Muon updates element by element")
+
+
+class GatheredValue(PartOfVariable):
+    """A tensor that an optimizer reads, updates and decays like a `tf.Variable`.
+
+    Attributes:
+        path: The path of the Keras variable.
+        device: Where the variable is.
+        is_read: Whether the first value was used.
+        is_written: Whether it has another value than the first one.
+    """
+
+    def __init__(self, value: tf.Tensor, held: Any, path: str) -> None:
+        """Stands for `value` of the variable that `held` holds."""
+        super().__init__(value, held)
+        self.path, self.device, self.is_read, self.is_written = path, held.device, False, False
+
+    def assign(self, value: Any) -> None:
+        """Replaces the values."""
+        super().assign(value)
+        self.is_written = True
+
+    def assign_add(self, value: Any) -> None:
+        """Adds to the values."""
+        self.assign(tf.convert_to_tensor(self) + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtracts from the values."""
+        self.assign(tf.convert_to_tensor(self) - tf.cast(value, self.dtype))
+
+    def scatter_sub(self, rows: tf.IndexedSlices) -> None:
+        """Subtracts rows, of which several may have the same index."""
+        self.assign(tf.tensor_scatter_nd_sub(tf.convert_to_tensor(self), rows.indices[:, tf.newaxis], rows.values))
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        self.is_read |= not self.is_written
+        return super().__tf_tensor__(dtype, name)
+
+    # What decays of weights compute.
+    def __mul__(self, other: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(self) * other
+
+    def __sub__(self, other: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(self) - other
+
+
+def updates_elements(optimizer: Any, variable: keras.Variable) -> bool:
+    """Whether an Adafactor or Muon updates each element of a variable by itself."""
+    return isinstance(optimizer, keras.optimizers.Muon) and optimizer._should_use_adamw(variable)
+
+
+def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
+    """Returns the slots of a variable: what lists of the optimizer have at its position, except averages."""
+    index, count = optimizer._get_variable_index(variable), len(optimizer._trainable_variables)
+    apart = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
+    lists: Sequence[Any] = [
+        value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == count and name not in apart
+    ]
+    return [one[index] for one in lists if isinstance(one[index], keras.Variable)]
+
+
+def update_step(optimizer: Any, gradient: Any, variable: GatheredValue) -> None:
+    """Decays and updates the value of a variable, in Keras' order."""
+    assert isinstance(optimizer, TFOptimizer)
+    optimizer._apply_weight_decay([variable])
+    optimizer.update_step(gradient, variable, optimizer.learning_rate)

@@ -1,0 +1,107 @@
+"""The update of split variables by Adafactor and Muon, whose step for an element depends on the complete variable.
+
+Each device gathers the gradient, and of the variable and its slots what Keras' own `update_step` reads; it computes the
+update of the complete variable, and keeps its part. So the bits are those of one process that has the same gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+from tfdist.keras_internals.placed_variables import held_variable, holding, shared_optimizer_variables
+from tfdist.keras_internals.whole_values import GatheredValue, slots_of, update_step, updates_elements
+from tfdist.model_parallel.columns import Columns
+from tfdist.model_parallel.device_updates import finish_update
+from tfdist.model_parallel.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
+
+
+def update_by_gathering(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
+) -> None:
+    """Decays and updates split variables, applies their constraints, and updates their moving averages.
+
+    Args:
+        optimizer: A `keras.optimizers.Adafactor` or `Muon`, without its loss scale.
+        variables: The split variables that have a gradient.
+        gradients: By column and variable, clipped.
+        columns: The columns.
+    """
+    shared = shared_optimizer_variables(optimizer)
+    scalars = [held_variable(one).read_value() for one in shared]
+    for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
+        state = [variable, *(one for one in slots_of(optimizer, variable) if _is_split(one))]
+        # All are read before the first of them changes.
+        read = [_read_parts(one) for one in state]
+        for column, device in enumerate(columns.devices_of(variable)):
+            with columns.entered(column), tf.device(device):
+                update = _Update(optimizer, state, column, columns.ways, shared)
+                update([tf.identity(one) for one in scalars], read, of_columns)
+
+
+def _is_split(variable: keras.Variable) -> bool:
+    return isinstance(held_variable(variable), ShardedVariable)
+
+
+def _read_parts(variable: keras.Variable) -> tuple[ShardedVariable, list[tf.Tensor]]:
+    held, parts = held_variable(variable), []
+    for shard in held.shards:
+        with tf.device(shard.device):
+            parts.append(shard.read_value())
+    return held, parts
+
+
+class _Update:
+    """The update of one variable in one column, whose parts of variables are entered."""
+
+    def __init__(
+        self, optimizer: Any, state: Sequence[keras.Variable], column: int, ways: int, shared: Sequence[keras.Variable]
+    ) -> None:
+        self._optimizer, self._state, self._shared = optimizer, state, shared
+        self._column, self._group = column, slice(column - column % ways, column - column % ways + ways)
+        self._alone = updates_elements(optimizer, state[0])
+
+    def __call__(
+        self, scalars: Sequence[tf.Tensor], read: Sequence[tuple[ShardedVariable, list[tf.Tensor]]], gradients: Any
+    ) -> None:
+        """Updates by a function that TensorFlow optimizes by itself, so that all columns round equally."""
+        own, values, device = self._column, [], held_variable(self._state[0]).device
+        for one, (held, parts) in zip(self._state, read, strict=True):
+            value = parts[own] if self._alone else held.joined(parts[self._group])
+            values.append(GatheredValue(value, held_variable(one), one.path))
+        gradient = gradients[own] if self._alone else _joined_gradient(gradients[self._group], read[0][0])
+
+        def update() -> None:
+            weights, *slots = values
+            pairs = zip(self._state[1:], slots, strict=True)
+            held_by = {id(one): (one, value) for one, value in pairs}
+            parts = [held_variable(one) for one in self._state]
+            with keras.StatelessScope(list(zip(self._shared, scalars, strict=True))):
+                with holding(held_by):
+                    update_step(self._optimizer, gradient, weights)
+                for part, value, (held, _) in zip(parts, values, read, strict=True):
+                    if value.is_written:
+                        part.assign(value.value if self._alone else held.part_of(value.value, own))
+                finish_update(self._optimizer, OptimizerUpdate(self._optimizer, [self._state[0]]), [self._state[0]])
+
+        tf.function(update, autograph=False, experimental_attributes={"_noinline": True})()
+        if not self._alone:
+            for kind in (WEIGHT_GRADIENT, DENSE):
+                record_transfer(kind, gradients[self._group], device)
+            for value, (_, parts) in zip(values, read, strict=True):
+                record_transfer(WEIGHT, parts[self._group] if value.is_read else [], device)
+
+
+def _joined_gradient(parts: Sequence[Any], held: ShardedVariable) -> Any:
+    """Returns the gradient of a complete variable; rows, if all parts are rows."""
+    if not all(isinstance(part, tf.IndexedSlices) for part in parts):
+        return held.joined([tf.convert_to_tensor(part) for part in parts])
+    values, indices = [part.values for part in parts], [part.indices for part in parts]
+    shape = tf.constant(held.shape.as_list(), tf.int64)
+    if held.axis > 0:  # the same rows on all devices
+        return tf.IndexedSlices(tf.concat(values, held.axis), indices[0], shape)
+    rows = [one + tf.cast(held.bounds(index)[0], one.dtype) for index, one in enumerate(indices)]
+    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(rows, 0), shape)
