@@ -1,4 +1,4 @@
-"""WorkerReport: steps, samples, staleness and bytes of each worker of a parameter server strategy; slow workers."""
+"""WorkerReport: steps, samples, staleness and bytes, or share and waiting, of each worker; slow workers."""
 
 import logging
 import statistics
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tfdist.callbacks.share_report import share_logs, share_table
 from tfdist.callbacks.strategy_support import describe_strategy
 from tfdist.keras_internals.keras_callbacks import ListedCallback
-from tfdist.training.strategy_protocol import training_strategy
+from tfdist.training.strategy_protocol import TrainingStrategy, training_strategy
 from tfdist.utils.formatting import byte_unit, table_with_total
 
 _log = logging.getLogger("tfdist")
@@ -22,7 +23,8 @@ _MIN_STEPS = 4  # of each worker, for a judgement
 class WorkerReport(ListedCallback):
     """Adds each worker's statistics to the logs of an epoch, names slow workers, and prints a table at the end.
 
-    It is for models under `tfdist.strategies.ParameterServerStrategy`. The logs gain, for each worker `i`:
+    It is for models under `tfdist.strategies.ParameterServerStrategy`, and under a `MultiWorkerMirroredStrategy` with
+    `load_balancing` or `shares` (see below). Under parameter servers the logs gain, for each worker `i`:
 
     - `worker_<i>_steps`: pushes, or parts of rounds;
     - `worker_<i>_samples_per_second`: its samples per second of the epoch's training steps;
@@ -53,6 +55,21 @@ class WorkerReport(ListedCallback):
     1          47     0      376        116     89 %       1.04    5      0.452      0.452        0.0
     -------------------------------------------------------------------------------------------------
     total     150     0    1,200        369     92 %       0.35    5      1.442      1.443        0.0
+    ```
+
+    Where shares divide the rows of global batches, the logs gain `worker_<i>_share`, the present part of a batch as a
+    fraction; `worker_<i>_samples`; `worker_<i>_compute_ms`, from when a step's data is there to its last gradient,
+    without waiting; and `worker_<i>_wait_ms`, how much earlier the worker is ready than the slowest one, both as means
+    of the training steps. The chief prints them:
+
+    ```
+    Workers (299 steps in 6.1 s):
+    worker  share  samples  samples/step  compute ms  wait ms
+    ---------------------------------------------------------
+    0        66 %   12,460          41.7        14.8      1.1
+    1        34 %    6,676          22.3        15.3      0.6
+    ---------------------------------------------------------
+    total   100 %   19,136          64.0        15.3      1.1
     ```
     """
 
@@ -90,16 +107,18 @@ class WorkerReport(ListedCallback):
         self._stop_clock()
         done, seconds = self._since(self._at_epoch_begin), self._epoch_seconds
         if logs is not None:
-            logs.update(_logs(done, seconds))
-        if self._verbose:
-            sys.stdout.write("\n".join(_table(f"Workers in epoch {epoch + 1}", done, seconds)) + "\n")
-        self._warn_of_slow(done, epoch)
-        self._suggest_backup_worker(done, seconds)
+            logs.update(share_logs(done) if self._has_shares else _logs(done, seconds))
+        if self._verbose and self._is_chief:
+            sys.stdout.write("\n".join(self._lines(f"Workers in epoch {epoch + 1}", done, seconds)) + "\n")
+        if self._is_chief:
+            self._warn_of_slow(done, epoch)
+        if not self._has_shares:
+            self._suggest_backup_worker(done, seconds)
         self._at_epoch_begin, self._epoch_seconds = self._stats(), 0.0
 
     def on_train_end(self, logs: Any = None) -> None:
         self._of_training = self._since(self._at_begin)
-        if self._print_table:
+        if self._print_table and self._is_chief:
             sys.stdout.write(self.table() + "\n")
 
     def get_state(self) -> dict[str, Any]:
@@ -125,10 +144,26 @@ class WorkerReport(ListedCallback):
     def table(self) -> str:
         """Returns a table of each worker since training began, or of the complete training after its end."""
         done = self._of_training if self._of_training is not None else self._since(self._at_begin)
-        return "\n".join(_table("Workers", done, self._seconds))
+        return "\n".join(self._lines("Workers", done, self._seconds))
+
+    def _lines(self, title: str, done: Sequence[Any], seconds: float) -> list[str]:
+        return (share_table if self._has_shares else _table)(title, done, seconds)
+
+    @property
+    def _strategy(self) -> TrainingStrategy:
+        return training_strategy(self.model.distribute_strategy)
+
+    @property
+    def _has_shares(self) -> bool:
+        return self._strategy.row_shares is not None
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._strategy.rank == 0
 
     def _stats(self) -> list[Any]:
-        return list(training_strategy(self.model.distribute_strategy).worker_stats)
+        shares = self._strategy.row_shares
+        return list(self._strategy.worker_stats if shares is None else shares.stats())
 
     def _since(self, earlier: Sequence[Any]) -> list[Any]:
         return [count.since(before) for count, before in zip(self._stats(), earlier, strict=True)]
@@ -223,10 +258,12 @@ def _table(title: str, done: Sequence[Any], seconds: float) -> list[str]:
 
 
 def _check_strategy(strategy: Any) -> None:
-    if not training_strategy(strategy).worker_stats:
+    ours = training_strategy(strategy)
+    if not ours.worker_stats and ours.row_shares is None:
         raise ValueError(
-            "WorkerReport is for workers that push to parameter servers. Received: a model created under "
-            f"{describe_strategy(strategy)}. Expected: `tfdist.strategies.ParameterServerStrategy`. Under other "
-            "strategies all workers make the same steps; `tfdist.callbacks.CommunicationReport` reports the bytes that "
-            "they send."
+            "WorkerReport is for workers that push to parameter servers, or share the rows of a batch. Received: a "
+            f"model created under {describe_strategy(strategy)}. Expected: "
+            "`tfdist.strategies.ParameterServerStrategy`, or "
+            "`MultiWorkerMirroredStrategy(load_balancing=True)` on several workers. Under other strategies all workers "
+            "make the same steps; `tfdist.callbacks.CommunicationReport` reports the bytes that they send."
         )

@@ -4,11 +4,14 @@ import contextlib
 import os
 import secrets
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import cluster
+from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
+from tfdist.load_balancing.row_shares import RowShares
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
@@ -19,6 +22,7 @@ from tfdist.strategies.cluster_resolver import (
 )
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
     exit_on_timeout,
@@ -35,6 +39,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
     is_equal_on_all_replicas,
 )
 from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
+from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
 
@@ -65,6 +70,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         shard_optimizer_state: bool | ShardedState = False,
         start_timeout_seconds: float | None = None,
         micro_batches: int | None = None,
+        load_balancing: bool | LoadBalancing = False,
+        shares: Sequence[float] | None = None,
     ) -> None:
         """Creates the strategy. Do this before anything else creates TensorFlow's devices.
 
@@ -86,6 +93,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             micro_batches: The number of micro-batches into which each replica splits its part of a training step. They
                 are computed one after another, for one update. By default 1; under `tfdist run --min-workers`, if the
                 requested number of workers is a multiple of the present number, the quotient.
+            load_balancing: Whether the rows of every global batch are divided by the measured speeds of the workers. A
+                `LoadBalancing` has options. See `docs/load_balancing.md`.
+            shares: How many rows of a global batch each worker computes, in proportion, by rank: `[1, 3]`. With
+                `load_balancing`, those of the first steps. By default each device computes equally many.
 
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
@@ -113,6 +124,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if peers and not cluster_is_running():
             _answer_peers_during_computation()
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
+        balancing = load_balancing_of(load_balancing)
         with (
             exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext(),
             silence_limit(silence_limit_of_environment()),
@@ -123,6 +135,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
         self._agree_on_random_seed()
         self._compare_cpus()
+        self._row_shares = self._shares_of(balancing, shares)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
@@ -148,13 +161,34 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes the global batches of a dataset; see `tf.distribute.Strategy.experimental_distribute_dataset`.
 
-        If workers have different numbers of devices, each takes as many parts of a batch as it has devices.
+        If workers have different numbers of devices, each takes as many parts of a batch as it has devices. With
+        `load_balancing` or `shares` the workers draw complete batches, and `run` gives each replica its rows.
+
+        Raises:
+            ValueError: The dataset has no batches, or its rows cannot be divided by shares.
         """
         counts = self.replicas_of_workers
+        if self.row_shares is not None and isinstance(dataset, tf.data.Dataset):
+            batches = complete_batches(dataset, counts[self.rank], self.num_workers, self.rank)
+            return mark_complete(self.extended.distribute_worker_batches(dataset, batches, False, options))
         if len(set(counts)) == 1 or not isinstance(dataset, tf.data.Dataset):
             return super().experimental_distribute_dataset(dataset, options)
         batches, shards_files = worker_batches(dataset, counts, self.rank)
         return self.extended.distribute_worker_batches(dataset, batches, shards_files, options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """Distributes the datasets of workers; see `tf.distribute.Strategy.distribute_datasets_from_function`.
+
+        Raises:
+            ValueError: The strategy divides rows of common batches: with `load_balancing` or `shares`.
+        """
+        if self.row_shares is not None:
+            raise ValueError(
+                "Shares divide batches that all workers draw alike. Received: a function that creates the data of "
+                "each worker. Expected: a dataset of global batches, for `fit` or `experimental_distribute_dataset`. "
+                "Give the same dataset to all workers, or create the strategy without `load_balancing` and `shares`."
+            )
+        return super().distribute_datasets_from_function(dataset_fn, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over all replicas; see `ReplicatedStrategy.reduce`. Sends nothing if the values are equal already."""
@@ -169,6 +203,17 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         return tf.nest.map_structure(
             lambda value: equal_on_all_replicas(list(self.experimental_local_results(value))), results
         )
+
+    def _shares_of(self, balancing: LoadBalancing | None, shares: Sequence[float] | None) -> RowShares | None:
+        if self.num_workers == 1:  # also where the program of a cluster runs alone
+            return None
+        checked = checked_shares(shares, self.num_workers)
+        if balancing is not None:
+            balancing.limits(self.num_workers)
+        if balancing is None and checked is None:
+            return None
+        host = self.extended.replica_operations.host
+        return RowShares(self.replicas_of_workers, self.rank, host, checked, balancing)
 
     def _agree_on_random_seed(self) -> None:
         """Sets the same global TensorFlow seed on all workers unless the user has set one.
@@ -205,7 +250,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
     def _keep_static_sizes(self, dataset: Any) -> Any:
         """Returns the dataset whose batches keep their static sizes if all workers have batches of the same sizes."""
-        if self.num_workers == 1:
+        if self.num_workers == 1 or self.row_shares is not None:
             return dataset
         sizes = self._of_workers(static_sizes(dataset))
         return keep_static_sizes(dataset) if 0 not in sizes and len(set(sizes)) == 1 else dataset

@@ -10,9 +10,11 @@ from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.variable_creation import keras_creates_variable
+from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.parameter_server.client_datasets import ClientDatasets
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
+from tfdist.parameter_server.part_shares import PartShares
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
 from tfdist.parameter_server.worker_datasets import WorkerDatasets
@@ -56,6 +58,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         gradient_accumulation_steps: How many batches a worker accumulates for a push.
         server_addresses: The "host:port" of each parameter server.
         coordinator: TensorFlow's `ClusterCoordinator`, for custom training loops.
+        part_shares: The parts of a round that the workers compute.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         pull_dtype: str | None = None,
         gradient_accumulation_steps: int = 1,
         start_timeout_seconds: float | None = None,
+        load_balancing: bool | LoadBalancing = False,
     ) -> None:
         """Connects the chief to the cluster, or serves as a worker or parameter server.
 
@@ -85,6 +89,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
             gradient_accumulation_steps: How many batches of `fit` a worker accumulates for one push.
             start_timeout_seconds: How long to wait for workers and servers. By default the value of
                 `tfdist run --start-timeout`, or 300.
+            load_balancing: Whether the parts of a batch follow the measured speeds of the workers, with
+                `Synchronous()`; in asynchronous mode a faster worker takes more batches anyway. A `LoadBalancing` has
+                options, whose steps are rounds. See `docs/load_balancing.md`.
 
         Raises:
             ValueError: An argument or the environment's description of the cluster is wrong.
@@ -101,6 +108,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.server_addresses = tuple(spec.get("ps", ()))
         self.pull_dtype = _checked(self.mode, self.policy, pull_dtype, gradient_accumulation_steps, self._num_workers)
         _check_partitioner(variable_partitioner, self.mode)
+        self.part_shares = _part_shares(load_balancing, self.mode, self._num_workers)
         if resolver.task_type in ("worker", "ps"):
             serve(spec, resolver.task_type, resolver.task_id)
             sys.exit(0)
@@ -209,6 +217,19 @@ def _resolver_of_environment() -> Any:
             "--parameter-servers 1 script.py."
         )
     return resolver_of(config)
+
+
+def _part_shares(load_balancing: Any, mode: Mode, workers: int) -> PartShares:
+    options = load_balancing_of(load_balancing)
+    if options is not None:
+        options.limits(workers)
+        if mode != Synchronous():
+            raise ValueError(
+                "Parts follow the speeds of the workers in rounds that wait for all of them. Received: "
+                f"load_balancing={load_balancing!r} with mode={mode!r}. Expected: mode=Synchronous() without backup "
+                "workers. In asynchronous mode a faster worker takes more batches anyway; leave `load_balancing` out."
+            )
+    return PartShares(workers, options)
 
 
 def _check_partitioner(partitioner: Any, mode: Mode) -> None:

@@ -36,8 +36,8 @@ def patch_keras_once(strategy_class: Any) -> None:
     def is_ours(strategy: Any) -> bool:
         return isinstance(strategy, strategy_class)
 
-    def is_unequal(strategy: Any) -> bool:
-        return is_ours(strategy) and has_unequal_workers(strategy)
+    def keeps_order(strategy: Any) -> bool:
+        return is_ours(strategy) and keeps_order_of_rows(strategy)
 
     @contextmanager
     def build_locally(strategy: Any) -> Iterator[None]:
@@ -64,7 +64,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_sharded_optimizers(lambda strategy: strategy.state_sharding if is_ours(strategy) else None)
     patch_seed_generators(is_ours, _replica_index)
     patch_predict_on_batch(is_ours, strategy_class._shard_rows)
-    patch_concatenation(is_unequal)
+    patch_concatenation(keeps_order)
     patch_number_of_batches(agree_on_batches, keep_static_sizes)
     patch_errors_of_steps(after_error)
     patch_distributed_iterators()
@@ -74,9 +74,9 @@ def patch_keras_once(strategy_class: Any) -> None:
     _is_patched = True
 
 
-def has_unequal_workers(strategy: Any) -> bool:
-    """Whether the workers have different numbers of replicas."""
-    return len(set(strategy.replicas_of_workers)) > 1
+def keeps_order_of_rows(strategy: Any) -> bool:
+    """Whether the replicas' rows follow each other in a batch, and are not dealt out to the workers in turn."""
+    return len(set(strategy.replicas_of_workers)) > 1 or strategy.row_shares is not None
 
 
 def _sent_bytes(strategy: Any) -> int | None:

@@ -20,18 +20,21 @@ from tfdist.keras_internals.model_introspection import (
     is_predict_step,
     predicting_model,
 )
+from tfdist.load_balancing.row_shares import RowShares
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.checked_strategy import CheckedStrategy
-from tfdist.strategies.replicated_patches import has_unequal_workers, patch_keras_once
+from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
+from tfdist.tensorflow_internals.complete_batches import is_complete
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.static_batches import (
     samples_of_replicas,
     without_filled_rows,
 )
+from tfdist.training.balanced_batches import own_rows
 from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.model_checks import check_model
 from tfdist.training.replica_step import local_parts, step_on_replicas
@@ -39,6 +42,7 @@ from tfdist.training.sample_shares import (
     is_distributed,
     note_read_number,
     rows_of_part,
+    time_wait,
 )
 from tfdist.training.strategy_protocol import TrainingStrategy
 
@@ -92,7 +96,9 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         self._builds_locally = False
         self._state_bucket_bytes = bucket_bytes
         self._state_sharding: StateSharding | None = None
+        self._row_shares: RowShares | None = None
         self._reduction_context = ReductionContext()
+        self._reduction_context.time_wait = time_wait
         self._compression_state = CompressionState(policy if policy.compresses else None)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         context, state = self._reduction_context, self._compression_state
@@ -135,6 +141,11 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         return self._compression_state
 
     @property
+    def row_shares(self) -> RowShares | None:
+        """Which rows of global batches each worker computes; `None` if all replicas compute equally many."""
+        return self._row_shares
+
+    @property
     def state_sharding(self) -> StateSharding | None:
         """How the slots of optimizers are split over the replicas; `None` if each replica holds all of them."""
         return self._state_sharding
@@ -171,12 +182,18 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         if model is None and is_predict_step(fn):
             return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
-            args, kwargs = without_filled_rows((args, kwargs))
+            args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)
             return super().run(fn, args, kwargs, options)
         self._models.add(model)
         check_model(model, self, training=name == "train_step")
-        replica_step = step_on_replicas(model, fn, args[0] if args else None, self)
-        return self._wrap_results(super().run(replica_step, args, kwargs, options))
+        data = args[0] if args else None
+        replica_step = step_on_replicas(model, fn, data, self)
+        results = super().run(replica_step, args, kwargs, options)
+        if self.row_shares is not None and is_complete(data):
+            results, report = results
+            if name == "train_step":
+                self.row_shares.add_step(self.experimental_local_results(report)[0])
+        return self._wrap_results(results)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces `value`, or each leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.
@@ -190,7 +207,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
 
     def _predict_step(self, function: Any, data: Any) -> Any:
-        parts = local_parts(data, self)
+        parts = local_parts(own_rows(data, self), self)
         or_zeros = accepts_zeros(predicting_model(function), parts[0])
         samples = samples_of_replicas(data)
         return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros, filled_samples=samples)
@@ -228,7 +245,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
 
         def rows(context: Any) -> Any:
             part = int(context.replica_id_in_sync_group)
-            if not has_unequal_workers(self):
+            if not keeps_order_of_rows(self):
                 worker, replica = divmod(part, local)
                 part = replica * workers + worker
             return rows_of_part(inputs, first, part, self.num_replicas_in_sync)

@@ -21,6 +21,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "parameter_server": (890, 225, "chief, workers, servers", "core"),
     "model_parallel": (1090, 225, "stages on several devices", "core"),
     "sharded_state": (665, 310, "split optimizer state", "core"),
+    "load_balancing": (470, 310, "rows by measured speed", "core"),
     "transport": (105, 395, "authenticated messages", ""),
     "checkpoint": (360, 395, "the store of checkpoints", ""),
     "data_position": (545, 395, "position in the data", "core"),
@@ -38,6 +39,9 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("servers", "cluster"): [(965, 447), (965, 577), (230, 577), (230, 552)],
     ("model_parallel", "internals"): [(1090, 277), (1090, 591), (545, 591), (545, 552)],
     ("parameter_server", "internals"): [(833, 330), (833, 463)],
+    ("load_balancing", "internals"): [(452, 378), (452, 463)],
+    ("recovery", "data_position"): [(568, 300), (568, 380)],
+    ("recovery", "checkpoint"): [(372, 300), (372, 380)],
 }
 
 

@@ -36,7 +36,7 @@ OWN = (
     "own_loss_of_rounds sources table_in_two_parts tables_in_a_layer_without_build"
 ).split()
 OTHERS = (
-    "callbacks compiled_by_xla data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness "
+    "callbacks compiled_by_xla moving_parts data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness "
     "constraints_and_overflow error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes "
     "federated_averaging federated_adam_of_some_clients federated_single_steps_are_one_process "
     "federated_with_everything federated_errors methods_train transferred_bytes placement rows_of_a_table saved "

@@ -28,7 +28,9 @@ from cluster_cases import (
 from comparison import largest_difference
 
 from tfdist.keras_internals import compiled_calls
-from tfdist.strategies import ParameterServerStrategy, Synchronous
+from tfdist.load_balancing.share_planning import row_bounds
+from tfdist.parameter_server.part_shares import PartShares
+from tfdist.strategies import LoadBalancing, ParameterServerStrategy, Synchronous
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
@@ -66,6 +68,34 @@ for _name, _steps in (("momentum", 2), ("adam", 1)):
         _rounds(OPTIMIZERS[_name], 21),
         _rounds(OPTIMIZERS[_name], 21 * _steps),
     )
+
+
+class _MovingParts(PartShares):
+    """Parts whose sizes change after every round, in a fixed order."""
+
+    ORDER = ([2, 1], [0, 1], [1, 2])
+    rounds, computed = 0, [0, 0]
+
+    def sizes(self, rows: int) -> list[int]:
+        bounds = row_bounds(self.ORDER[self.rounds % 3], rows)
+        sizes = [bounds[1], rows - bounds[1]]
+        self.computed = [before + size for before, size in zip(self.computed, sizes, strict=True)]
+        return sizes
+
+    def add_round(self, measured: Any) -> None:
+        super().add_round(measured)
+        self.rounds += 1
+
+
+@case
+def moving_parts(_: Path) -> Outcome:
+    """The worker for which a part was made computes it, unless it is lost."""
+    strategy = synchronous(load_balancing=LoadBalancing(every_steps=3))
+    strategy.part_shares = shares = _MovingParts(2, LoadBalancing(every_steps=3))
+    program = _rounds(OPTIMIZERS["momentum"], 21)
+    difference = largest_difference(program(strategy), in_one_process(program))
+    samples = [stats.samples for stats in strategy.worker_stats]
+    return {"difference": difference, "samples": samples, "expected": shares.computed, "rounds": shares.rounds}
 
 
 def _constrained() -> keras.Model:

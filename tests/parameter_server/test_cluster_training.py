@@ -49,6 +49,15 @@ def test_one_server_is_equal_to_one_process(results_of_one_server, name, toleran
     assert result.get("difference", 1.0) <= tolerance, result
 
 
+def test_parts_of_other_sizes_equal_one_process_and_are_computed_by_their_workers(found):
+    seen = found("moving_parts")
+    assert seen["difference"] <= 1e-6
+    assert seen["rounds"] == 20
+    assert sum(seen["samples"]) == sum(seen["expected"]) == 2 * 203
+    # TensorFlow gives the first function of each worker to any of them, and a busy one's to another after 50 ms.
+    assert abs(seen["samples"][0] - seen["expected"][0]) <= 0.3 * 203
+
+
 def test_callbacks_are_called_as_in_one_process(found):
     called = found("callbacks")
     assert called["same"] and called["difference"] <= 1e-6

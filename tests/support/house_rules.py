@@ -21,18 +21,19 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals model_parallel parameter_server servers sharded_state training "
-        "utils versions".split()
+        "cluster collectives compression internals load_balancing model_parallel parameter_server servers "
+        "sharded_state training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals", "sharded_state"}),
+    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state"}),
+    "load_balancing": frozenset({"internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "internals"}),
     "compression": frozenset({"internals", "utils"}),
-    "parameter_server": frozenset({"compression", "internals", "servers", "utils"}),
+    "parameter_server": frozenset({"compression", "internals", "load_balancing", "servers", "utils"}),
     "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
-        "checkpoint cluster collectives data_position internals recovery training utils versions".split()
+        "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()
     ),
     "recovery": frozenset({"checkpoint", "collectives", "data_position", "internals", "training", "utils"}),
     "data_position": frozenset({"internals", "utils"}),

@@ -1,6 +1,6 @@
 """The reduction of one replica: gradients are compressed as the policy says, everything else is summed exactly."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,14 @@ class ReductionContext:
     """What the local replicas reduce at the moment: gradients or anything else.
 
     The replicas of a process are traced one after another, so they share one object.
+
+    Attributes:
+        time_wait: Called with the tensors of a reduction of anything but gradients; returns a function that is called
+            with the sums.
     """
 
     def __init__(self) -> None:
+        self.time_wait: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         self.kind = OTHER
         self.contributes: tf.Tensor | None = None
         self.paths: Sequence[str] | None = None
@@ -96,6 +101,7 @@ class ReplicaReduction:
     def __call__(self, tensors: Sequence[Any], *, mean: bool, options: Any) -> list[Any]:
         """Sums (or averages) each of `tensors`, dense or `tf.IndexedSlices`, over all replicas."""
         context, everyone = self.context, self._hierarchy.all
+        ended = None if context.kind == GRADIENTS or context.time_wait is None else context.time_wait(tensors)
         if context.kind == GRADIENTS:
             self._counters.add_update()
         if context.kind == GRADIENTS and context.paths is not None and self.policy is not None:
@@ -105,6 +111,8 @@ class ReplicaReduction:
             if context.kind == GRADIENTS:
                 self._count_dense(tensors, group)
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
+        if ended is not None:
+            ended(reduced)
         return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
 
     def gradient_group(self, tensors: Sequence[Any], options: Any = None) -> Group:

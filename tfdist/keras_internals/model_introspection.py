@@ -59,19 +59,19 @@ def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[
     TensorFlowTrainer.predict_on_batch = predict_rows_once
 
 
-def patch_concatenation(has_unequal_workers: Callable[[Any], bool]) -> None:
-    """Concatenates predictions in the order of the replicas if workers have different numbers of them.
+def patch_concatenation(keeps_order: Callable[[Any], bool]) -> None:
+    """Concatenates predictions in the order of the replicas if their parts of a batch are in that order.
 
     Keras reorders them by the number of this worker's replicas.
 
     Args:
-        has_unequal_workers: Whether a strategy is one of tfdist's, whose parts of a batch are in that order.
+        keeps_order: Whether a strategy is one of tfdist's, whose parts of a batch are in that order.
     """
     concatenate = trainer._multi_worker_concat
 
     @functools.wraps(concatenate)
     def concatenate_in_order(v: Any, strategy: Any) -> Any:
-        return strategy.gather(v, axis=0) if has_unequal_workers(strategy) else concatenate(v, strategy)
+        return strategy.gather(v, axis=0) if keeps_order(strategy) else concatenate(v, strategy)
 
     trainer._multi_worker_concat = concatenate_in_order
 

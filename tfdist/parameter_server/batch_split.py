@@ -1,7 +1,7 @@
 """Splits batches by rows into parts, and describes each part to its worker."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import tensorflow as tf
 from tfdist.keras_internals.model_introspection import first_input
 
 
-def split(batch: Any, parts: int) -> list[Any]:
+def split(batch: Any, parts: int, sizes: Sequence[int] | None = None) -> list[Any]:
     """Splits the rows of a batch, in order, into at most `parts` parts of nearly equal size and at least one row.
+
+    With `sizes` the parts have these numbers of rows instead, which may be 0.
 
     >>> import tensorflow as tf
     >>> [part[0].shape[0] for part in split((tf.zeros([7, 2]),), 3)]
@@ -19,7 +21,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     """
     rows = num_rows(batch)
     parts = max(1, min(parts, rows))
-    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    sizes = sizes or [rows // parts + (number < rows % parts) for number in range(parts)]
     pieces, start = [], 0
     for size in sizes:
         pieces.append(tf.nest.map_structure(lambda leaf, at=start, n=size: _rows(leaf, at, n), batch))
@@ -37,6 +39,31 @@ def split_all(batches: Sequence[Any], parts: int) -> list[list[Any]]:
     """
     by_batch = [split(batch, parts) for batch in batches]
     return [[pieces[part] for pieces in by_batch if part < len(pieces)] for part in range(max(map(len, by_batch)))]
+
+
+def split_by(batches: Sequence[Any], sizes_of: Callable[[int], Sequence[int]]) -> list[list[Any]]:
+    """Splits several batches into parts of given sizes. Returns, by part, its pieces; none if it has no rows.
+
+    >>> import tensorflow as tf
+    >>> parts = split_by([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], lambda rows: [rows - rows // 4, rows // 4])
+    >>> [[piece[0].shape[0] for piece in part] for part in parts]
+    [[4, 1], [1]]
+
+    Args:
+        batches: The batches.
+        sizes_of: Returns the number of rows of each part for that of a batch.
+    """
+    by_batch = [split(batch, 1, sizes_of(num_rows(batch))) for batch in batches]
+    return [[piece for piece in pieces if num_rows(piece)] for pieces in zip(*by_batch, strict=True)]
+
+
+def concatenated(*parts: Any) -> Any:
+    """Concatenates the rows of outputs."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(parts, 0)
 
 
 def num_rows(batch: Any) -> int:

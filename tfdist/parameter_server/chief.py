@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import metrics_result, update_counter
-from tfdist.parameter_server.batch_split import PartInfo, num_rows, split, split_all
+from tfdist.parameter_server.batch_split import PartInfo, concatenated, num_rows, split, split_all, split_by
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.loss_normalizers import LossNormalizers
 from tfdist.parameter_server.metric_sums import MetricSums
 from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
+from tfdist.parameter_server.part_shares import PartShares
 from tfdist.parameter_server.push_statistics import StatsCollector
 from tfdist.parameter_server.result_packing import ResultPacking
 from tfdist.parameter_server.scheduler import Scheduler
@@ -29,11 +30,12 @@ _QUEUED_PER_WORKER = 2
 
 @dataclasses.dataclass(frozen=True)
 class _TrainTag:
-    """Identifies a scheduled training step: when it was scheduled, and its round and buffer in synchronous mode."""
+    """Identifies a scheduled training step: when it was scheduled; its round, buffer and worker in synchronous mode."""
 
     scheduled_at: float  # by `time.monotonic()`
     round: int = 0
     buffer: int = 0
+    worker: int | None = None  # for which the part was made
 
 
 class ChiefTraining:
@@ -66,6 +68,8 @@ class ChiefTraining:
         self._late: set[int] = set()  # buffers of running parts whose round has ended without them
         self._done: dict[int, tuple[int, Any]] = {}  # of this round: samples and result, by buffer
         self._ends: list[tuple[float, int]] = []  # of this round: (time, worker) of each end, in order
+        self._shares: PartShares = strategy.part_shares
+        self._measured: dict[int, tuple[float, int]] = {}  # of this round: seconds and samples, by worker
 
     # What Keras calls.
 
@@ -115,7 +119,7 @@ class ChiefTraining:
             self._scheduler.schedule(functions.predict, (piece,), number)
         self._scheduler.wait(lambda: len(outputs) == len(pieces), outputs.__setitem__)
         parts = [outputs[number] for number in range(len(pieces))]
-        return tf.nest.map_structure(_concatenated, *parts)
+        return tf.nest.map_structure(concatenated, *parts)
 
     @explains_lost_servers
     def begin(self) -> None:
@@ -197,7 +201,7 @@ class ChiefTraining:
             args: tuple[Any, ...] = (batches[0].on_workers, len(batches), part.pack())
             self._scheduler.schedule(functions.train_on_iterator, args, tag)
         else:
-            self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack()), tag)
+            self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack()), tag, tag.worker)
 
     def _totals(
         self, functions: WorkerFunctions, batches: list[Any], parts: Sequence[list[Any]]
@@ -215,21 +219,28 @@ class ChiefTraining:
         self._scheduler.wait(lambda: len(self._late) <= mode.backup_workers, self._collect)
         available = self._workers - len(self._late)
         parts = [batches] * available
-        if not isinstance(batches[0], WorkerIterator):
+        workers: list[int | None] = [None] * available
+        if self._shares.follows_speeds and not isinstance(batches[0], WorkerIterator):
+            sized = split_by(batches, self._shares.sizes)
+            workers, parts = [w for w, part in enumerate(sized) if part], [part for part in sized if part]
+        elif not isinstance(batches[0], WorkerIterator):
             parts = split_all(batches, available)
         total, normalizers = self._totals(functions, batches, parts)
         self._round += 1
         buffers, self._free = self._free[: len(parts)], self._free[len(parts) :]
-        self._done, self._ends = {}, []
+        self._done, self._ends, self._measured = {}, [], {}
         first, began = self._next_number() * self._workers, time.monotonic()
         for number, (buffer, batches_of_part) in enumerate(zip(buffers, parts, strict=True), first):
             part = PartInfo(number, buffer, total, normalizers)
-            self._schedule(functions, batches_of_part, part, _TrainTag(began, self._round, buffer))
+            tag = _TrainTag(began, self._round, buffer, workers[number - first])
+            self._schedule(functions, batches_of_part, part, tag)
         needed = max(1, len(parts) - max(0, mode.backup_workers - len(self._late)))
         self._scheduler.wait(lambda: len(self._done) >= needed, self._collect)
         if len(self._ends) > 1:
             (before_last, _), (last, worker) = self._ends[-2:]
             self._stats.add_held_up(worker, last - before_last)
+        if self._shares.follows_speeds:
+            self._shares.add_round(self._measured)
         used = dict(sorted(self._done.items()))
         self._late |= set(buffers) - set(used)
         for _, result in used.values():  # by buffer: rounding must not depend on who was first
@@ -265,6 +276,8 @@ class ChiefTraining:
         elif counts:
             self._done[tag.buffer] = report["samples"], result
             self._ends.append((time.monotonic(), report["worker"]))
+            if tag.worker == report["worker"]:
+                self._measured[tag.worker] = self._ends[-1][0] - tag.scheduled_at, report["samples"]
         else:
             self._late.discard(tag.buffer)
             self._free.append(tag.buffer)
@@ -284,11 +297,3 @@ class ChiefTraining:
         self._scheduler.wait(lambda: self._sums.has_results or not len(self._scheduler), self._collect)
         # Keras asks for the metrics' names before the first push of an epoch.
         return self._sums.results() or metrics_result(self._model)
-
-
-def _concatenated(*parts: Any) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, list(parts))
-    return tf.concat(parts, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.cluster_coordinator import is_done
+from tfdist.tensorflow_internals.preferred_workers import prefer_worker
 
 _POLL_SECONDS = 0.0005
 _SLOW_POLL_SECONDS = 0.005
@@ -42,8 +43,18 @@ class Scheduler:
         """How many functions were scheduled since the oldest running one, including it; 0 if none runs."""
         return self._scheduled - self._running[0][2] if self._running else 0
 
-    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], tag: Any = None) -> None:
-        """Has a worker call `function(*args)`; `tag` is returned with the result."""
+    def schedule(
+        self, function: Callable[..., Any], args: tuple[Any, ...], tag: Any = None, worker: int | None = None
+    ) -> None:
+        """Has a worker call `function(*args)`; `tag` is returned with the result.
+
+        Args:
+            function: A `tf.function`.
+            args: Its arguments.
+            tag: Any object.
+            worker: The worker that should call it; another one does if that one is lost.
+        """
+        prefer_worker(self._coordinator, worker)
         try:
             self._running.append((self._coordinator.schedule(function, args=args), tag, self._scheduled))
             self._scheduled += 1

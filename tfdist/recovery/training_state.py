@@ -29,8 +29,10 @@ from tfdist.recovery.worker_calls import check_shared_directory, own_task, task_
 from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import open_worker_tensors
 from tfdist.tensorflow_internals.placed_strategy import placed_devices
+from tfdist.training.strategy_protocol import training_strategy
 
 _ON_WORKERS = "on_workers"
+_ROW_SHARES = "row_shares"
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class TrainingState:
             return None, Shard(self._variables.per_replica(), rank_metadata)
         shared, per_replica, description = self._variables.snapshot()
         shared_metadata = {"description": description}
+        if (shares := training_strategy(self._model.distribute_strategy).row_shares) is not None:
+            shared_metadata[_ROW_SHARES] = shares.saved()
         if isinstance(self._copies, WorkerCopies) and (files := self._copies.copy_on_workers()) is not None:
             shared_metadata[_ON_WORKERS] = files.description
             self._worker_files = files
@@ -205,6 +209,8 @@ class TrainingState:
 
         self._variables.restore_shared(variables, description)
         self._variables.restore_per_replica(per_replica, description)
+        if (shares := training_strategy(self._model.distribute_strategy).row_shares) is not None:
+            shares.restore(shared.metadata.get(_ROW_SHARES))
         if metrics:
             self._variables.restore_metrics(per_replica, description)
         restore_callbacks(self._callbacks, callback_values, shared.tensors)

@@ -106,7 +106,7 @@ def tensorflow_spec(element_spec: Any) -> Any:
     """Returns the `_element_spec` of a distributed dataset as TensorFlow has created it."""
 
     def stock(spec: Any) -> Any:
-        return _PerReplicaSpec(*spec._value_specs) if isinstance(spec, FilledPerReplicaSpec) else spec
+        return _PerReplicaSpec(*spec._value_specs) if isinstance(spec, _PerReplicaSpec) else spec
 
     return tf.nest.map_structure(stock, element_spec)
 
@@ -144,7 +144,7 @@ def _or_filled(stock: Callable[..., Any], draw: Callable[[Any], Any]) -> Callabl
 
 
 def _get_next(iterator: Any) -> Any:
-    optionals, any_has_value = _draw(iterator)
+    optionals, any_has_value = draw_optionals(iterator)
 
     def end() -> Any:
         return _filled(iterator, iterator._get_next_no_partial_batch_handling(), None)
@@ -153,7 +153,7 @@ def _get_next(iterator: Any) -> Any:
 
 
 def _get_next_as_optional(iterator: Any) -> Any:
-    optionals, any_has_value = _draw(iterator)
+    optionals, any_has_value = draw_optionals(iterator)
     return tf.cond(
         any_has_value,
         lambda: tf.experimental.Optional.from_value(_values_or_zeros(iterator, optionals)),
@@ -161,7 +161,7 @@ def _get_next_as_optional(iterator: Any) -> Any:
     )
 
 
-def _draw(iterator: Any) -> tuple[list[Any], tf.Tensor]:
+def draw_optionals(iterator: Any) -> tuple[list[Any], tf.Tensor]:
     """Returns the optional batches of the local replicas, and whether any replica of all workers has one."""
     workers = iterator._input_workers
     with tf.device(workers.worker_devices[0]):

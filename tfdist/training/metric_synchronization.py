@@ -33,7 +33,9 @@ class PartialResult:
     statistics: Sequence[Any]
 
 
-def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialResult], *, training: bool) -> Any:
+def synchronize_results(
+    model: Any, step: ReplicaStep, parts: Sequence[PartialResult], *, training: bool, report: Any = None
+) -> tuple[Any, Any]:
     """Synchronizes the metrics, logs and batch statistics of `model` after a step, with one collective for each dtype.
 
     A log that is the result of a metric becomes the result over all replicas' samples. (Keras averages the replicas'
@@ -47,9 +49,10 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
         step: The step.
         parts: The results of the replica's micro-batches in their order, or the only result.
         training: Whether it was a training step, which updates batch statistics.
+        report: A float32 tensor to add up over the replicas, too, or None.
 
     Returns:
-        The logs over all replicas, in the structure of the step's logs.
+        The logs over all replicas, in the structure of the step's logs, and the sum of the reports.
     """
     # Metrics accumulate, so those of the last micro-batch cover all. The last one has samples if any has.
     logs = parts[-1].logs
@@ -69,7 +72,9 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
         + [_shares([part.statistics[index] for part in parts], parts) for index in range(len(statistics))]
         + [_share_of_log([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
         + [_differs(leaves[position], own_results[index][1]) * weight for position, index in pairs]
+        + ([] if report is None else [report])
     )
+    reported = None if report is None else shared.pop()
     totals, shared = shared[: len(metrics)], shared[len(metrics) :]
     for variable, value in zip(statistics, shared, strict=False):
         variable.assign(value)
@@ -82,7 +87,7 @@ def synchronize_results(model: Any, step: ReplicaStep, parts: Sequence[PartialRe
         # The first metric of which a log is the result on all replicas counts, so it is assigned last.
         for (position, index), differing in reversed([*zip(pairs, shared[len(averaged) :], strict=True)]):
             leaves[position] = tf.where(tf.equal(differing, 0), results[index][1], leaves[position])
-    return tf.nest.pack_sequence_as(logs, leaves)
+    return tf.nest.pack_sequence_as(logs, leaves), reported
 
 
 def _metric_results(model: Any) -> list[tuple[str, Any]]:

@@ -69,6 +69,9 @@ def update_over_replicas(
         context: Marks the reduction as one of gradients.
         may_compile: Whether XLA may compile updates.
     """
+    step = current_step()
+    if step is not None and step.timing is not None:
+        step.timing.end(gradients)
     steps = optimizer.accumulation_steps
     compiles = compiles_updates() if may_compile else False
     reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles)

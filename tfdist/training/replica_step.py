@@ -21,6 +21,7 @@ from tfdist.keras_internals.model_introspection import (
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.static_batches import samples_of_replicas, without_filled_rows
+from tfdist.training.balanced_batches import rows_of_shares
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
 from tfdist.training.micro_batches import run_micro_batches
@@ -49,10 +50,12 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     training = step_function.__name__ == "train_step"
     if computes_over_all_replicas(model):
         data = without_filled_rows(data)
-    parts = local_parts(data, strategy)
+    shared = rows_of_shares(data, strategy)
+    parts = local_parts(data, strategy) if shared is None else shared.parts
+    fillers = parts if shared is None else [*parts, shared.whole]
     samples = samples_of_replicas(data) or [None] * len(parts)
     static = [] if samples[0] is not None else [first_input(part) for part in parts]
-    steps = iter(_static_steps(static, strategy.num_replicas_in_sync))
+    steps = iter(_static_steps(static, strategy.num_replicas_in_sync) if shared is None else shared.steps)
     waiting = zip(parts, samples, strict=True)
 
     @tf.autograph.experimental.do_not_convert
@@ -66,12 +69,18 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             step.model, step.has_own_loss = model, has_own_loss(model)
             if not tf.executing_eagerly() and jit_compiles(model, replica_data):
                 step.graph = tf.compat.v1.get_default_graph()
+            if shared is not None and training:
+                step.timing = shared.start_timing(model, replica_data, step)
             with step.running():
                 if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
-                    results = _run_micro_batches(model, step_function, replica_data, step, strategy, parts)
+                    results = _run_micro_batches(model, step_function, replica_data, step, strategy, fillers)
                 else:
-                    results = [_run_whole_batch(model, step_function, replica_data, step, parts)]
-            return synchronize_results(model, step, results, training=training)
+                    results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
+            if shared is None:
+                return synchronize_results(model, step, results, training=training)[0]
+            logs, report = synchronize_results(model, step, results, training=training, report=shared.report(step))
+            shared.check(report)
+            return logs, report
 
     return replica_step
 

@@ -1,7 +1,7 @@
 """The number of samples of each replica, its fraction of the global batch, and the split of rows among replicas."""
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.loss_arithmetic import times
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
+from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
@@ -47,6 +48,12 @@ def keep_added_losses() -> Callable[[], None]:
     return lambda: set_added_losses(losses)
 
 
+def time_wait(tensors: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+    """Leaves a reduction of `tensors` out of the time that this replica computes; call the result with the sums."""
+    step = _current.get()
+    return (lambda reduced: None) if step is None or step.timing is None else step.timing.waiting(tensors)
+
+
 def note_read_number() -> None:
     """Notes that the user's code has read the number of replicas, in the step of this replica if one is running."""
     LossStep.has_read_number_before = True
@@ -64,11 +71,13 @@ class ReplicaStep(LossStep):
     Attributes:
         graph: The graph of the step if XLA compiles the calls of layers, losses and updates in it, else `None`.
         model: The model whose step it is.
+        timing: Measures how long the replica computes; `None` if nobody asks.
     """
 
     has_totals = True
     graph: Any = None
     model: Any = None
+    timing: "TimedStep | None" = None
 
     def __init__(
         self,
@@ -125,12 +134,16 @@ class ReplicaStep(LossStep):
     def micro_batch(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
         """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
         if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
-            return ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts)
+            return self._with_timing(ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts))
         rows = None
         if self.filled_rows is not None and isinstance(samples, int):
             rows, samples = samples, tf.where(self.contributes, samples, 0)
         share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
-        return ReplicaStep(samples, self.fraction * share, parts, rows)
+        return self._with_timing(ReplicaStep(samples, self.fraction * share, parts, rows))
+
+    def _with_timing(self, part: "ReplicaStep") -> "ReplicaStep":
+        part.timing = self.timing
+        return part
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -193,7 +206,12 @@ def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
     """
     static = counted.shape[0]
     samples = count_samples(counted) if static is None else int(static)
-    first, end = part * samples // parts, (part + 1) * samples // parts
+    return rows_between(data, counted, part * samples // parts, (part + 1) * samples // parts)
+
+
+def rows_between(data: Any, counted: Any, first: Any, end: Any) -> Any:
+    """Returns the rows from `first` to `end`, without `end`, of a batch; see `rows_of_part`."""
+    static = counted.shape[0]
 
     def cut(leaf: Any) -> Any:
         if not has_rows(leaf) or None not in (static, leaf.shape[0]) and leaf.shape[0] != static:

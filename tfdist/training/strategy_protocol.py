@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.load_balancing.row_shares import RowShares
 
 
 class TrainingStrategy(Protocol):
@@ -59,6 +60,11 @@ class TrainingStrategy(Protocol):
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
         ...
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
+        return None
 
     @property
     def worker_stats(self) -> Sequence[Any]:

@@ -1,0 +1,130 @@
+"""The program of the workers in `test_shares_on_workers.py`: rank 0 has one device, rank 1 two."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import elastic_programs
+import keras
+import moving_shares
+import numpy as np
+import share_programs
+import shared_iterator_functions
+import tensorflow as tf
+import unequal_programs
+import without_autotuning
+
+from tfdist import cluster
+from tfdist.callbacks import FailureRecovery
+from tfdist.compression import Policy
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+
+def refused(call):
+    """The error of a call."""
+    try:
+        call()
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals(strategy):
+    """The errors for data of which each worker reads its own."""
+    data = tf.data.Dataset.from_tensor_slices(share_programs.INPUTS).batch(16)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    distribute = strategy.experimental_distribute_dataset
+    return {
+        "function": refused(lambda: strategy.distribute_datasets_from_function(lambda _: data)),
+        "files": refused(lambda: distribute(data.with_options(options))),
+        "shard": refused(lambda: distribute(data.shard(2, strategy.rank))),
+        "no batches": refused(lambda: distribute(tf.data.Dataset.range(4))),
+        "shares": refused(lambda: MultiWorkerMirroredStrategy(shares=[1, 2, 3])),
+        "limits": refused(lambda: moving_shares.LoadBalancing(max_share=0.3).limits(2)),
+    }
+
+
+class Rows(keras.callbacks.Callback):
+    """How many rows each worker has computed after each step, and for how long."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._shares, self._seen = strategy.row_shares, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._seen.append([stats.samples for stats in self._shares.stats()])
+
+    def seen(self):
+        stats = self._shares.stats()
+        return {
+            "rows": np.diff(self._seen, axis=0).tolist(),
+            "seconds": [one.seconds for one in stats],
+            "waited": [one.waited_seconds for one in stats],
+        }
+
+
+def resumed(folder, **options):
+    """The outcome of a training that another `fit` resumes in the middle of an accumulation, and its shares."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise InterruptedError
+
+    def fit(*callbacks):
+        strategy = MultiWorkerMirroredStrategy(**options)
+        model = unequal_programs.compiled(strategy, gradient_accumulation_steps=2)
+        recovery = FailureRecovery(folder, every_steps=1)
+        data = {"batch_size": 8, "shuffle": False}
+        history = model.fit(*unequal_programs.ARRAYS, **data, epochs=2, callbacks=[recovery, *callbacks], verbose=0)
+        shares = [one.share for one in strategy.row_shares.stats()]
+        return {"logs": unequal_programs.logs(history), "weights": model.get_weights(), "shares": shares}
+
+    with contextlib.suppress(InterruptedError):
+        fit(Stop())
+    return fit()
+
+
+def static_shares(strategy):
+    """Fixed shares of batches of a static size: each worker's rows have a static size."""
+    sizes = []
+
+    class Sizes(keras.layers.Layer):
+        def call(self, inputs):
+            sizes.append(inputs.shape[0])
+            return inputs
+
+    return share_programs.fixed_sizes(strategy, Sizes()), sizes
+
+
+def main(folder: Path, programs) -> None:
+    without_autotuning.install()
+    shared_iterator_functions.install()
+    rank = cluster.detect().rank
+    device = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))
+    moving_shares.install()
+    strategy = moving_shares.strategy()
+    rows = Rows(strategy)
+    outcomes = {"thirty_steps": share_programs.thirty_steps(strategy, rows)}
+    seen = {"refused": refusals(strategy), "steps": rows.seen()}
+    for name, program in programs.items():
+        outcomes[name] = program(moving_shares.strategy())
+    if programs is share_programs.MORE:
+        outcomes["micro-batches"] = unequal_programs.accumulating(moving_shares.strategy(micro_batches=2))
+        outcomes["sharded state"] = share_programs.thirty_steps(moving_shares.strategy(shard_optimizer_state=True))
+        full_rank = Policy("powersgd:8", dense_below=0)  # loses nothing, whatever the parts are
+        outcomes["compressed"] = elastic_programs.compressed(moving_shares.strategy(compression=full_rank))
+        outcomes["static"], seen["static sizes"] = static_shares(MultiWorkerMirroredStrategy(shares=[1, 3]))
+        outcomes["resumed moving"] = resumed(folder / "moving", load_balancing=True)
+    else:
+        outcomes["fixed"] = unequal_programs.accumulating(MultiWorkerMirroredStrategy(shares=[3, 1]))
+        outcomes["resumed"] = resumed(folder / "fixed", shares=[3, 1])
+    np.savez(folder / f"shares-{rank}.npz", **elastic_programs.flat(outcomes))
+    Path(folder, f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), getattr(share_programs, sys.argv[2]))

@@ -1,0 +1,147 @@
+"""The plan of shares from measured times: exact divisions, bounds, and simulated workers that change their speeds."""
+
+import numpy as np
+import pytest
+
+from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
+from tfdist.load_balancing.share_planning import (
+    SECONDS,
+    SHARE,
+    STEPS,
+    WAITED_SECONDS,
+    after_step,
+    initial_state,
+    plan_rows,
+    row_bounds,
+)
+
+
+class Workers:
+    """Workers that compute rows at given speeds, with a part of a step that does not depend on the rows."""
+
+    def __init__(self, speeds, batch=64, options=None, devices=None, noise=0.1, overhead=0.003):
+        self.speeds, self.batch, self.options = list(speeds), batch, options or LoadBalancing()
+        self.devices = devices or [1] * len(self.speeds)
+        self.random, self.noise, self.overhead = np.random.default_rng(0), noise, overhead
+        self.state, self.moves = initial_state(self.devices), 0
+
+    def run(self, steps):
+        """The mean of the steps' durations, each that of the slowest worker."""
+        durations = []
+        for _ in range(steps):
+            rows = np.diff(row_bounds(self.state[SHARE].astype(int), self.batch)).astype(float)
+            noise = self.random.uniform(1 - self.noise, 1 + self.noise, len(rows))
+            seconds = np.where(rows > 0, (self.overhead + 0.001 * rows) / np.asarray(self.speeds) * noise, 0.0)
+            before = self.state[SHARE].tolist()
+            self.state = after_step(self.state, seconds, rows, self.devices, self.options)
+            self.moves += before != self.state[SHARE].tolist()
+            durations.append(seconds.max())
+        return float(np.mean(durations))
+
+    @property
+    def shares(self):
+        return (self.state[SHARE] / self.state[SHARE].sum()).tolist()
+
+
+def test_rows_follow_the_speeds():
+    workers = Workers([1.0, 0.5])
+    even = workers.run(20)
+    workers.run(100)
+    assert workers.run(100) < 0.72 * even  # ideal: 2/3, and 4 % because the fixed part does not move
+    assert workers.shares[0] == pytest.approx(2 / 3, abs=0.05)
+
+
+def test_three_workers_of_which_one_is_slow():
+    workers = Workers([0.8, 0.8, 0.2], batch=96)
+    even = workers.run(20)
+    workers.run(200)
+    assert workers.run(100) < 0.4 * even
+
+
+def test_noise_moves_nothing_between_equal_workers():
+    workers = Workers([1.0] * 4)
+    workers.run(2000)
+    assert workers.moves == 0
+
+
+def test_a_slow_phase_that_passes_is_followed_back():
+    workers = Workers([1.0, 0.02])
+    workers.run(400)
+    assert workers.shares[1] < 0.1
+    workers.speeds[1] = 1.0
+    workers.run(300)
+    assert workers.shares[1] == pytest.approx(0.5, abs=0.04)
+
+
+def test_a_single_stall_moves_nothing():
+    workers = Workers([1.0, 1.0], noise=0.0)
+    workers.run(50)
+    for _ in range(3):
+        rows = np.array([32.0, 32.0])
+        workers.state = after_step(workers.state, np.array([0.035, 0.045]), rows, [1, 1], workers.options)
+        workers.state = after_step(workers.state, np.array([0.035, 30.0]), rows, [1, 1], workers.options)
+        workers.run(40)
+    assert max(workers.shares) < 0.6
+
+
+def test_fixed_shares_are_measured_and_stay():
+    state = initial_state([1, 3])
+    for _ in range(100):
+        state = after_step(state, np.array([0.4, 0.1]), np.array([2.0, 6.0]), [1, 1], None)
+    assert state[SHARE].tolist() == [1, 3]
+    assert (state[STEPS, 0], state[SECONDS, 0].round(6)) == (100, 40.0)
+    np.testing.assert_allclose(state[WAITED_SECONDS], [0.0, 30.0], rtol=1e-9)
+
+
+def test_a_step_that_was_not_measured_counts_nothing():
+    state = initial_state([1, 1])
+    np.testing.assert_array_equal(after_step(state, np.zeros(2), np.array([4.0, 4.0]), [1, 1], LoadBalancing()), state)
+    np.testing.assert_array_equal(after_step(state, np.zeros(2), np.zeros(2), [1, 1], LoadBalancing()), state)
+
+
+def test_each_row_is_given_once_within_the_bounds():
+    random = np.random.default_rng(0)
+    for _ in range(3000):
+        workers = int(random.integers(1, 7))
+        devices = random.integers(1, 4, workers).tolist()
+        batch = int(random.integers(1, 700))
+        limits = random.uniform(0.2, 1.0, workers).tolist()
+        rows = plan_rows(batch, (10 ** random.uniform(-4, 0, workers)).tolist(), devices, limits)
+        if rows is None:
+            assert batch < 8 * sum(devices)
+            continue
+        assert sum(rows) == batch
+        assert all(number >= device for number, device in zip(rows, devices, strict=True))
+        unit = max(1, batch // 64)
+        room = sum(int(limit * batch) // unit * unit for limit in limits)
+        if room >= batch + unit * workers:  # else the limits cannot be kept in whole units
+            assert all(number <= limit * batch + unit for number, limit in zip(rows, limits, strict=True))
+
+
+def test_bounds_divide_batches_of_any_size():
+    for shares in ([1, 3], [7, 1, 1], [333333, 1000000]):
+        for rows in range(40):
+            bounds = row_bounds(shares, rows)
+            assert bounds[0] == 0
+            assert bounds[-1] == rows
+            assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: LoadBalancing(every_steps=0), "every_steps"),
+        (lambda: LoadBalancing(smoothing=1.0), "smoothing"),
+        (lambda: LoadBalancing(max_share=0), "max_share"),
+        (lambda: LoadBalancing(max_share=()), "max_share"),
+        (lambda: LoadBalancing(max_share=(0.5, 0.4)).limits(2), "largest shares do not fit"),
+        (lambda: LoadBalancing(max_share=(0.5, 0.6)).limits(3), "largest shares do not fit"),
+        (lambda: load_balancing_of("yes"), "load_balancing"),
+        (lambda: checked_shares([1, 0], 2), "Invalid `shares`"),
+        (lambda: checked_shares("13", 2), "Invalid `shares`"),
+        (lambda: checked_shares([1], 2), "with 2 workers"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()

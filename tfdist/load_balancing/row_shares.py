@@ -1,0 +1,148 @@
+"""The rows of a global batch that each worker computes, and how long they take: one small variable on each worker."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.load_balancing import share_planning as planning
+from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.step_timer import StepTimer
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+
+_OF_REPLICA = 2  # numbers of a replica in a report: seconds and rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareStats:
+    """What a worker has computed in measured training steps; the last step is missing.
+
+    Attributes:
+        share: Its present part of a batch, as a fraction.
+        steps: Training steps.
+        samples: Rows of their batches.
+        seconds: How long it computed, from when the data was there to the last gradient; of its slowest device.
+        waited_seconds: How much earlier it was ready than the slowest worker.
+    """
+
+    share: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def since(self, earlier: "ShareStats") -> "ShareStats":
+        """The difference to `earlier`, with the present share.
+
+        >>> ShareStats(0.25, 4, 32).since(ShareStats(0.5, 2, 24))
+        ShareStats(share=0.25, steps=2, samples=8, seconds=0.0, waited_seconds=0.0)
+        """
+        difference = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in dataclasses.fields(self)}
+        return ShareStats(**{**difference, "share": self.share})
+
+
+class RowShares:
+    """Divides the rows of global batches among the replicas of all workers.
+
+    All workers hold equal values: what they measure is exchanged, and each computes the same shares from it.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[int],
+        rank: int,
+        host: str,
+        shares: Sequence[float] | None,
+        options: LoadBalancing | None,
+    ) -> None:
+        """Creates the variable.
+
+        Args:
+            devices: The number of devices of each worker.
+            rank: The rank of this worker.
+            host: Its CPU device.
+            shares: The first shares of the workers. By default workers share by their numbers of devices.
+            options: How shares follow the measured speeds; `None` if they are fixed.
+        """
+        self._devices, self._rank, self._options = tuple(devices), rank, options
+        self._host = host
+        self._first = planning.whole_shares(shares or devices)
+        with tf.init_scope(), tf.device(host):
+            self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
+        self.timers = [StepTimer(host) for _ in range(devices[rank])]
+
+    @property
+    def follows_speeds(self) -> bool:
+        """Whether shares follow the measured speeds."""
+        return self._options is not None
+
+    def bounds(self, rows: int | tf.Tensor) -> list[tuple[Any, Any]]:
+        """Returns the first row and the end of the rows of each local replica.
+
+        Args:
+            rows: The number of rows of the global batch. If it is an int and the shares are fixed, the results are
+                ints; otherwise int32 scalars.
+        """
+        if self._options is None and isinstance(rows, int):
+            first, end = planning.row_bounds(self._first, rows)[self._rank : self._rank + 2]
+        else:
+            with tf.device(self._host):
+                shares = tf.cast(tf.convert_to_tensor(self._state)[planning.SHARE], tf.int64)
+                total, count = tf.reduce_sum(shares), tf.cast(rows, tf.int64)
+                before = tf.reduce_sum(shares[: self._rank])
+                ends = tf.stack([before, before + shares[self._rank]])
+                first, end = tf.unstack(tf.cast((ends * count + total // 2) // total, tf.int32))
+        own = self._devices[self._rank]
+        ends_of_replicas = [first + index * (end - first) // own for index in range(own + 1)]
+        return [*zip(ends_of_replicas, ends_of_replicas[1:], strict=False)]
+
+    def report(self, replica: int, measured: tf.Tensor | None, rows: Any) -> tf.Tensor:
+        """Returns what a replica reports in a step; the reports of all replicas are added up.
+
+        Args:
+            replica: The number of the replica over all workers.
+            measured: Seconds and rows of the last step of this replica, float32 of shape [2]; `None` in `evaluate`.
+            rows: The rows of this step.
+        """
+        own = tf.reshape(tf.cast(rows, tf.float32), [1])
+        if measured is None:
+            return own
+        after = _OF_REPLICA * (sum(self._devices) - replica - 1)
+        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own], axis=0)
+
+    def add_step(self, report: tf.Tensor) -> None:
+        """Stores the sum of the replicas' reports of a training step, and divides the rows again if it is time."""
+        with tf.device(self._host):
+            state = tf.convert_to_tensor(self._state)
+            changed = tf.numpy_function(self._after_step, [state, report], tf.float64, stateful=False)
+            self._state.assign(tf.ensure_shape(changed, state.shape))
+
+    def stats(self) -> tuple[ShareStats, ...]:
+        """Returns what each worker has computed so far. Call this eagerly."""
+        state = self._state.numpy()
+        shares = state[planning.SHARE]
+        numbers = state[[planning.STEPS, planning.ROWS, planning.SECONDS, planning.WAITED_SECONDS]].T.tolist()
+        return tuple(
+            ShareStats(float(share / shares.sum()), int(steps), int(rows), seconds, waited)
+            for share, (steps, rows, seconds, waited) in zip(shares, numbers, strict=True)
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON. Call this eagerly."""
+        return {"devices": list(self._devices), "state": self._state.numpy().tolist()}
+
+    def restore(self, saved: Any) -> None:
+        """Restores what `saved` returned; nothing if the shares are fixed or the workers are others."""
+        if self._options is not None and saved and saved["devices"] == list(self._devices):
+            state = np.asarray(saved["state"], np.float64)
+            state[planning.IGNORED] = planning.initial_state(self._first)[planning.IGNORED]
+            self._state.assign(state)
+
+    def _after_step(self, state: np.ndarray, report: np.ndarray) -> np.ndarray:
+        of_replicas = report[: _OF_REPLICA * sum(self._devices)].reshape([-1, _OF_REPLICA]).astype(np.float64)
+        first = np.cumsum([0, *self._devices[:-1]])
+        seconds = np.maximum.reduceat(of_replicas[:, 0], first)
+        rows = np.add.reduceat(of_replicas[:, 1], first)
+        return planning.after_step(state, seconds, rows, self._devices, self._options)

@@ -1,0 +1,202 @@
+"""Plans the workers' shares of a batch from their measured seconds per row. Pure functions of NumPy arrays.
+
+Every worker calls them with the same bits and must come to the same bits: sums are written as loops, because the order
+in which NumPy adds depends on the CPU.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdist.load_balancing.load_balancing_options import LoadBalancing
+
+# The rows of the state, a float64 array of shape [STATE_ROWS, workers]. The first is what `row_bounds` divides by; the
+# others are measurements: since the rows were divided last, and since the strategy was created.
+SHARE = 0  # a positive number; the worker's rows of the largest batch once rows have been divided
+SECONDS_PER_ROW = 1  # smoothed; 0 if unknown
+IGNORED = 2  # how many of the next measurements are not used; equal for all workers, as the numbers of steps are
+BATCH_ROWS = 3  # of the largest batch since the last division; equal for all workers
+SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS = 4, 5, 6
+STEPS, ROWS, SECONDS, WAITED_SECONDS = 7, 8, 9, 10
+STATE_ROWS = 11
+
+# A division must be predicted to shorten steps by this factor: otherwise noise moves rows to and fro.
+_LEAST_GAIN = 1.05
+# Rows are moved in units, so that there are few sizes (each costs XLA a compilation, oneDNN a search for a kernel).
+_UNITS = 64
+# The first step on new sizes compiles and allocates, and is reported one step later.
+_IGNORED_STEPS = 2
+# A single stall (a save, the collector of garbage) must not count as the speed of a worker.
+_LONGEST_STEP = 8.0
+
+
+def initial_state(shares: Sequence[float]) -> np.ndarray:
+    """Returns the state in which nothing has been measured.
+
+    >>> initial_state([1, 3])[SHARE].tolist()
+    [1.0, 3.0]
+    """
+    state = np.zeros([STATE_ROWS, len(shares)])
+    state[SHARE] = shares
+    state[IGNORED] = _IGNORED_STEPS
+    return state
+
+
+def after_step(
+    state: np.ndarray,
+    seconds: np.ndarray,
+    rows: np.ndarray,
+    devices: Sequence[int],
+    options: LoadBalancing | None,
+    *,
+    units: int = _UNITS,
+) -> np.ndarray:
+    """Returns the state after one more measured step.
+
+    Args:
+        state: The state before, float64 of shape [STATE_ROWS, workers].
+        seconds: How long each worker computed, float64 of shape [workers]; 0 if it was not measured.
+        rows: How many rows it computed on, float64 of shape [workers].
+        devices: The number of devices of each worker.
+        options: When and how to divide rows again; `None` if the shares are fixed.
+        units: See `plan_rows`.
+    """
+    state = state.copy()
+    if not np.all(seconds[rows > 0] > 0) or not np.any(rows > 0):
+        return state
+    state[STEPS] += 1
+    state[ROWS] += rows
+    state[SECONDS] += seconds
+    state[WAITED_SECONDS] += np.max(seconds) - seconds
+    if options is None:
+        return state
+    if state[IGNORED, 0] > 0:
+        state[IGNORED] -= 1
+        return state
+    known = state[SECONDS_PER_ROW] > 0
+    longest = np.where(known, _LONGEST_STEP * state[SECONDS_PER_ROW] * rows, np.inf)
+    state[SINCE_STEPS] += 1
+    state[SINCE_ROWS] += rows
+    state[SINCE_SECONDS] += np.minimum(seconds, longest)
+    state[BATCH_ROWS] = np.maximum(state[BATCH_ROWS], _total(rows))
+    return _divided_again(state, devices, options, units) if state[SINCE_STEPS, 0] >= options.every_steps else state
+
+
+def _divided_again(state: np.ndarray, devices: Sequence[int], options: LoadBalancing, units: int) -> np.ndarray:
+    """Updates the seconds per row, divides the rows by them if that saves time, and begins to measure from zero."""
+    workers = state.shape[1]
+    for worker in range(workers):
+        if state[SINCE_ROWS, worker] > 0:
+            measured = state[SINCE_SECONDS, worker] / state[SINCE_ROWS, worker]
+            before = state[SECONDS_PER_ROW, worker] or measured
+            state[SECONDS_PER_ROW, worker] = options.smoothing * before + (1.0 - options.smoothing) * measured
+    costs, batch = state[SECONDS_PER_ROW].tolist(), int(state[BATCH_ROWS, 0])
+    for row in (SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS):
+        state[row] = 0.0
+    if min(costs) <= 0:
+        return state
+    planned = plan_rows(batch, costs, devices, options.limits(workers), units)
+    if planned is None:
+        return state
+    present = [share * batch / _total(state[SHARE]) for share in state[SHARE].tolist()]
+    if _step_seconds(present, costs) > _LEAST_GAIN * _step_seconds(planned, costs):
+        state[SHARE] = planned
+        state[IGNORED] = _IGNORED_STEPS
+    return state
+
+
+def plan_rows(
+    batch: int, costs: Sequence[float], devices: Sequence[int], limits: Sequence[float], units: int = _UNITS
+) -> list[int] | None:
+    """Divides the rows of a batch such that all workers need the same time, as far as the bounds allow.
+
+    Each device of a worker gets at least a row, and each worker at least a unit, so that a worker that becomes faster
+    is noticed.
+
+    >>> plan_rows(128, [1.0, 3.0], [1, 1], [1.0, 1.0]), plan_rows(128, [1.0, 3.0], [1, 1], [0.6, 1.0])
+    ([96, 32], [76, 52])
+
+    Args:
+        batch: The number of rows.
+        costs: The seconds per row of each worker, all positive.
+        devices: The number of devices of each worker.
+        limits: The largest share of each worker, as a fraction.
+        units: Into how many units the batch is divided, at least; more for many workers.
+
+    Returns:
+        The rows of each worker; `None` if there are too few to divide.
+    """
+    workers = range(len(costs))
+    unit = max(1, batch // max(units, units // 4 * len(costs)))
+    least = [-(-max(unit, number) // unit) for number in devices]
+    most = [max(int(limit * batch) // unit, low) for limit, low in zip(limits, least, strict=True)]
+    total = batch // unit
+    if sum(least) > total:
+        return None
+    wanted = _bounded([1.0 / cost for cost in costs], float(total), least, most)
+    given = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
+    while sum(given) != total:
+        step = 1 if sum(given) < total else -1
+        can = [w for w in workers if (given[w] < most[w] if step > 0 else given[w] > least[w])] or list(workers)
+        # The unit goes where it delays the least, or leaves where it saves the most.
+        worker = min(can, key=lambda w: (given[w] + step) * costs[w] * step)
+        given[worker] += step
+    rows = [number * unit for number in given]
+    roomy = [w for w in workers if rows[w] + batch - total * unit <= limits[w] * batch] or list(workers)
+    rows[min(roomy, key=lambda w: (rows[w] * costs[w], w))] += batch - total * unit
+    return rows
+
+
+def row_bounds(shares: Sequence[int], rows: int) -> list[int]:
+    """Returns where each worker's rows begin, and the end of the last.
+
+    >>> row_bounds([1, 3], 8), row_bounds([1, 3], 5), row_bounds([1, 3], 1)
+    ([0, 2, 8], [0, 1, 5], [0, 0, 1])
+    """
+    total, ends = int(_total(shares)), [0]
+    for share in shares:
+        ends.append(ends[-1] + int(share))
+    return [(end * rows + total // 2) // total for end in ends]
+
+
+def whole_shares(shares: Sequence[float]) -> list[int]:
+    """Returns integers in the proportions of `shares`, to a millionth; integers stay as they are.
+
+    >>> whole_shares([1.0, 3.0]), whole_shares([0.25, 0.75])
+    ([1, 3], [333333, 1000000])
+    """
+    if all(float(share).is_integer() for share in shares):
+        return [int(share) for share in shares]
+    return [max(1, round(1e6 * share / max(shares))) for share in shares]
+
+
+def _bounded(weights: Sequence[float], total: float, least: Sequence[float], most: Sequence[float]) -> list[float]:
+    """Divides `total` in proportion to `weights`, within bounds."""
+    fixed: dict[int, float] = {}
+    while True:
+        free = [worker for worker in range(len(weights)) if worker not in fixed]
+        weight = _total([weights[worker] for worker in free])
+        rest = total - _total(list(fixed.values()))
+        parts = {worker: rest * weights[worker] / weight for worker in free}
+        high = {worker: float(most[worker]) for worker in free if parts[worker] > most[worker]}
+        low = {worker: float(least[worker]) for worker in free if parts[worker] < least[worker]}
+        # Those whose bounds bind more are fixed first; the others may then have room.
+        too_much = _total([parts[worker] - bound for worker, bound in high.items()])
+        too_little = _total([bound - parts[worker] for worker, bound in low.items()])
+        found = high if too_much >= too_little else low
+        if not found:
+            return [fixed.get(worker, parts.get(worker, 0.0)) for worker in range(len(weights))]
+        fixed.update(found)
+        if len(fixed) == len(weights):
+            return [fixed[worker] for worker in range(len(weights))]
+
+
+def _step_seconds(rows: Sequence[float], costs: Sequence[float]) -> float:
+    return max(number * cost for number, cost in zip(rows, costs, strict=True))
+
+
+def _total(values: Sequence[float] | np.ndarray) -> float:
+    total = 0.0
+    for value in values:
+        total += float(value)
+    return total

@@ -1,0 +1,155 @@
+"""Batches of which all workers hold all rows: the rows that each replica computes, and the reports about them."""
+
+import logging
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.model_introspection import first_input
+from tfdist.load_balancing.step_timer import TimedStep
+from tfdist.tensorflow_internals.complete_batches import is_complete, parts_of_complete
+from tfdist.tensorflow_internals.input_pipeline import pipeline_nodes, reads_files
+from tfdist.training.sample_shares import ReplicaStep, count_samples, has_rows, rows_between, static_samples
+
+_log = logging.getLogger("tfdist")
+_Policy = tf.data.experimental.AutoShardPolicy
+_has_warned_of_files = False
+
+
+class SharedRows:
+    """A batch whose rows are divided among all replicas by a strategy's shares.
+
+    Attributes:
+        parts: The data of each local replica.
+        whole: The data with all rows. A replica without rows computes with the first of them.
+        steps: The local replicas' parts of the step.
+    """
+
+    def __init__(self, data: Any, strategy: Any) -> None:
+        self._strategy, self._shares = strategy, strategy.row_shares
+        self._first_replica = sum(strategy.replicas_of_workers[: strategy.rank])
+        own, self.whole, self._rows, bounds = _divided(data, strategy)
+        leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(own)]
+        self.parts = [
+            tf.nest.pack_sequence_as(own, [leaf[replica] if len(leaf) > 1 else leaf[0] for leaf in leaves])
+            for replica in range(len(bounds))
+        ]
+        self.steps = [ReplicaStep(end - first, _fraction(end - first, self._rows)) for first, end in bounds]
+
+    def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
+        """Starts to time a training step of a local replica."""
+        timer = self._shares.timers[self._local_replica()]
+        tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+        weights = model.trainable_variables if model.built else []
+        # The first and the last: those that the update of the step before changes last and first.
+        read = [tf.convert_to_tensor(variable.value) for variable in [*weights[:1], *weights[-1:]]]
+        return timer.start(tensors, read, step.samples)
+
+    def report(self, step: ReplicaStep) -> tf.Tensor:
+        """Returns what this replica reports in the step."""
+        measured = None if step.timing is None else step.timing.last
+        return self._shares.report(self._first_replica + self._local_replica(), measured, step.samples)
+
+    def check(self, reports: tf.Tensor) -> None:
+        """Checks that all replicas together have computed each row of the batch once."""
+        tf.debugging.assert_equal(
+            reports[-1],
+            tf.cast(self._rows, tf.float32),
+            "The workers have drawn different batches. Expected: all workers draw the same batches, of which each "
+            "computes its rows. Received: the rows that they have computed do not add up to the batch of this worker. "
+            "Give all workers the same data, or create the strategy without `load_balancing` and `shares`.",
+        )
+
+    def _local_replica(self) -> int:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return int(tf.get_static_value(replica)) - self._first_replica
+
+
+def rows_of_shares(data: Any, strategy: Any) -> SharedRows | None:
+    """Returns the rows of the replicas if `data` is a batch that the strategy's shares divide, else `None`."""
+    return SharedRows(data, strategy) if is_complete(data) else None
+
+
+def own_rows(data: Any, strategy: Any) -> Any:
+    """Returns `data` with the rows of each local replica in place of complete batches."""
+    if not is_complete(data):
+        return data
+    return _divided(data, strategy)[0]
+
+
+def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank: int) -> tf.data.Dataset:
+    """Returns a dataset of global batches, each once for every device of this worker.
+
+    Args:
+        dataset: What the user distributes.
+        devices: The number of devices of this worker.
+        workers: The number of workers.
+        rank: The rank of this worker.
+
+    Raises:
+        ValueError: The workers read different rows, which cannot be divided again; or the dataset has no batches.
+    """
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (_Policy.FILE, _Policy.OFF, _Policy.HINT) or _is_sharded(dataset):
+        raise ValueError(
+            "Shares divide batches that all workers draw alike. Received: a dataset of which each worker reads a part, "
+            f"with AutoShardPolicy.{_Policy(policy).name}. Expected: the same dataset on all workers, with "
+            "AutoShardPolicy.AUTO or DATA and without `shard`. Change its options, or create the strategy without "
+            "`load_balancing` and `shares`."
+        )
+    if not any(has_rows(leaf) for leaf in tf.nest.flatten(dataset.element_spec)):
+        raise ValueError(
+            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
+            f"{dataset.element_spec}. Expected: elements with a first dimension. Call the `batch` method of the "
+            "dataset."
+        )
+    global _has_warned_of_files
+    if policy == _Policy.AUTO and not _has_warned_of_files and rank == 0 and reads_files(dataset, workers, rank):
+        _has_warned_of_files = True
+        _log.warning(
+            "Each worker reads all files, because load_balancing and shares divide the rows of common batches. Set "
+            "AutoShardPolicy.DATA in the options of the dataset to say so."
+        )
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = _Policy.DATA
+    dataset = dataset.with_options(options)
+    if devices == 1:
+        return dataset
+    batches, spec = int(dataset.cardinality()), dataset.element_spec
+
+    def repeated(*batch: Any) -> tf.data.Dataset:
+        data = tf.nest.pack_sequence_as(spec, tf.nest.flatten(batch))
+        return tf.data.Dataset.range(devices).map(lambda _: data)
+
+    result = dataset.flat_map(repeated)
+    if batches == tf.data.UNKNOWN_CARDINALITY:
+        return result
+    number = batches if batches == tf.data.INFINITE_CARDINALITY else batches * devices
+    return result.apply(tf.data.experimental.assert_cardinality(number))
+
+
+def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+    """Returns `data` with the rows of each local replica, with all rows, their number, and the bounds of replicas."""
+    whole = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
+    counted = first_input(whole)
+    if counted is None or not has_rows(counted):
+        marked = [leaf for leaf in tf.nest.flatten(data) if is_complete(leaf)]
+        counted = next(leaf.values[0] for leaf in marked if has_rows(leaf.values[0]))
+    static = static_samples(counted)
+    rows = count_samples(counted) if static is None else int(static)
+    bounds = strategy.row_shares.bounds(rows)
+
+    def part_of(leaves: list[Any], replica: int) -> list[Any]:
+        return list(rows_between(leaves, counted, *bounds[replica]))
+
+    return parts_of_complete(data, part_of), whole, rows, bounds
+
+
+def _is_sharded(dataset: tf.data.Dataset) -> bool:
+    return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
+
+
+def _fraction(rows: Any, total: Any) -> Any:
+    if isinstance(rows, int) and isinstance(total, int):
+        return rows / max(total, 1)
+    return tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
