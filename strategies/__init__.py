@@ -5,6 +5,7 @@ from tfdist.versions import require_supported_versions
 require_supported_versions()  # before anything imports TensorFlow, so that the error says what to install
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: E402
+from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
 from tfdist.model_parallel.auto_layout import auto_layout  # noqa: E402
 from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
 from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
@@ -19,6 +20,8 @@ __all__ = [
     "Asynchronous",
     "FederatedAveraging",
     "LoadBalancing",
+    "DiLoCo",
+    "LocalSGD",
     "MirroredStrategy",
     "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",

@@ -1,9 +1,6 @@
 """MultiWorkerMirroredStrategy: trains on the devices of many processes."""
 
 import contextlib
-import os
-import secrets
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +9,8 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.local_updates.local_modes import LocalMode
+from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
@@ -20,17 +19,21 @@ from tfdist.strategies.cluster_resolver import (
     start_timeout_of,
     worker_resolver,
 )
+from tfdist.strategies.local_mode import check_outer_optimizer, local_mode_of, local_updates_of
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.strategies.worker_start import (
+    agree_on_random_seed,
+    answer_peers_during_computation,
+    compare_cpus,
+    default_micro_batches,
+)
 from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
     exit_on_timeout,
-    global_seed,
-    set_key_value,
     silence_limit,
     tensorflow_has_started,
-    wait_for_key_value,
 )
 from tfdist.tensorflow_internals.static_batches import keep_static_sizes
 from tfdist.tensorflow_internals.strategy_extended import (
@@ -38,10 +41,9 @@ from tfdist.tensorflow_internals.strategy_extended import (
     equal_on_all_replicas,
     is_equal_on_all_replicas,
 )
-from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.worker_batches import static_sizes, worker_batches
-from tfdist.utils.argument_checks import check_whole_number, optional_integer_variable
+from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1
 
@@ -72,6 +74,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         micro_batches: int | None = None,
         load_balancing: bool | LoadBalancing = False,
         shares: Sequence[float] | None = None,
+        mode: Synchronous | LocalMode | None = None,
     ) -> None:
         """Creates the strategy. Do this before anything else creates TensorFlow's devices.
 
@@ -97,6 +100,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 `LoadBalancing` has options. See `docs/load_balancing.md`.
             shares: How many rows of a global batch each worker computes, in proportion, by rank: `[1, 3]`. With
                 `load_balancing`, those of the first steps. By default each device computes equally many.
+            mode: `Synchronous()`, the default: workers exchange gradients in each update. `LocalSGD(sync_every=...)` or
+                `DiLoCo(sync_every=...)`: each worker trains by itself, and weights are exchanged after many updates;
+                `compression` then applies to differences of weights. See `docs/local_updates.md`.
 
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
@@ -104,12 +110,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use.
         """
+        local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=bool(load_balancing) or shares is not None)
         reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
         check_workers_run_the_script(spec)
         if spec and not cluster_is_running() and tensorflow_has_started():
+            check_outer_optimizer(local_mode, has_started=True)
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be created before TensorFlow creates its devices. Received: a "
                 f"cluster of {sum(map(len, spec.values()))} tasks (from TF_CONFIG or a scheduler's variables) after "
@@ -122,7 +130,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_whole_number("micro_batches", micro_batches, at_least=1)
         peers = peer_addresses(spec, resolver)
         if peers and not cluster_is_running():
-            _answer_peers_during_computation()
+            answer_peers_during_computation()
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
         balancing = load_balancing_of(load_balancing)
         with (
@@ -132,16 +140,29 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()
-        self._micro_batches = _default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
-        self._agree_on_random_seed()
-        self._compare_cpus()
+        self._micro_batches = default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
+        if self.num_workers > 1:
+            agree_on_random_seed(self.rank, f"tfdist/seed/{self._collective_key_base}")
+            compare_cpus(self.rank, self.num_workers, f"tfdist/cpu/{self._collective_key_base}")
         self._row_shares = self._shares_of(balancing, shares)
+        if local_mode is not None:
+            self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
+            self._local_updates = local_updates_of(self, local_mode)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property
     def micro_batches(self) -> int:
         """The number of micro-batches into which each replica splits its part of a training step."""
         return self._micro_batches
+
+    def synchronize(self) -> None:
+        """Makes weights and batch statistics equal on all workers under `LocalSGD` and `DiLoCo`; else does nothing.
+
+        `fit`, `evaluate` and `predict` do so by themselves. Call this in custom loops, on all workers after the same
+        step, before weights are read: to save, to evaluate, at the end.
+        """
+        if self._local_updates is not None:
+            self._local_updates.synchronize()
 
     @property
     def num_workers(self) -> int:
@@ -215,28 +236,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         host = self.extended.replica_operations.host
         return RowShares(self.replicas_of_workers, self.rank, host, checked, balancing)
 
-    def _agree_on_random_seed(self) -> None:
-        """Sets the same global TensorFlow seed on all workers unless the user has set one.
-
-        Each worker shuffles the complete dataset and takes its part. With different seeds, some samples of an epoch
-        would be seen twice and others never. All attempts of one `tfdist run` have the same seed, so a training that
-        resumes after a failure sees the same order.
-        """
-        if self.num_workers > 1 and global_seed() is None:
-            name = f"tfdist/seed/{self._collective_key_base}"
-            if self.rank == 0:
-                set_key_value(name, str(_seed_of_run()))
-            tf.random.set_seed(int(wait_for_key_value(name)))
-
-    def _compare_cpus(self) -> None:
-        """Leaves XLA to the users if workers have CPUs with different instructions, and their weights would differ."""
-        if self.num_workers > 1:
-            name = f"tfdist/cpu/{self._collective_key_base}"
-            set_key_value(f"{name}/{self.rank}", str(cpu_instructions()))
-            cpus = [wait_for_key_value(f"{name}/{rank}") for rank in range(self.num_workers)]
-            if others := [rank for rank, cpu in enumerate(cpus) if cpu != cpus[0]]:
-                leave_xla_to_users(others)
-
     def _max_batches(self, own_batches: int | None) -> int | None:
         """Returns the largest number of batches of all workers, or `None` if a worker does not know its number.
 
@@ -258,28 +257,3 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _of_workers(self, number: int) -> list[int]:
         """Returns the numbers of all workers."""
         return self.gather(tf.constant([number], tf.int64), axis=0).numpy().tolist()
-
-
-def _default_micro_batches(workers: int) -> int:
-    """Returns the quotient of requested and present workers, or 1 if that is not an integer."""
-    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
-    full = optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or workers
-    return full // workers if full % workers == 0 else 1
-
-
-def _seed_of_run() -> int:
-    run = os.environ.get("TFDIST_RUN_ID")
-    return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1
-
-
-def _answer_peers_during_computation() -> None:
-    """Gives TensorFlow a second inter-op thread on one core, unless the user has set their number.
-
-    With one thread a worker sends gradients only when backpropagation has ended: TensorFlow's server answers the other
-    workers in these threads, too.
-    """
-    threading = tf.config.threading
-    is_set = threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in os.environ
-    if not is_set and not tensorflow_has_started() and hasattr(os, "sched_getaffinity"):
-        if len(os.sched_getaffinity(0)) == 1:
-            threading.set_inter_op_parallelism_threads(2)

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ from tfdist.keras_internals.model_introspection import (
     predicting_model,
 )
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.checked_strategy import CheckedStrategy
@@ -97,11 +98,15 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         self._state_bucket_bytes = bucket_bytes
         self._state_sharding: StateSharding | None = None
         self._row_shares: RowShares | None = None
+        self._local_updates: LocalUpdates | None = None
         self._reduction_context = ReductionContext()
         self._reduction_context.time_wait = time_wait
         self._compression_state = CompressionState(policy if policy.compresses else None)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         context, state = self._reduction_context, self._compression_state
+        self._reduction_within_worker = lambda launcher, index: ReplicaReduction(
+            ReplicaHierarchy(launcher, launcher, None, index), context, bucket_bytes
+        )
 
         def reduction(
             everyone: ReplicaLauncher, cross: ReplicaLauncher | None, local: ReplicaLauncher | None, cross_rank: int
@@ -150,6 +155,11 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         """How the slots of optimizers are split over the replicas; `None` if each replica holds all of them."""
         return self._state_sharding
 
+    @property
+    def local_updates(self) -> LocalUpdates | None:
+        """How workers train by themselves between two exchanges; `None` if they exchange in each update."""
+        return self._local_updates
+
     def _split_state(self) -> None:
         """Splits the slots of optimizers from now on if that was requested. All workers call this."""
         if self._sharded_state is not None and self.num_replicas_in_sync > 1:
@@ -183,17 +193,31 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
             args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)
-            return super().run(fn, args, kwargs, options)
+            with self._within_worker():
+                return super().run(fn, args, kwargs, options)
         self._models.add(model)
-        check_model(model, self, training=name == "train_step")
+        training = name == "train_step"
+        check_model(model, self, training=training)
+        if training and self._local_updates is not None:
+            self._local_updates.add_model(model)
         data = args[0] if args else None
         replica_step = step_on_replicas(model, fn, data, self)
-        results = super().run(replica_step, args, kwargs, options)
+        with self._within_worker() if training else nullcontext():
+            results = super().run(replica_step, args, kwargs, options)
         if self.row_shares is not None and is_complete(data):
             results, report = results
-            if name == "train_step":
+            if training:
                 self.row_shares.add_step(self.experimental_local_results(report)[0])
         return self._wrap_results(results)
+
+    def run_over_all_replicas(self, fn: Callable[[], Any]) -> Any:
+        """Runs `fn` on each replica while a function is traced; it reduces over the replicas of all workers."""
+        self.extended.replica_operations.equalize_keys()
+        return super().run(fn)
+
+    def _within_worker(self) -> AbstractContextManager[None]:
+        """Returns the context in which replicas reduce over those of this worker, if updates are local."""
+        return nullcontext() if self._local_updates is None else self.extended.replica_operations.within_worker()
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces `value`, or each leaf of a structure, over all replicas; see `tf.distribute.Strategy.reduce`.

@@ -21,6 +21,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "parameter_server": (890, 225, "chief, workers, servers", "core"),
     "model_parallel": (1090, 225, "stages on several devices", "core"),
     "sharded_state": (665, 310, "split optimizer state", "core"),
+    "local_updates": (1050, 310, "LocalSGD, DiLoCo", "core"),
     "load_balancing": (470, 310, "rows by measured speed", "core"),
     "transport": (105, 395, "authenticated messages", ""),
     "checkpoint": (360, 395, "the store of checkpoints", ""),

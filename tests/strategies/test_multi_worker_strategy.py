@@ -162,7 +162,7 @@ def test_a_strategy_created_after_the_start_of_tensorflow_is_rejected(attempts):
 
 
 def test_the_attempts_of_a_run_have_one_seed(monkeypatch):
-    from tfdist.strategies.multi_worker_strategy import _seed_of_run
+    from tfdist.strategies.worker_start import _seed_of_run
 
     monkeypatch.setenv("TFDIST_RUN_ID", "one")
     first = _seed_of_run()

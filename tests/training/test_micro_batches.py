@@ -122,12 +122,12 @@ def test_a_micro_batch_begins_when_the_one_before_has_its_gradients(cpus):
 
 @pytest.mark.parametrize(("full", "workers", "expected"), [("4", 2, 2), ("4", 1, 4), ("3", 2, 1), ("2", 2, 1)])
 def test_as_many_as_make_up_for_missing_workers(monkeypatch, full, workers, expected):
-    from tfdist.strategies.multi_worker_strategy import _default_micro_batches
+    from tfdist.strategies.worker_start import default_micro_batches
 
     monkeypatch.setenv("TFDIST_FULL_WORKERS", full)
-    assert _default_micro_batches(workers) == expected
+    assert default_micro_batches(workers) == expected
     monkeypatch.delenv("TFDIST_FULL_WORKERS")
-    assert _default_micro_batches(workers) == 1
+    assert default_micro_batches(workers) == 1
 
 
 def test_a_strategy_of_local_devices_has_one(cpus):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.strategies import MultiWorkerMirroredStrategy
+from tfdist.strategies import MultiWorkerMirroredStrategy, worker_start
 from tfdist.tensorflow_internals import xla_functions
 from tfdist.training import model_checks
 
@@ -62,14 +62,12 @@ def test_equal_cpus_do_not_warn(monkeypatch, caplog):
 
 
 def test_workers_compare_their_cpus_with_the_chief(monkeypatch):
-    """`_compare_cpus` finds the workers whose instructions differ from those of worker 0."""
+    """`compare_cpus` finds the workers whose instructions differ from those of worker 0."""
     values = {}
-    module = "tfdist.strategies.multi_worker_strategy"
+    module = "tfdist.strategies.worker_start"
     monkeypatch.setattr(xla_functions, "_other_cpus", ())
     monkeypatch.setattr(f"{module}.set_key_value", values.__setitem__)
     monkeypatch.setattr(f"{module}.wait_for_key_value", lambda name: "7" if name[-1] in "13" else "5")
-    strategy = MultiWorkerMirroredStrategy()
-    monkeypatch.setattr(MultiWorkerMirroredStrategy, "num_workers", 4)
-    strategy._compare_cpus()
+    worker_start.compare_cpus(0, 4, "cpus")
     assert list(values.values()) == [str(xla_functions.cpu_instructions())]
     assert xla_functions.workers_with_other_cpus() == (1, 3)

@@ -1,5 +1,6 @@
 """The reduction of one replica: gradients are compressed as the policy says, everything else is summed exactly."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,14 +69,18 @@ class ReplicaReduction:
         bucket_bytes: int,
         policy: Policy | None = None,
         state: CompressionState | None = None,
+        counters: ByteCounters | None = None,
     ) -> None:
-        """Reduces with the launchers of `hierarchy`; see `fill_buckets` for `bucket_bytes`."""
+        """Reduces with the launchers of `hierarchy`; see `fill_buckets` for `bucket_bytes`.
+
+        `counters` are those of another reduction, if this one counts in the same.
+        """
         self._hierarchy = hierarchy
         self.context = context
         self._bucket_bytes = bucket_bytes
         self.policy = policy if policy is not None and policy.compresses else None
         self._state = state or CompressionState()
-        self._counters = ByteCounters(hierarchy.all.host)
+        self._counters = counters or ByteCounters(hierarchy.all.host)
         self._timer: ExchangeTimer | None = None
 
     def communication(self) -> CommunicationStats:
@@ -114,6 +119,61 @@ class ReplicaReduction:
         if ended is not None:
             ended(reduced)
         return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
+
+    def in_background(self, launcher: ReplicaLauncher) -> "ReplicaReduction":
+        """Returns a reduction by `launcher`, between workers' first devices, that counts in the same counters."""
+        hierarchy = ReplicaHierarchy(launcher, launcher, None, self._hierarchy.cross_rank)
+        return ReplicaReduction(
+            hierarchy, ReductionContext(), self._bucket_bytes, self.policy, self._state, self._counters
+        )
+
+    @property
+    def is_first_of_worker(self) -> bool:
+        """Whether this is the reduction of the device that exchanges with other workers for its own."""
+        return self._hierarchy.cross is not None
+
+    def from_first_device(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors of the worker's first device; the others pass tensors of equal shapes."""
+        return self._hierarchy.broadcast_locally(tensors, None)
+
+    def count_update(self) -> None:
+        """Counts an update for which nothing is reduced."""
+        self._counters.add_update()
+
+    def sum_of_workers(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[tf.Tensor]:
+        """Sums `tensors` of the workers' first devices, compressed by the policy; all devices of workers get the sums.
+
+        Args:
+            tensors: Dense, of the shapes of the variables at `paths`; equal on all devices of a worker.
+            paths: The unique paths of these variables, under which compressors keep their state.
+        """
+        return self._hierarchy.broadcast_locally(self._summed_between(tensors, paths), None)
+
+    def _summed_between(self, tensors: Sequence[tf.Tensor], paths: Sequence[str]) -> list[Any]:
+        cross = self._hierarchy.cross
+        if cross is None:
+            return list(tensors)
+        if self.policy is not None:
+            state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
+            group = functools.partial(self._group, cross, options=None)
+            return CompressedReduction(self.policy, state, self._counters, self._bucket_bytes, group)(tensors, paths)
+        for tensor, path in zip(tensors, paths, strict=True):
+            self._counters.record_size(GRADIENTS, path, tensor.shape)
+        self._counters.add_dense(GRADIENTS, tensors, 2 * (cross.size - 1) / cross.size)
+        return sum_tensors(tensors, self._group(cross, GRADIENTS, None), self._bucket_bytes)
+
+    def share_of_worker(self, samples: tf.Tensor) -> tf.Tensor:
+        """Returns this worker's share of the samples of all workers, or equal shares if nobody has any.
+
+        Args:
+            samples: The number of samples, a float32 scalar that is equal on all devices of a worker.
+        """
+        cross = self._hierarchy.cross
+        if cross is None:
+            return self._hierarchy.broadcast_locally([samples], None)[0]
+        total = self._group(cross, OTHER, None).sum(samples)
+        share = tf.where(total > 0, tf.math.divide_no_nan(samples, total), 1 / cross.size)
+        return self._hierarchy.broadcast_locally([share], None)[0]
 
     def gradient_group(self, tensors: Sequence[Any], options: Any = None) -> Group:
         """Returns all replicas as a group that counts gradients, for one update that exchanges `tensors` itself.

@@ -24,6 +24,7 @@ class LossStep:
         has_totals: Whether `total_of` returns the sum over all parts.
         has_scaled: Whether a loss was scaled since this was set to False.
         parts_of_replica: The number of micro-batches of the replica.
+        replicas: The number of replicas that share the batch, if they are not all of the strategy.
         unweighted: A value that a metric must count as Keras does.
         has_own_loss: Whether the model computes its loss itself.
         has_read_number: Whether the user's code has read the number of replicas in this step.
@@ -34,6 +35,7 @@ class LossStep:
     scaled_degree = 1
     has_scaled = False
     parts_of_replica = 1
+    replicas: int | None = None
     has_own_loss = False
     has_read_number = False
     has_read_number_before = False

@@ -100,7 +100,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         if step.samples_are_static:
             unscaled = divided(value, step.fraction) if is_scalar(value) else value
         else:
-            parts = tf.distribute.get_strategy().num_replicas_in_sync * step.parts_of_replica
+            parts = (step.replicas or tf.distribute.get_strategy().num_replicas_in_sync) * step.parts_of_replica
             unscaled = value * tf.cast(parts, value.dtype)
         step.unweighted = unscaled
         return unscaled

@@ -113,6 +113,12 @@ def optimizers_of(model: Any) -> Iterator[Any]:
             yield from each(value)
 
 
+def updating_optimizers(model: Any) -> list[Any]:
+    """Returns those of `optimizers_of` that are built and update variables themselves, not by optimizers within."""
+    found = [one for one in optimizers_of(model) if getattr(one, "built", False)]
+    return [one for one in found if not hasattr(one, "inner_optimizer") and not hasattr(one, "optimizers")]
+
+
 def _within(owner: Any) -> list[Any]:
     """Returns the objects in the attributes of a layer or model, also those in lists, tuples and dictionaries."""
     found: list[Any] = []

@@ -49,6 +49,11 @@ class OptimizerUpdate:
         return self._optimizer is optimizer
 
     @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer."""
+        return self._optimizer
+
+    @property
     def strategy(self) -> Any:
         """The strategy in whose scope the optimizer was created."""
         return self._optimizer._distribution_strategy

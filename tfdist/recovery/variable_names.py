@@ -22,7 +22,9 @@ from tfdist.keras_internals.sharded_variables import ShardedVariable
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
+from tfdist.training.strategy_protocol import training_strategy
 
+LOCAL_UPDATES = "local_updates/"
 ACCUMULATORS, GENERATORS, METRICS = "accumulators/", "generators/", "metrics/"
 EXACT_WEIGHTS = "exact_weights/"
 
@@ -54,6 +56,7 @@ class NamedVariables:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
+        self._local_updates = training_strategy(self._strategy).local_updates
 
     @cached_property
     def optimizers(self) -> list[OptimizerState]:
@@ -63,28 +66,41 @@ class NamedVariables:
     @property
     def local_replicas(self) -> int:
         """The number of replicas of this worker."""
-        return max((len(variable.components) for variable in self.shared.values()), default=1)
+        return max((len(variable.components) for variable in self._weights_and_slots().values()), default=1)
 
     @cached_property
     def shared(self) -> dict[str, NamedVariable]:
         """Variables that are equal on all replicas: weights, also frozen ones, and optimizers.
 
-        Without accumulators, unless they are split over the replicas and hold the sums over all.
+        Without accumulators, unless they are split over the replicas and hold the sums over all. With local updates
+        what workers have exchanged, instead of their own weights and slots.
         """
-        found = {
-            f"{variable.kind}/{variable.key}": self._named(variable.variable)
-            for variable in self._model_variables
-            if variable.kind == WEIGHT
-        }
+        if self._local_updates is not None:
+            return self._of_local_updates(0)
+        found = self._weights_and_slots()
         for index, optimizer in enumerate(self.optimizers):
-            for number, variable in enumerate(optimizer.variables):
-                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
             for number, variable in enumerate(optimizer.accumulators):
                 if isinstance(variable, ShardedVariable):
                     found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable)
             for position, variable in optimizer.exact_weights.items():
                 found[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
         return found
+
+    def _weights_and_slots(self, rule: Rule = "first") -> dict[str, NamedVariable]:
+        found = {
+            f"{variable.kind}/{variable.key}": self._named(variable.variable, rule)
+            for variable in self._model_variables
+            if variable.kind == WEIGHT
+        }
+        for index, optimizer in enumerate(self.optimizers):
+            for number, variable in enumerate(optimizer.variables):
+                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable, rule)
+        return found
+
+    def _of_local_updates(self, part: int) -> dict[str, NamedVariable]:
+        """Returns what workers share (0), or count by themselves (1), between two exchanges of weights."""
+        found = self._local_updates.saved_variables(list(optimizers_of(self._model)))[part]
+        return {f"{LOCAL_UPDATES}{name}": self._named(variable) for name, variable in found.items()}
 
     @cached_property
     def per_replica(self) -> dict[str, NamedVariable]:
@@ -99,7 +115,10 @@ class NamedVariables:
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
                 if not isinstance(variable, ShardedVariable):
-                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, "sum")
+                    rule: Rule = "sum" if self._local_updates is None else "mean"
+                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, rule)
+        if self._local_updates is not None:
+            found |= self._weights_and_slots("mean") | self._of_local_updates(1)
         return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
 
     @cached_property

@@ -23,6 +23,7 @@ from tfdist.recovery.compatibility import (
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.host_copies import HostCopies
+from tfdist.recovery.local_state import complete_exchanges, create_anchors, resume_local_updates
 from tfdist.recovery.random_generators import create_generators
 from tfdist.recovery.resharding import group_by_variable, replica_name, reshard
 from tfdist.recovery.variable_names import (
@@ -86,7 +87,7 @@ class VariableSnapshots:
         self._copies = copies
         self._strategy = model.distribute_strategy
         strategy = training_strategy(self._strategy)
-        self._rank = strategy.rank
+        self._rank, self._num_replicas = strategy.rank, int(self._strategy.num_replicas_in_sync)
         counts = list(strategy.replicas_of_workers)
         self._first_replica = sum(counts[: self._rank])
         # Equal on all ranks; a number unless the workers have different numbers of replicas.
@@ -103,6 +104,7 @@ class VariableSnapshots:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
         """
         build_for_training(self._model, element_spec)
+        create_anchors(self._model)
 
     def shared(self) -> Arrays:
         """Returns copies of what is equal on all replicas."""
@@ -154,6 +156,7 @@ class VariableSnapshots:
         If the number of micro-steps per update differs, the count of micro-steps is converted so that the number of
         updates stays.
         """
+        complete_exchanges(self._strategy)
         named = NamedVariables(self._model)
         present = {name: variable for name, variable in named.shared.items() if name in shared}
         assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
@@ -184,6 +187,7 @@ class VariableSnapshots:
         self._assign(named.per_replica, saved, description)
         rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
+        resume_local_updates(self._strategy, same_workers=self._has_replicas_of(description))
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
         """Restores the metrics of a resumed epoch. Call this in `on_epoch_begin`, after Keras has reset them.
@@ -192,11 +196,8 @@ class VariableSnapshots:
         over all replicas stay.
 
         Args:
-            per_replica: As for `restore_per_replica`.
+            per_replica: As for `restore_per_replica`, with its error.
             description: The saved `description`.
-
-        Raises:
-            ValueError: If the values of needed ranks are missing.
         """
         named = NamedVariables(self._model)
         self._assign(named.metrics, group_by_variable(per_replica), description)
@@ -245,15 +246,12 @@ class VariableSnapshots:
         return self._copy({**present, **self._compression(named).variables()})
 
     def _copy(self, variables: Mapping[str, Any]) -> Arrays:
+        complete_exchanges(self._strategy)
         copies = self._copies or HostCopies()
         requested = {name: copies.request(name, variable) for name, variable in variables.items()}
         if self._copies is None:
             copies.finish()
         return {name: array for name, array in requested.items() if array is not None}
-
-    @property
-    def _num_replicas(self) -> int:
-        return int(self._strategy.num_replicas_in_sync)
 
     def _find_per_replica_mismatch(
         self, named: NamedVariables, per_replica: Arrays, description: Json
@@ -275,7 +273,7 @@ class VariableSnapshots:
         description: Json,
     ) -> None:
         first = self._first_replica
-        same = (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
+        same = self._has_replicas_of(description)
         found: list[tuple[Any, Any]] = []
         for name, variable in variables.items():
             if name not in saved:
@@ -293,6 +291,9 @@ class VariableSnapshots:
                 value = values[replica] if same else reshard(values, variable.rule, replica, self._num_replicas)
                 found.append((component, value))
         assign_all(found)
+
+    def _has_replicas_of(self, description: Json) -> bool:
+        return (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)

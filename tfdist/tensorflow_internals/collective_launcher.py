@@ -1,7 +1,8 @@
 """Launches collectives on a replica: several at once, with instance keys that the graph draws."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_com
 _AT_ONCE_ON_CPU = 16
 _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
+_GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
 
 
 class ReplicaLauncher(CollectiveReplicaLauncher):
@@ -148,9 +150,13 @@ class AllReduce(CollectiveAllReduce):
         self._gathers: dict[Any, Any] = {}
         counts = tuple(replicas_of_workers or (len(self._devices),))
         self._group_size = sum(counts)  # TensorFlow's is a multiple of this worker's number of devices
+        self._workers, self._is_within_worker = len(counts), False
+        self._reductions_within: list[Callable[..., Any]] = []
         group_key = self._collective_keys.get_group_key(self._devices)
+        self._key_in_background = group_key + _GROUP_IN_BACKGROUND
         self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
         self._groups = [self._launchers]
+        self._local = self._launchers if len(counts) == 1 else []
         if max(counts) == 1 or len(counts) == 1:
             self._reductions = [
                 reduction(launcher, launcher, None, rank + index) for index, launcher in enumerate(self._launchers)
@@ -162,6 +168,7 @@ class AllReduce(CollectiveAllReduce):
         own = counts[rank]
         local = [self._launcher(local_key, own, device) for device in self._devices] if own > 1 else []
         self._groups += [[between], local]
+        self._local = local
         self._reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
@@ -183,6 +190,38 @@ class AllReduce(CollectiveAllReduce):
         """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
         for group in self._groups:
             InstanceKeys.equalize([launcher.instance_keys for launcher in group])
+
+    @contextmanager
+    def within_worker(self) -> Iterator[None]:
+        """Within this context, in which replicas are traced, they reduce over the replicas of their worker."""
+        before, self._is_within_worker = self._is_within_worker, True
+        try:
+            yield
+        finally:
+            self._is_within_worker = before
+
+    def prepare_within_worker(self, reduction: Callable[[ReplicaLauncher, int], Any]) -> None:
+        """Prepares `within_worker`.
+
+        Args:
+            reduction: Called once per local replica, if there are several, with the launcher of their group and the
+                number of the replica in it. Its result is called as those of `AllReduce`.
+        """
+        local = [reduction(launcher, index) for index, launcher in enumerate(self._local)]
+        self._reductions_within = local or [lambda tensors, **_: list(tensors)]
+
+    def background_launcher(self, number: int) -> ReplicaLauncher:
+        """Returns the launcher of a further group of the workers' first devices, which steps do not use.
+
+        Args:
+            number: Of the group, from 0, another one for each call; the same on all workers.
+        """
+        launcher = self._launcher(self._key_in_background + number, self._workers, self._devices[0])
+        self._groups.append([launcher])
+        join = tf.function(launcher.join, autograph=False)
+        if launcher.size > 1:
+            join.get_concrete_function()()
+        return launcher
 
     def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
         return ReplicaLauncher(group_key, size, self._collective_keys, device, self._options)
@@ -223,8 +262,9 @@ class AllReduce(CollectiveAllReduce):
         return regroup(self._gathers[kind](*tensors), wrap_class=Mirrored)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
+        reductions = self._reductions_within if self._is_within_worker else self._reductions
         with tf.device(self._devices[replica_id]):
-            reduced = self._reductions[replica_id](
+            reduced = reductions[replica_id](
                 tf.nest.flatten(value), mean=reduce_op == tf.distribute.ReduceOp.MEAN, options=options
             )
         return tf.nest.pack_sequence_as(value, reduced)

@@ -24,6 +24,7 @@ _Iterator = private(f"{_INPUT}:DistributedIteratorBase", "draws the batches of t
 _replicas_with_values = private(
     f"{_INPUT}:_calculate_replicas_with_values", "lets all workers agree whether the data has ended"
 )
+_input_lib = private("tensorflow.python.distribute:input_lib", "likewise, as its iterators call it")
 private(
     f"{_INPUT}:DistributedIteratorBase._get_next_no_partial_batch_handling", "raises the error at the end of the data"
 )
@@ -132,6 +133,27 @@ def patch_distributed_iterators() -> None:
     if not hasattr(_Iterator.get_next, "draws_filled"):
         _Iterator.get_next = _or_filled(_Iterator.get_next, _get_next)
         _Iterator.get_next_as_optional = _or_filled(_Iterator.get_next_as_optional, _get_next_as_optional)
+
+
+def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
+    """Lets workers draw batches without asking each other whether the data has ended; call this once.
+
+    Args:
+        ends_are_known: Takes a strategy, returns a bool variable: whether the caller makes as many steps on all
+            workers as the one with most data has batches. `None`: workers always ask.
+    """
+    global _replicas_with_values
+    stock = _replicas_with_values
+
+    @functools.wraps(stock)
+    def replicas_with_values(strategy: Any, input_workers: Any, optionals: Any) -> tf.Tensor:
+        are_known = ends_are_known(strategy)
+        if are_known is None:
+            return stock(strategy, input_workers, optionals)
+        one = tf.constant(1, tf.int64)
+        return tf.cond(are_known, lambda: one, lambda: stock(strategy, input_workers, optionals))
+
+    _replicas_with_values = _input_lib._calculate_replicas_with_values = replicas_with_values
 
 
 def _or_filled(stock: Callable[..., Any], draw: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -4,7 +4,11 @@ import functools
 import logging
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import first_variable_outside, is_made_under
+from tfdist.keras_internals.model_introspection import (
+    computes_over_all_replicas,
+    first_variable_outside,
+    is_made_under,
+)
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
 
 _log = logging.getLogger("tfdist")
@@ -37,6 +41,12 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             f"Received: {type(optimizer).__name__} {optimizer.name!r}, created outside "
             f"{type(strategy).__name__}.scope(). Expected: the model, the optimizer and `model.compile` within one "
             "`with strategy.scope():` block. Move them there."
+        )
+    if training and getattr(strategy, "local_updates", None) is not None and computes_over_all_replicas(model):
+        raise ValueError(
+            "A layer normalizes over the samples of all replicas, and workers with local updates exchange nothing in a "
+            "step. Received: a layer with `synchronized=True`. Expected: `BatchNormalization(synchronized=False)`, "
+            "whose statistics are averaged when weights are exchanged, or `mode=Synchronous()`."
         )
     # "auto" leaves these workers without XLA.
     if training and model.jit_compile and strategy.rank == 0 and (others := workers_with_other_cpus()):

@@ -14,6 +14,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import shared_operations
+from tfdist.training.accumulators import add, added
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
@@ -73,6 +74,9 @@ def update_over_replicas(
     if step is not None and step.timing is not None:
         step.timing.end(gradients)
     steps = optimizer.accumulation_steps
+    local = _local_update(optimizer)
+    if local is not None:
+        gradients = local.take(gradients)
     compiles = compiles_updates() if may_compile else False
     reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles)
     if steps == 1:
@@ -86,7 +90,7 @@ def update_over_replicas(
     contributes = _contributes()
 
     def finish() -> None:
-        total = [_added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
+        total = [added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
         if contributes is not None:
             total = tf.cond(contributes, lambda: total, lambda: [tf.convert_to_tensor(v) for v in accumulators])
         reduce_and_apply(optimizer, total, context, contributes=None, micro_steps=steps)
@@ -94,7 +98,7 @@ def update_over_replicas(
 
     def accumulate() -> None:
         for accumulator, gradient in zip(accumulators, gradients, strict=True):
-            optimizer.strategy.extended.update(accumulator, _add, args=(gradient,), group=False)
+            optimizer.strategy.extended.update(accumulator, add, args=(gradient,), group=False)
 
     def accumulate_own() -> None:
         if contributes is None:
@@ -130,6 +134,12 @@ def _accumulate_parts(
     cond_over_replicas(is_last, finish, lambda: sharded.accumulate(parts))
 
 
+def _local_update(optimizer: OptimizerUpdate) -> Any:
+    """Returns how the worker updates by itself between two exchanges, or `None` under other strategies."""
+    updates = getattr(optimizer.strategy, "local_updates", None)
+    return None if updates is None else updates.of(optimizer)
+
+
 def flush(accumulation: Accumulation) -> int:
     """Applies the mean over the micro-steps that were accumulated since the last update.
 
@@ -161,6 +171,8 @@ def flush(accumulation: Accumulation) -> int:
 
     tf.function(lambda: strategy.run(flush_replica), autograph=False)()
     accumulation.complete()
+    if getattr(strategy, "local_updates", None) is not None:
+        strategy.local_updates.synchronize()
     return micro_steps
 
 
@@ -244,6 +256,14 @@ def _apply(
     compiles: bool | None = False,
 ) -> None:
     """Updates the variables by the result of `_reduce`, unless a loss scale is lowered."""
+    apply = functools.partial(_apply_reduced, optimizer, sharded, summed, micro_steps, compiles)
+    local = _local_update(optimizer)
+    apply() if local is None else local.update(apply)
+
+
+def _apply_reduced(
+    optimizer: OptimizerUpdate, sharded: ShardedUpdate | None, summed: Any, micro_steps: int, compiles: bool | None
+) -> None:
     clip_and_apply: Callable[[Any, bool | None], None] = (sharded or optimizer).clip_and_apply
     loss_scale = optimizer.loss_scale
     if loss_scale is None:
@@ -273,17 +293,3 @@ def _contributes() -> Any:
     if step is None or step.contributes is True:
         return None
     return tf.convert_to_tensor(step.contributes)
-
-
-def _add(accumulator: tf.Variable, gradient: Any) -> None:
-    if isinstance(gradient, tf.IndexedSlices):
-        accumulator.scatter_add(gradient)
-    else:
-        accumulator.assign_add(tf.cast(gradient, accumulator.dtype))
-
-
-def _added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
-    total = tf.convert_to_tensor(accumulator)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], gradient.values)
-    return total + tf.cast(gradient, total.dtype)

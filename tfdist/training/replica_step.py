@@ -48,6 +48,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         A function of a replica's data.
     """
     training = step_function.__name__ == "train_step"
+    is_within_worker = training and strategy.local_updates is not None
     if computes_over_all_replicas(model):
         data = without_filled_rows(data)
     shared = rows_of_shares(data, strategy)
@@ -55,7 +56,8 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     fillers = parts if shared is None else [*parts, shared.whole]
     samples = samples_of_replicas(data) or [None] * len(parts)
     static = [] if samples[0] is not None else [first_input(part) for part in parts]
-    steps = iter(_static_steps(static, strategy.num_replicas_in_sync) if shared is None else shared.steps)
+    replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
+    steps = iter(_static_steps(static, replicas) if shared is None else shared.steps)
     waiting = zip(parts, samples, strict=True)
 
     @tf.autograph.experimental.do_not_convert
@@ -66,6 +68,8 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         with step_after(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
             step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
+            if is_within_worker:
+                step.stay_within_worker(len(parts))
             step.model, step.has_own_loss = model, has_own_loss(model)
             if not tf.executing_eagerly() and jit_compiles(model, replica_data):
                 step.graph = tf.compat.v1.get_default_graph()
@@ -95,7 +99,7 @@ def _run_whole_batch(
         if step.may_lack_rows:
             data = filled_if_empty(data, step.samples, first_rows(local, or_zeros=accepts_zeros(model, data)))
         step.observe(data, step.number_of_samples)
-        with revert_unless(step.contributes, model.metrics_variables):
+        with revert_unless(step.contributes, _without_effect(model, step)):
             logs = step_function(data)
     return PartialResult(step, logs, [variable.value for variable in batch_statistics(model)])
 
@@ -134,7 +138,7 @@ def _run_micro_batches(
             set_added_losses(own_losses[part])
             active = part
         contributes = steps[part].contributes
-        with revert_unless(contributes if fills else True, model.metrics_variables):
+        with revert_unless(contributes if fills else True, _without_effect(model, step)):
             yield
 
     def body(part: int) -> Any:
@@ -154,6 +158,15 @@ def _run_micro_batches(
         PartialResult(step, part_logs, [kept[position] for position in positions])
         for step, part_logs, kept in zip(steps, logs, own, strict=True)
     ]
+
+
+def _without_effect(model: Any, step: ReplicaStep) -> list[Any]:
+    """Returns the variables that a replica without samples must not change.
+
+    Statistics of its batch count nothing where they are averaged, unless no replica has samples: if a worker trains by
+    itself.
+    """
+    return [*model.metrics_variables, *(batch_statistics(model) if step.is_within_worker else ())]
 
 
 def _combined_state(variable: Any, *of_parts: tf.Tensor) -> tf.Tensor:

@@ -72,12 +72,16 @@ class ReplicaStep(LossStep):
         graph: The graph of the step if XLA compiles the calls of layers, losses and updates in it, else `None`.
         model: The model whose step it is.
         timing: Measures how long the replica computes; `None` if nobody asks.
+        is_within_worker: Whether the other replicas are those of this worker, and its share is one of the worker's.
+        samples_of_worker: The number of samples of all replicas, if so.
     """
 
     has_totals = True
     graph: Any = None
     model: Any = None
     timing: "TimedStep | None" = None
+    is_within_worker = False
+    samples_of_worker: Any = None
 
     def __init__(
         self,
@@ -134,16 +138,31 @@ class ReplicaStep(LossStep):
     def micro_batch(self, samples: int | tf.Tensor, parts: int) -> "ReplicaStep":
         """Returns the step of one of `parts` micro-batches, which has `samples` of this step's samples."""
         if isinstance(samples, int) and isinstance(self.samples, int) and isinstance(self.fraction, float):
-            return self._with_timing(ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts))
+            return self._like_this(ReplicaStep(samples, self.fraction * samples / max(self.samples, 1), parts))
         rows = None
         if self.filled_rows is not None and isinstance(samples, int):
             rows, samples = samples, tf.where(self.contributes, samples, 0)
         share = tf.math.divide_no_nan(tf.cast(samples, tf.float32), tf.cast(self.samples, tf.float32))
-        return self._with_timing(ReplicaStep(samples, self.fraction * share, parts, rows))
+        return self._like_this(ReplicaStep(samples, self.fraction * share, parts, rows))
 
-    def _with_timing(self, part: "ReplicaStep") -> "ReplicaStep":
-        part.timing = self.timing
-        return part
+    def stay_within_worker(self, local_replicas: int) -> None:
+        """Makes this a step of a worker with `local_replicas` that trains by itself, as if there were no others."""
+        self.is_within_worker, self.replicas = True, local_replicas
+        if isinstance(self.fraction, float):
+            self.samples_of_worker = self.samples / self.fraction
+            return
+        self.samples_of_worker = tf.math.divide_no_nan(tf.cast(self.samples, tf.float32), self.fraction)
+        if local_replicas > 1:  # one without samples does not know the others'
+            (total,) = sum_over_replicas([tf.cast(self.samples, tf.float32)])
+            self.samples_of_worker = total
+        # Statistics that a worker without samples has not changed are averaged.
+        has_samples = self.samples_of_worker > 0
+        self.fraction = self._fraction_of_samples = tf.where(has_samples, self.fraction, 1 / local_replicas)
+
+    def _like_this(self, step: "ReplicaStep") -> "ReplicaStep":
+        step.is_within_worker, step.replicas, step.timing = self.is_within_worker, self.replicas, self.timing
+        step.samples_of_worker = self.samples_of_worker
+        return step
 
     @contextmanager
     def running(self) -> Iterator[None]:

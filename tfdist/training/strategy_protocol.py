@@ -67,6 +67,11 @@ class TrainingStrategy(Protocol):
         return None
 
     @property
+    def local_updates(self) -> Any:
+        """How workers train by themselves between two exchanges of weights; `None` if they do not."""
+        return None
+
+    @property
     def worker_stats(self) -> Sequence[Any]:
         """Under parameter servers a `WorkerStats` for each worker; empty under other strategies."""
         ...

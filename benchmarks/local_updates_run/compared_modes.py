@@ -1,0 +1,30 @@
+"""What `benchmarks/local_updates.py` compares."""
+
+from typing import Any
+
+FLOOR, DILOCO = "floor", "DiLoCo, int4"
+SYNC_EVERY, OVERLAP_STEPS, FRAGMENTS = 100, 45, 4
+ACCURACY_SYNC_EVERY = 20
+
+
+def strategy_arguments(name: str, sync_every: int) -> dict[str, Any]:
+    """Returns the arguments of `MultiWorkerMirroredStrategy` of a variant. Import TensorFlow before."""
+    from tfdist.strategies import DiLoCo, LocalSGD
+
+    return {
+        "synchronous": {},
+        "synchronous, int4": {"compression": "int4"},
+        "LocalSGD": {"mode": LocalSGD(sync_every)},
+        "DiLoCo": {"mode": DiLoCo(sync_every)},
+        "LocalSGD, int4": {"mode": LocalSGD(sync_every), "compression": "int4"},
+        DILOCO: {"mode": DiLoCo(sync_every), "compression": "int4"},
+        f"{DILOCO}, overlap": {
+            "mode": DiLoCo(sync_every, fragments=FRAGMENTS, overlap_steps=OVERLAP_STEPS * sync_every // SYNC_EVERY),
+            "compression": "int4",
+        },
+    }[name]
+
+
+VARIANTS = tuple(
+    "synchronous|synchronous, int4|LocalSGD|DiLoCo|LocalSGD, int4|DiLoCo, int4|DiLoCo, int4, overlap".split("|")
+)

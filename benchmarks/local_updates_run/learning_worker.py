@@ -1,0 +1,66 @@
+"""The program of the workers that learn a task under each variant, started by `tfdist run`.
+
+    learning_worker.py FOLDER TASK SEED VARIANT [VARIANT ...]
+
+Rank 0 writes `FOLDER/TASK-SEED.json`: for each variant the held-out metric after each part of the training, with the
+seconds and the bytes sent until then.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+from accuracy import TASKS
+
+from local_updates_run.compared_modes import ACCURACY_SYNC_EVERY, strategy_arguments
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
+_PARTS = 6
+
+
+def learn(task_name: str, seed: int, variant: str) -> list[dict[str, float]]:
+    """Trains a task's model on all workers, and evaluates it after each part of the steps."""
+    task = TASKS[task_name]
+    strategy = MultiWorkerMirroredStrategy(**strategy_arguments(variant, ACCURACY_SYNC_EVERY))
+    batches, held_out = task.data(seed, task.steps * task.batch_size)
+    keras.utils.set_random_seed(seed)
+    rise = task.steps // 20
+    learning_rate = keras.optimizers.schedules.CosineDecay(
+        0.0, task.steps - rise, alpha=0.1, warmup_target=task.learning_rate, warmup_steps=rise
+    )
+    with strategy.scope():
+        model = task.build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(learning_rate), loss, metrics=["accuracy"])
+    before, seconds, curve = strategy.communication, 0.0, []
+    rows = task.steps * task.batch_size // _PARTS
+    for part in range(_PARTS):
+        start = time.perf_counter()
+        taken = [array[part * rows : (part + 1) * rows] for array in batches]
+        model.fit(*taken, batch_size=task.batch_size, shuffle=False, verbose=0)
+        seconds += time.perf_counter() - start
+        sent = (strategy.communication - before).wire_bytes
+        logs = model.evaluate(*held_out, batch_size=task.batch_size, verbose=0, return_dict=True)
+        curve.append({"seconds": seconds, "bytes": sent, "metric": logs[task.metric], "loss": logs["loss"]})
+    return curve
+
+
+def main() -> None:
+    """Learns with each variant."""
+    folder, task, seed, *variants = sys.argv[1:]
+    rank = MultiWorkerMirroredStrategy().rank
+    curves: dict[str, Any] = {}
+    for variant in variants:
+        curves[variant] = learn(task, int(seed), variant)
+        keras.backend.clear_session()
+        if rank == 0:
+            print(f"{task}, seed {seed}, {variant}: {curves[variant][-1]}", flush=True)
+    if rank == 0:
+        (Path(folder) / f"{task}-{seed}.json").write_text(json.dumps(curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the workers of a cluster agree on, and what is set in their processes, when they start."""
+
+import os
+import secrets
+import zlib
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.runtime import (
+    global_seed,
+    set_key_value,
+    tensorflow_has_started,
+    wait_for_key_value,
+)
+from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
+from tfdist.utils.argument_checks import optional_integer_variable
+
+
+def agree_on_random_seed(rank: int, name: str) -> None:
+    """Sets the same global TensorFlow seed on all workers unless the user has set one.
+
+    Each worker shuffles the complete dataset and takes its part. With different seeds, some samples of an epoch would
+    be seen twice and others never. All attempts of one `tfdist run` have the same seed, so a training that resumes
+    after a failure sees the same order.
+
+    Args:
+        rank: The rank of this worker.
+        name: Of the seed in the key-value store of the cluster.
+    """
+    if global_seed() is None:
+        if rank == 0:
+            set_key_value(name, str(_seed_of_run()))
+        tf.random.set_seed(int(wait_for_key_value(name)))
+
+
+def compare_cpus(rank: int, num_workers: int, name: str) -> None:
+    """Leaves XLA to the users if workers have CPUs with different instructions, and their weights would differ.
+
+    Args:
+        rank: The rank of this worker.
+        num_workers: The number of workers.
+        name: Of the CPUs in the key-value store of the cluster.
+    """
+    set_key_value(f"{name}/{rank}", str(cpu_instructions()))
+    cpus = [wait_for_key_value(f"{name}/{worker}") for worker in range(num_workers)]
+    if others := [worker for worker, cpu in enumerate(cpus) if cpu != cpus[0]]:
+        leave_xla_to_users(others)
+
+
+def default_micro_batches(workers: int) -> int:
+    """Returns the quotient of requested and present workers, or 1 if that is not an integer."""
+    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
+    full = optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or workers
+    return full // workers if full % workers == 0 else 1
+
+
+def answer_peers_during_computation() -> None:
+    """Gives TensorFlow a second inter-op thread on one core, unless the user has set their number.
+
+    With one thread a worker sends gradients only when backpropagation has ended: TensorFlow's server answers the other
+    workers in these threads, too.
+    """
+    threading = tf.config.threading
+    is_set = threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in os.environ
+    if not is_set and not tensorflow_has_started() and hasattr(os, "sched_getaffinity"):
+        if len(os.sched_getaffinity(0)) == 1:
+            threading.set_inter_op_parallelism_threads(2)
+
+
+def _seed_of_run() -> int:
+    run = os.environ.get("TFDIST_RUN_ID")
+    return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1

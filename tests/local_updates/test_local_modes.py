@@ -1,0 +1,110 @@
+"""The modes' arguments, what does not work together with them, and one worker."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from local_models import compiled, fit
+
+from tfdist.strategies import Asynchronous, DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, Synchronous
+
+pytestmark = pytest.mark.usefixtures("cpus")
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "message"),
+    [
+        (LocalSGD, {"sync_every": 0}, "Invalid `sync_every`"),
+        (LocalSGD, {"sync_every": 2.5}, "Invalid `sync_every`"),
+        (DiLoCo, {"sync_every": True}, "Invalid `sync_every`"),
+        (DiLoCo, {"sync_every": 4, "fragments": 5}, "Invalid `fragments`"),
+        (DiLoCo, {"fragments": 0}, "Invalid `fragments`"),
+        (DiLoCo, {"sync_every": 4, "overlap_steps": 4}, "Invalid `overlap_steps`"),
+        (DiLoCo, {"overlap_steps": -1}, "Invalid `overlap_steps`"),
+        (DiLoCo, {"mixing": 1.0}, "Invalid `mixing`"),
+        (DiLoCo, {"mixing": float("nan")}, "Invalid `mixing`"),
+        (DiLoCo, {"timeout_seconds": -1}, "Invalid `timeout_seconds`"),
+    ],
+)
+def test_invalid_arguments_of_modes(mode, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        mode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": Asynchronous()}, "Invalid `mode`"),
+        ({"mode": LocalSGD}, "Invalid `mode`"),
+        ({"mode": LocalSGD(), "shard_optimizer_state": True}, "`shard_optimizer_state` does not work"),
+        ({"mode": LocalSGD(), "load_balancing": True}, "`load_balancing` and `shares` do not work with local updates"),
+        ({"mode": DiLoCo(), "shares": [1, 3]}, "`load_balancing` and `shares` do not work with local updates"),
+    ],
+)
+def test_invalid_arguments_of_the_strategy(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MultiWorkerMirroredStrategy(**arguments)
+
+
+def test_synchronous_is_the_default():
+    assert MultiWorkerMirroredStrategy(mode=Synchronous()).local_updates is None
+    assert MultiWorkerMirroredStrategy().local_updates is None
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+def synchronized():
+    return keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True)])
+
+
+def float8():
+    layer = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((6,)), layer])
+    layer.quantize("float8")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mode", "build", "arguments", "message"),
+    [
+        (LocalSGD(), None, {"run_eagerly": True}, "Local updates run in functions"),
+        (DiLoCo(fragments=5), None, {}, "more fragments than variables"),
+        (DiLoCo(outer_optimizer=lambda: "adam"), None, {}, None),
+        (DiLoCo(outer_optimizer=3), None, {}, "Invalid `outer_optimizer`"),
+        (DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(use_ema=True)), None, {}, "Invalid `outer_optimizer`"),
+        (LocalSGD(), synchronized, {}, "normalizes over the samples of all replicas"),
+        (LocalSGD(), float8, {}, "a scale of float8"),
+    ],
+)
+def test_what_cannot_be_right_is_an_error(mode, build, arguments, message):
+    strategy = MultiWorkerMirroredStrategy(mode=mode)
+    with strategy.scope():
+        model = compiled(strategy, sgd) if build is None else build()
+        model.compile(sgd(), loss="mse", **arguments)
+    if message is None:
+        fit(model, epochs=1)
+        return
+    with pytest.raises(ValueError, match=message):
+        fit(model, epochs=1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"micro_batches": 3}, {"compression": "int8"}])
+def test_one_worker_trains_as_without_a_strategy(arguments):
+    expected = compiled(tf.distribute.get_strategy(), lambda: keras.optimizers.Adam(0.02))
+    fit(expected)
+    strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=2), **arguments)
+    model = compiled(strategy, lambda: keras.optimizers.Adam(0.02))
+    fit(model)
+    for value, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-6)  # w - (w - w') rounds
+
+
+def test_assigned_weights_are_not_progress():
+    strategy = MultiWorkerMirroredStrategy(mode=DiLoCo(sync_every=4))
+    model = compiled(strategy, lambda: keras.optimizers.SGD(0.0))
+    fit(model, epochs=1)
+    model.set_weights([np.ones_like(value) for value in model.get_weights()])
+    fit(model, epochs=1)
+    assert all((value == 1).all() for value in model.get_weights())

@@ -1,0 +1,76 @@
+"""Optimizers of workers that train by themselves, and the outer optimizers that update what the workers share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.optimizers import OptimizerUpdate
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer updates.
+
+    Raises:
+        ValueError: If one of them is overwritten by its gradient, as the scales of float8.
+    """
+    variables = list(optimizer._trainable_variables)
+    overwritten = [variable for variable in variables if optimizer._overwrite_variable_with_gradient(variable)]
+    if overwritten:
+        raise ValueError(
+            "Local updates average weights, and this variable is the largest value of all replicas in each step. "
+            f"Received: {overwritten[0].path!r}, a scale of float8. Expected: another dtype policy, or "
+            "`mode=Synchronous()`."
+        )
+    return variables
+
+
+def moving_averages(optimizer: Any) -> list[Any]:
+    """Returns the moving averages of weights of a built optimizer, if it has any."""
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
+    """Returns a new optimizer that is built for `anchors`. Call this in the strategy's scope.
+
+    Args:
+        described: An optimizer, whose configuration is used, a function that returns one, or what
+            `keras.optimizers.get` accepts.
+        anchors: The variables that it will update.
+
+    Raises:
+        ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
+    """
+    is_function = callable(described) and not isinstance(described, keras.optimizers.Optimizer)
+    given = described() if is_function else described
+    if not isinstance(given, keras.optimizers.Optimizer | str | dict):
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {described!r}. Expected: a function that returns a Keras optimizer, "
+            "such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, a name, or a configuration."
+        )
+    if isinstance(given, keras.optimizers.Optimizer):
+        optimizer = type(given).from_config(given.get_config())
+    else:
+        optimizer = keras.optimizers.get(given)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales or optimizer.gradient_accumulation_steps or optimizer.use_ema:
+        raise ValueError(
+            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with a loss scale, "
+            "`gradient_accumulation_steps` or `use_ema`. Expected: a Keras optimizer without them: it updates once an "
+            "exchange."
+        )
+    optimizer.build(list(anchors))
+    return optimizer
+
+
+def update_anchors(optimizer: Any, anchors: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """Updates this replica's copies of `anchors` by an outer optimizer, and counts the update.
+
+    Args:
+        optimizer: What `new_outer_optimizer` has returned for `anchors`.
+        anchors: The anchors.
+        gradients: The mean difference of each anchor and the workers' weights, equal on all replicas.
+    """
+    update = OptimizerUpdate(optimizer, anchors)
+    update.clip_and_apply(list(gradients), False)
+    update.take_back(-1)

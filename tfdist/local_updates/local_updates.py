@@ -1,0 +1,217 @@
+"""The local updates of a strategy: its optimizers, what training asks of them, and when all weights become equal."""
+
+import concurrent.futures
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.all_reduce import ReplicaReduction
+from tfdist.compression.gradient_tensors import divided
+from tfdist.keras_internals.model_introspection import batch_statistics
+from tfdist.local_updates.background_exchange import BackgroundExchange
+from tfdist.local_updates.exchange_progress import ExchangeProgress
+from tfdist.local_updates.local_modes import DiLoCo, LocalMode
+from tfdist.local_updates.replica_values import assign, read
+from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer
+
+
+class LocalUpdates:
+    """The local updates of all optimizers of a strategy.
+
+    Attributes:
+        mode: How weights are exchanged.
+        ends_are_known: Whether the epoch that runs has a number of steps that all workers know, a bool variable.
+    """
+
+    def __init__(self, strategy: Any, mode: LocalMode, samples_of_step: Callable[[], Any]) -> None:
+        """Prepares `strategy`.
+
+        Args:
+            strategy: The strategy, complete.
+            mode: How weights are exchanged.
+            samples_of_step: Returns the samples of all replicas of this worker in the Keras step that is running;
+                `None` in a custom loop.
+        """
+        self.mode = mode
+        self._strategy_reference = weakref.ref(strategy)
+        self._samples_of_step = samples_of_step
+        self._first_replica = sum(strategy.replicas_of_workers[: strategy.rank])
+        self._of_optimizers: list[tuple[weakref.ref[Any], SyncedOptimizer]] = []
+        self._models: list[weakref.ref[Any]] = []  # in the order of their first steps, which is that of all workers
+        self._flushes: dict[Any, Any] = {}
+        self._begun: list[bool] = []
+        with tf.device("CPU:0"):
+            self.ends_are_known = tf.Variable(False, trainable=False)
+
+    @property
+    def _strategy(self) -> Any:
+        return self._strategy_reference()
+
+    def begin_epoch(self, *, knows_end: bool) -> None:
+        """Sets `ends_are_known` for an epoch, which may be within another one (`evaluate` in a callback)."""
+        self._begun.append(bool(self.ends_are_known.numpy()))
+        self.ends_are_known.assign(knows_end)
+
+    def end_epoch(self) -> None:
+        """Sets `ends_are_known` as it was before the epoch."""
+        self.ends_are_known.assign(self._begun.pop())
+
+    def add_model(self, model: Any) -> None:
+        """Notes a model whose batch statistics are averaged."""
+        if not any(known() is model for known in self._models):
+            self._models.append(weakref.ref(model))
+
+    def of(self, update: Any) -> "LocalUpdate":
+        """Returns the local updates of the optimizer of an `OptimizerUpdate`."""
+        return LocalUpdate(self._synced(update.optimizer), self._samples_of_step, self._factor)
+
+    def prepare(self, optimizers: Sequence[Any]) -> None:
+        """Creates the variables for optimizers that are built, before their first update."""
+        for optimizer in optimizers:
+            self._synced(optimizer)
+
+    def synchronize(self) -> None:
+        """Makes weights, their moving averages and batch statistics equal on all workers, if any worker has trained.
+
+        Call this eagerly and on all workers.
+        """
+        known = self._known()
+        counts = [synced.number_of_updates() for synced in known]
+        if not any(counts):
+            return
+        keeps = bool(self.mode.kept_share)
+        are_equal = [
+            not count or (synced.schedule.leaves_equal_weights(count) and not keeps)
+            for synced, count in zip(known, counts, strict=True)
+        ]
+        models = [model for model in (reference() for reference in self._models) if model is not None]
+        ways = [synced.schedule.under_way(count) for synced, count in zip(known, counts, strict=True)]
+        key = str(ways), tuple(are_equal), tuple(map(id, known)), tuple(map(id, models))
+        if key not in self._flushes:
+            flush = functools.partial(self._run_flush, known, are_equal, ways, models)
+            self._flushes[key] = tf.function(flush, autograph=False)
+        self._flushes[key]()
+
+    def saved_variables(self, optimizers: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what to save of these optimizers: by names, what is equal on all workers, and what is not."""
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        known = {id(optimizer()): synced for optimizer, synced in self._of_optimizers}
+        for number, optimizer in enumerate(optimizers):
+            if (synced := known.get(id(optimizer))) is not None:
+                shared |= {f"{number}/{name}": variable for name, variable in synced.shared_variables.items()}
+                own |= {f"{number}/{name}": variable for name, variable in synced.own_variables.items()}
+        return shared, own
+
+    def hold(self) -> None:
+        """Completes exchanges that are under way, without using their sums; call this before variables are saved."""
+        for synced in self._known():
+            synced.hold()
+
+    def resume(self, *, same_workers: bool) -> None:
+        """Continues with restored variables; see `SyncedOptimizer.resume`."""
+        for synced in self._known():
+            synced.resume(same_workers=same_workers)
+
+    def mean_of_workers(self, values: Sequence[float]) -> list[float]:
+        """Returns the means of all workers' `values`. Call this eagerly and on all workers."""
+        if not values:
+            return []
+        strategy = self._strategy
+        gathered = strategy.gather(tf.constant([list(values)], tf.float32), axis=0).numpy()
+        return [float(mean) for mean in gathered.mean(axis=0)]
+
+    def _run_flush(
+        self,
+        known: Sequence[SyncedOptimizer],
+        are_equal: Sequence[bool],
+        under_way: Sequence[Sequence[int]],
+        models: Sequence[Any],
+    ) -> None:
+        def flush_replica() -> None:
+            for synced, is_equal, of_synced in zip(known, are_equal, under_way, strict=True):
+                synced.finish() if is_equal else synced.flush(of_synced)
+            self._average_statistics(models)
+
+        self._strategy.run_over_all_replicas(flush_replica)
+
+    def _average_statistics(self, models: Sequence[Any]) -> None:
+        variables = [variable for model in models for variable in batch_statistics(model)]
+        if variables:
+            replicas = self._strategy.num_replicas_in_sync
+            context = tf.distribute.get_replica_context()
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [read(variable) for variable in variables])
+            for variable, total in zip(variables, sums, strict=True):
+                assign(self._strategy, variable, total / tf.cast(replicas, total.dtype))
+
+    def _known(self) -> list[SyncedOptimizer]:
+        self._of_optimizers = [(optimizer, synced) for optimizer, synced in self._of_optimizers if optimizer()]
+        return [synced for _, synced in self._of_optimizers]
+
+    def _synced(self, optimizer: Any) -> SyncedOptimizer:
+        for known, synced in self._of_optimizers:
+            if known() is optimizer:
+                return synced
+        strategy = self._strategy
+
+        def create() -> SyncedOptimizer:
+            with strategy.scope():
+                return SyncedOptimizer(optimizer, self.mode, strategy, self._reduction, self._in_background)
+
+        # A new thread is in no scope and no replica context, and traces nothing.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            synced = thread.submit(create).result()
+        self._of_optimizers.append((weakref.ref(optimizer), synced))
+        return synced
+
+    def _in_background(self, fragments: Sequence[Fragment]) -> BackgroundExchange | None:
+        strategy, mode = self._strategy, self.mode
+        if not isinstance(mode, DiLoCo) or not mode.overlap_steps or strategy.num_workers == 1:
+            return None
+        launcher = strategy.extended.replica_operations.background_launcher(len(self._of_optimizers))
+        reduction = strategy.gradient_reduction.in_background(launcher)
+        specs = [([anchor.shape for anchor in one.anchors], one.paths) for one in fragments]
+        name = f"tfdist/exchanges/{strategy._collective_key_base}/{len(self._of_optimizers)}"
+        progress = ExchangeProgress(name, strategy.rank, strategy.num_workers)
+        return BackgroundExchange(specs, reduction, launcher.device, mode.timeout_seconds, progress.late_workers)
+
+    def _reduction(self) -> ReplicaReduction:
+        number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        return self._strategy.extended.replica_operations.reductions[int(number) - self._first_replica]
+
+    @functools.cached_property
+    def _factor(self) -> float:
+        strategy = self._strategy
+        return float(int(strategy.num_replicas_in_sync) / strategy.replicas_of_workers[strategy.rank])
+
+
+class LocalUpdate:
+    """The updates of one optimizer, as training asks for them on a replica."""
+
+    def __init__(self, synced: SyncedOptimizer, samples_of_step: Callable[[], Any], factor: float) -> None:
+        """Updates `synced`; `factor` is the number of all replicas divided by those of this worker."""
+        self._synced, self._samples_of_step, self._factor = synced, samples_of_step, factor
+
+    def take(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of a step of this replica as parts of the gradient of its worker.
+
+        Losses of custom loops are divided by the samples, or the number of replicas, of all workers.
+        """
+        if tf.executing_eagerly():
+            raise ValueError(
+                "Local updates run in functions. Received: an update in eager execution (`run_eagerly=True`, or a "
+                "custom loop without `tf.function`). Expected: a compiled step. Leave `run_eagerly` out, or call "
+                "`strategy.run` in a `tf.function`."
+            )
+        samples = self._samples_of_step()
+        self._synced.count(1.0 if samples is None else samples)
+        if samples is not None or self._factor == 1:
+            return list(gradients)
+        return [divided(gradient, 1 / self._factor) for gradient in gradients]
+
+    def update(self, apply: Callable[[], None]) -> None:
+        """Runs `apply`, an update of this worker's weights, and the exchanges that follow it."""
+        self._synced.update(apply, is_certain=not tf.is_tensor(self._samples_of_step()))
