@@ -13,21 +13,21 @@ COMMON = ("utils", "versions", "private_symbols")
 ROOMS: dict[str, tuple[float, float, str, str]] = {
     # room: (centre x, top y, what it holds, kind)
     "launch": (160, 120, "tfdist run, notebooks", "user"),
-    "callbacks": (430, 120, "FailureRecovery, monitors", "user"),
-    "strategies": (740, 120, "what replaces tf.distribute", "user"),
-    "doctor": (115, 225, "checks before a training", ""),
-    "recovery": (430, 225, "what a training consists of", "core"),
-    "training": (665, 225, "a Keras step on replicas", "core"),
-    "parameter_server": (890, 225, "chief, workers, servers", "core"),
-    "model_parallel": (1090, 225, "stages on several devices", "core"),
-    "sharded_state": (665, 310, "split optimizer state", "core"),
-    "local_updates": (1050, 310, "LocalSGD, DiLoCo", "core"),
-    "load_balancing": (470, 310, "rows by measured speed", "core"),
+    "callbacks": (350, 120, "FailureRecovery, monitors", "user"),
+    "strategies": (790, 120, "what replaces tf.distribute", "user"),
+    "doctor": (105, 225, "checks before a training", ""),
+    "recovery": (350, 225, "what a training consists of", "core"),
+    "training": (545, 225, "a Keras step on replicas", "core"),
+    "local_updates": (731, 225, "LocalSGD, DiLoCo", "core"),
+    "parameter_server": (917, 225, "chief, workers, servers", "core"),
+    "model_parallel": (1103, 225, "stages on several devices", "core"),
+    "sharded_state": (465, 310, "split optimizer state", "core"),
+    "load_balancing": (650, 310, "rows by measured speed", "core"),
     "transport": (105, 395, "authenticated messages", ""),
-    "checkpoint": (360, 395, "the store of checkpoints", ""),
-    "data_position": (545, 395, "position in the data", "core"),
-    "collectives": (735, 395, "gradient exchange", "core"),
-    "servers": (940, 395, "TensorFlow's servers", ""),
+    "checkpoint": (315, 395, "the store of checkpoints", ""),
+    "data_position": (492, 395, "position in the data", "core"),
+    "collectives": (760, 395, "gradient exchange", "core"),
+    "servers": (1005, 395, "TensorFlow's servers", ""),
     "cluster": (230, 500, "TF_CONFIG, Slurm, …", ""),
     "internals": (545, 500, "private symbols", ""),
     "compression": (820, 500, "how a gradient is encoded", "core"),
@@ -35,14 +35,10 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
 ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 # Arrows that would cross a box, as corners between start and end.
 BENDS: dict[tuple[str, str], list[Point]] = {
-    ("doctor", "cluster"): [(204, 377), (204, 470)],
-    ("callbacks", "cluster"): [(305, 200), (252, 375)],
-    ("servers", "cluster"): [(965, 447), (965, 577), (230, 577), (230, 552)],
-    ("model_parallel", "internals"): [(1090, 277), (1090, 591), (545, 591), (545, 552)],
-    ("parameter_server", "internals"): [(833, 330), (833, 463)],
-    ("load_balancing", "internals"): [(452, 378), (452, 463)],
-    ("recovery", "data_position"): [(568, 300), (568, 380)],
-    ("recovery", "checkpoint"): [(372, 300), (372, 380)],
+    ("doctor", "cluster"): [(202, 377), (202, 470)],
+    ("callbacks", "cluster"): [(240, 200), (216, 377), (216, 470)],
+    ("servers", "cluster"): [(1030, 447), (1030, 577), (230, 577), (230, 552)],
+    ("recovery", "data_position"): [(366, 300), (366, 371)],
 }
 
 
@@ -87,7 +83,7 @@ def rooms() -> Picture:
     picture.box(340, 48, 180, 40, "examples, benchmarks")
     for room, (x, y, holds, kind) in ROOMS.items():
         picture.box(x - ROOM_WIDTH / 2, y, ROOM_WIDTH, ROOM_HEIGHT, room, [holds], kind)
-    for room, x in (("launch", 360), ("callbacks", 430), ("strategies", 500)):
+    for room, x in (("launch", 360), ("callbacks", 400), ("strategies", 500)):
         picture.arrow([(x, 88), (ROOMS[room][0], ROOMS[room][1])])
     outgoing = needed_arrows(arrows)
     for room, other in outgoing:
@@ -114,8 +110,9 @@ def _between(room: str, other: str, arrows: Iterable[tuple[str, str]]) -> list[P
         return ROOMS[mine][0] + (number - (len(ends) - 1) / 2) * 34
 
     if ROOMS[room][1] == ROOMS[other][1]:  # side by side
-        middle = ROOMS[room][1] + ROOM_HEIGHT / 2
-        return [(ROOMS[room][0] + ROOM_WIDTH / 2, middle), (ROOMS[other][0] - ROOM_WIDTH / 2, middle)]
+        middle, side = ROOMS[room][1] + ROOM_HEIGHT / 2, ROOM_WIDTH / 2
+        side = side if ROOMS[room][0] < ROOMS[other][0] else -side
+        return [(ROOMS[room][0] + side, middle), (ROOMS[other][0] - side, middle)]
     start = (port(room, 0), ROOMS[room][1] + ROOM_HEIGHT)
     end = (port(other, 1), ROOMS[other][1])
     bends = BENDS.get((room, other), [])
