@@ -101,7 +101,8 @@ def test_every_documented_name_has_a_heading(site: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "building").glob("*.py")), ids=lambda path: path.name)
-def test_examples_of_the_building_tools(path: Path) -> None:
+def test_examples_of_the_building_tools(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(path.parent)
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
     module.__spec__.loader.exec_module(module)
     assert not doctest.testmod(module).failed

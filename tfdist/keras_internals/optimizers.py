@@ -44,10 +44,6 @@ class OptimizerUpdate:
         self._variables = list(variables)
         self.loss_scale = loss_scale
 
-    def is_of(self, optimizer: Any) -> bool:
-        """Whether it is an update by `optimizer`."""
-        return self._optimizer is optimizer
-
     @property
     def optimizer(self) -> Any:
         """The Keras optimizer."""

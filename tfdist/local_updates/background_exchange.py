@@ -96,7 +96,11 @@ class BackgroundExchange:
         try:
             self._sums[number].enqueue(["", *self._exchanges[number]()])
         except Exception as error:  # the step that needs the sums raises it
-            self._fail(number, f"The exchange of weights has failed: {error}")
+            self._fail(
+                number,
+                f"An exchange of weights has failed. Received: {error}. Expected: the differences of all workers. "
+                "Restart the workers from a checkpoint (`tfdist run --max-restarts`).",
+            )
         finally:
             timer.cancel()
 

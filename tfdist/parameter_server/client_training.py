@@ -65,7 +65,7 @@ class LocalSteps:
         Raises:
             ValueError: The update is that of another optimizer than the compiled one, whose variables have no copies.
         """
-        if not update.is_of(self._optimizer):
+        if update.optimizer is not self._optimizer:
             raise ValueError(
                 "A client updates by the model's optimizer alone. Received: an update by another optimizer in "
                 "`train_step`. Expected: the optimizer that was given to `compile`. Use another mode of "

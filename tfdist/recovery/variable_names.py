@@ -73,7 +73,7 @@ class NamedVariables:
         """Variables that are equal on all replicas: weights, also frozen ones, and optimizers.
 
         Without accumulators, unless they are split over the replicas and hold the sums over all. With local updates
-        what workers have exchanged, instead of their own weights and slots.
+        what workers have exchanged, instead of weights and slots, which differ.
         """
         if self._local_updates is not None:
             return self._of_local_updates(0)
