@@ -214,12 +214,13 @@ def federated_errors(_):
         "xla": lambda: fit(strategy, regression(strategy, sgd(), jit_compile=True), 1),
         "half": half,
         "two optimizers": two_optimizers,
-        "nan": lambda: fit(strategy, regression(strategy, lambda: keras.optimizers.SGD(1e38)), 5),
+        "nan": lambda: fit(strategy, regression(strategy, lambda: keras.optimizers.SGD(1e39)), 5),
         "validation": lambda: fit(
             strategy,
             regression(strategy, sgd()),
             1,
             validation_data=strategy.distribute_datasets_from_function(dataset_fn),
+            validation_steps=1,
         ),
         "loop": lambda: strategy.coordinator.create_per_worker_dataset(
             strategy.distribute_datasets_from_function(dataset_fn)

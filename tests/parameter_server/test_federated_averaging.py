@@ -52,7 +52,10 @@ class TestOnCluster:
             ("empty", "The dataset of a client is empty. Received: no batch of client 1."),
             ("unequal", "The clients' datasets differ. Received: elements TensorSpec(shape=(), dtype=tf.int64"),
             ("ema", "A client's average of weights ends with the round."),
-            ("accumulation", "Accumulators on the servers would send every micro-step's gradient"),
+            (
+                "accumulation",
+                "A client updates its own weights after every batch. Received: an optimizer",
+            ),
             ("xla", "Clients do not compile their steps by XLA."),
             ("half", "A loss scale would start again in every round."),
             ("two optimizers", "A client updates by the model's optimizer alone."),
@@ -63,7 +66,7 @@ class TestOnCluster:
     )
     def test_what_clients_cannot_train_is_an_error(self, found, name, message):
         seen = found("federated_errors")
-        assert seen[name].startswith(message)
+        assert message in seen[name]
         assert 0 < seen["loss afterwards"] < 5
 
 

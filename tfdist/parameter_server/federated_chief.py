@@ -124,6 +124,10 @@ class FederatedChief(ChiefTraining):
             self._sums.add(result["metrics"], result["logs"])
         weights = sample_fractions([int(done[client][1]["report"]["samples"]) for client in sorted(done)])
         buffers = [done[client][0] for client in sorted(done)]
+        # Always as many: another number would be traced, and TensorFlow would send the new function to all workers and
+        # wait for one that is frozen.
+        missing = self._mode.num_chosen(self._workers) - len(buffers)
+        buffers, weights = buffers + buffers[:1] * missing, weights + [0.0] * missing
         functions.update(tf.constant(buffers, tf.int32), tf.constant(weights, tf.float64))
         trained = [[client] for client in sorted(done)]
         steps = tf.fill([len(done)], tf.constant(self._mode.local_steps, tf.int64))

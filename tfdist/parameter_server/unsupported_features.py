@@ -54,6 +54,11 @@ def reject_unsupported_clients(model: Any, policy: Policy) -> None:
             "A loss scale would start again in every round. Received: a LossScaleOptimizer, or the dtype policy "
             "'mixed_float16'. Expected: an optimizer without a loss scale. Use 'mixed_bfloat16' or float32."
         )
+    if optimizer is not None and Accumulation(model).steps > 1:
+        raise ValueError(
+            "A client updates its own weights after every batch. Received: an optimizer with "
+            "gradient_accumulation_steps. Expected: an optimizer without it. Use larger batches in `dataset_fn`."
+        )
     if optimizer is not None and optimizer.use_ema:
         raise ValueError(
             "A client's average of weights ends with the round. Received: an optimizer with use_ema=True. Expected: "
