@@ -19,17 +19,21 @@ from tfdist.model_parallel.split_softmax import SplitCrossentropy, split_softmax
 layers = keras.layers
 pytestmark = pytest.mark.usefixtures("cpus")
 rng = np.random.default_rng(0)
-ROWS, WORDS = 5, 12
+ROWS, WORDS = 5, 11  # so that the last part is padded
 LOGITS = (4 * rng.normal(size=(ROWS, 3, WORDS))).astype("float32")
 IDS = rng.integers(0, WORDS, (ROWS, 3))
 SHARES = rng.random((ROWS, 3, WORDS)).astype("float32")  # which do not add up to 1
 
 
 def _on_devices(function: Any, ways: int, *arguments: Any) -> list[tuple[list[Any], Any]]:
-    """Calls a function of a group and parts of logits on devices; returns its results and gradients of the logits."""
+    """Calls a function of a group and parts of logits on devices; returns its results and gradients of the logits.
+
+    The logits are padded by values that are larger than they are.
+    """
+    padding = -WORDS % ways
     names = [one.name for one in tf.config.list_logical_devices("CPU")[:ways]]
     specs = [tf.TensorSpec([None, *one.shape[1:-1], one.shape[-1]], one.dtype) for one in arguments]
-    specs[0] = tf.TensorSpec([None, *arguments[0].shape[1:-1], WORDS // ways], arguments[0].dtype)
+    specs[0] = tf.TensorSpec([None, *arguments[0].shape[1:-1], (WORDS + padding) // ways], arguments[0].dtype)
 
     def computed(group: Any, given: Any) -> Any:
         target, *others = function(group, *given)
@@ -38,7 +42,7 @@ def _on_devices(function: Any, ways: int, *arguments: Any) -> list[tuple[list[An
     @tf.function
     def run(seed: Any) -> Any:
         program = ShardProgram(computed, specs, ways)
-        parts = tf.split(arguments[0], ways, -1)
+        parts = tf.split(tf.pad(arguments[0], [[0, 0], [0, 0], [0, padding]], constant_values=99), ways, -1)
         results, state = program.forward(
             [[part, *arguments[1:]] for part in parts], names, [[] for _ in names], tf.constant(ROWS)
         )
@@ -69,8 +73,8 @@ def test_values_and_gradients_are_those_of_keras(loss: Any, targets: Any, ways: 
     for is_softmax in [False] if options["from_logits"] else [True, False]:
 
         def of_parts(group: Any, x: Any, y: Any, is_softmax: bool = is_softmax) -> Any:
-            y_pred = x if options["from_logits"] else split_softmax(x, group)
-            split = SplitCrossentropy(group, **options, with_choices=True)
+            y_pred = x if options["from_logits"] else split_softmax(x, group, WORDS)
+            split = SplitCrossentropy(group, size=WORDS, **options, with_choices=True)
             value = split(y, y_pred if options["from_logits"] or is_softmax else tf.identity(y_pred))
             return value, split.choices, tf.zeros([]) if get_mask(value) is None else get_mask(value)
 
@@ -80,7 +84,9 @@ def test_values_and_gradients_are_those_of_keras(loss: Any, targets: Any, ways: 
             value = loss.call(y_true, y_pred if options["from_logits"] or is_softmax else tf.identity(y_pred))
         gradient = tape.gradient(value, logits, tf.reshape(tf.range(1.0, ROWS * 3 + 1), [ROWS, 3]))
         found = _on_devices(of_parts, ways, logits, y_true)
-        np.testing.assert_allclose(tf.concat([one for _, one in found], -1), gradient, rtol=1e-4, atol=1e-5)
+        own, of_padding = np.split(np.concatenate([one for _, one in found], -1), [WORDS], -1)
+        np.testing.assert_allclose(own, gradient, rtol=1e-4, atol=1e-5)
+        assert not np.any(of_padding)
         for (values, choices, mask), _ in found:
             np.testing.assert_allclose(values, value, rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(choices, np.argmax(LOGITS, -1))
@@ -92,7 +98,7 @@ def test_ties_unknown_targets_and_half_precision() -> None:
     crossentropy = {"is_sparse": True, "from_logits": True, "ignore_class": None, "label_smoothing": 0.0}
 
     def of_parts(group: Any, x: Any, y: Any) -> Any:
-        split = SplitCrossentropy(group, **crossentropy, with_choices=True)
+        split = SplitCrossentropy(group, size=WORDS, **crossentropy, with_choices=True)
         return split(y, x), split.choices
 
     equal = tf.zeros([ROWS, 3, WORDS], tf.float16)

@@ -13,6 +13,7 @@ from tfdist.checkpoint.worker_files import record_worker_files
 from tfdist.recovery import worker_calls, worker_copies
 from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, open_worker_tensors
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 
 @pytest.fixture
@@ -107,6 +108,34 @@ def test_values_can_be_read_as_arrays(copies: WorkerCopies, variables: Any, tmp_
     found = saved(bundles, tmp_path)
     np.testing.assert_array_equal(np.asarray(found["kernel"]), np.ones((3, 2)))
     assert np.asarray(found["count"]) == 7
+
+
+def test_padding_of_split_variables_is_not_written_and_stays(
+    copies: WorkerCopies, cpus: list[str], tmp_path: Path
+) -> None:
+    """Five rows: over four devices the third part has one of two, and the fourth one none."""
+    values = np.arange(10.0).reshape(5, 2)
+
+    def split(value: np.ndarray, ways: int) -> ShardedVariable:
+        with tf.device(cpus[0]):
+            return ShardedVariable(tf.Variable(value), 0, [cpus[:ways]])
+
+    held = split(values, 4)
+    assert [part.numpy().tolist() for part in held.shards[2:]] == [[[8.0, 9.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    assert copies.request("table", held) is None
+    bundles = copies.copy_on_workers()
+    assert bundles is not None
+    bundles.write(tmp_path)
+    found = saved(bundles, tmp_path)
+    np.testing.assert_array_equal(np.asarray(found["table"]), values)
+    for ways in (4, 3, 2):
+        other = split(np.zeros_like(values), ways)
+        for part in other.shards:
+            part.assign(tf.fill(part.shape, tf.constant(-1.0, tf.float64)))
+        assign_all([(other, found["table"])])
+        np.testing.assert_array_equal(other.numpy(), values)
+        padding = np.concatenate([part.numpy() for part in other.shards])[5:]
+        assert padding.size and np.all(padding == -1.0)
 
 
 def test_nothing_is_returned_to_this_process_and_copies_are_released(

@@ -105,6 +105,25 @@ def test_recompiled_models_and_assigned_learning_rates(cpus):
 
 
 @pytest.mark.long
+def test_assigned_and_loaded_weights_and_a_second_model_that_shares_layers(cpus, tmp_path):
+    def outcome(strategy):
+        model = sharded_models.trained(strategy, sharded_models.OPTIMIZERS["momentum"], epochs=1)
+        model.save_weights(tmp_path / "kept.weights.h5")
+        model.set_weights([0.5 * one for one in model.get_weights()])
+        sharded_models.fit(model, epochs=1)
+        model.load_weights(tmp_path / "kept.weights.h5")
+        sharded_models.fit(model, epochs=1)
+        with strategy.scope():
+            other = keras.Model(model.inputs, keras.layers.Dense(1, name="other")(model.layers[-2].output))
+            other.compile(optimizers.Adam(0.01), loss="mae")
+        sharded_models.fit(other, epochs=1)
+        sharded_models.fit(model, epochs=1)
+        return sharded_models.values(model) | {f"other {key}": one for key, one in sharded_models.values(other).items()}
+
+    assert_equal_outcomes(cpus, outcome)
+
+
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_skips_updates_of_all_replicas(cpus):
     def outcome(strategy):
         model = sharded_models.compiled(

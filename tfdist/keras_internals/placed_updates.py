@@ -50,6 +50,7 @@ def averaged_variables(optimizer: Any) -> list[Any]:
 
 
 def averages_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[tf.Variable, tf.Variable]]:
-    """Returns what holds each variable, and its moving average."""
+    """Returns what holds each variable, and its moving average; without those that have none, as scales of float8."""
     averages = optimizer._model_variables_moving_average
-    return [(held_variable(one), held_variable(averages[optimizer._get_variable_index(one)])) for one in variables]
+    pairs = [(one, averages[optimizer._get_variable_index(one)]) for one in variables]
+    return [(held_variable(one), held_variable(average)) for one, average in pairs if average is not None]

@@ -18,7 +18,7 @@ LARGEST_INDEX = 1 << 24  # up to which float32 has all whole numbers
 _LOWEST = -1e30  # of what pads logits; its product with zero is zero
 
 
-def split_softmax(part: tf.Tensor, group: ShardGroup, size: int | None) -> tf.Tensor:
+def split_softmax(part: tf.Tensor, group: ShardGroup, size: int | None = None) -> tf.Tensor:
     """Returns the part of a softmax over the last axis, of `size` elements, of which `part` is this device's part."""
     x = group.real(_precise(part), -1, size, _LOWEST)
     exponentials = tf.exp(x - _largest(x, group))
@@ -26,7 +26,7 @@ def split_softmax(part: tf.Tensor, group: ShardGroup, size: int | None) -> tf.Te
     return note_logits(tf.cast(exponentials / total, part.dtype), part)
 
 
-def choices_of_parts(part: tf.Tensor, group: ShardGroup, size: int | None) -> tf.Tensor:
+def choices_of_parts(part: tf.Tensor, group: ShardGroup, size: int | None = None) -> tf.Tensor:
     """Returns the index of the largest element of the last axis, int32 without this axis; the first one of equals."""
     return _largest_and_choice(group.real(_precise(part), -1, size, _LOWEST), group)[1]
 
@@ -42,7 +42,7 @@ class SplitCrossentropy:
         self,
         group: ShardGroup,
         *,
-        size: int | None,
+        size: int | None = None,
         is_sparse: bool,
         from_logits: bool,
         ignore_class: int | None,
