@@ -193,6 +193,11 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return self._compression_state
 
     @property
+    def row_shares(self) -> None:
+        """None: columns compute equal parts of a batch."""
+        return None
+
+    @property
     def worker_stats(self) -> tuple[()]:
         """Empty: statistics for each worker exist under parameter servers only."""
         return ()

@@ -164,6 +164,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         return None
 
     @property
+    def row_shares(self) -> None:
+        """None: the chief divides batches into parts of rounds, which no worker draws."""
+        return None
+
+    @property
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """What each worker has done so far: pushes, samples, staleness, bytes, time."""
         return self._stats.stats

@@ -15,6 +15,7 @@ class FakeStrategy(TrainingStrategy):
     communication = CommunicationStats()
     gradient_reduction = None
     compression_state = None
+    row_shares = None
     worker_stats = ()
     num_replicas_in_sync = 1
 

@@ -73,6 +73,13 @@ def test_a_slow_phase_that_passes_is_followed_back():
     assert workers.shares[1] == pytest.approx(0.5, abs=0.04)
 
 
+def test_a_worker_whose_first_share_is_no_row_gets_some_and_is_measured():
+    workers = Workers([1.0, 1.0])
+    workers.state = initial_state([1, 1000])
+    workers.run(300)
+    assert workers.shares[0] == pytest.approx(0.5, abs=0.04)
+
+
 def test_a_single_stall_moves_nothing():
     workers = Workers([1.0, 1.0], noise=0.0)
     workers.run(50)

@@ -46,12 +46,13 @@ class Coordinator:
 
     def __init__(self):
         self._cluster = SimpleNamespace(closure_queue=preferred_workers._Queue())
-        preferred_workers.prefer_worker(self, 0)
+        with preferred_workers.preferring(self, 0):
+            pass
 
     def put(self, name, worker):
-        preferred_workers.prefer_worker(self, worker)
         closure = SimpleNamespace(name=name, mark_cancelled=lambda: None)
-        self._cluster.closure_queue.put(closure)
+        with preferred_workers.preferring(self, worker):
+            self._cluster.closure_queue.put(closure)
         return closure
 
     def get(self, worker, timeout=0.001):

@@ -90,16 +90,17 @@ def _divided_again(state: np.ndarray, devices: Sequence[int], options: LoadBalan
             measured = state[SINCE_SECONDS, worker] / state[SINCE_ROWS, worker]
             before = state[SECONDS_PER_ROW, worker] or measured
             state[SECONDS_PER_ROW, worker] = options.smoothing * before + (1.0 - options.smoothing) * measured
-    costs, batch = state[SECONDS_PER_ROW].tolist(), int(state[BATCH_ROWS, 0])
+    batch, is_idle = int(state[BATCH_ROWS, 0]), bool(np.any(state[SINCE_ROWS] == 0))
+    slowest = float(np.max(state[SECONDS_PER_ROW]))
+    # A worker that had no rows counts as the slowest one until it is measured.
+    costs = [cost or slowest for cost in state[SECONDS_PER_ROW].tolist()]
     for row in (SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS):
         state[row] = 0.0
-    if min(costs) <= 0:
-        return state
     planned = plan_rows(batch, costs, devices, options.limits(workers), units)
     if planned is None:
         return state
     present = [share * batch / _total(state[SHARE]) for share in state[SHARE].tolist()]
-    if _step_seconds(present, costs) > _LEAST_GAIN * _step_seconds(planned, costs):
+    if is_idle or _step_seconds(present, costs) > _LEAST_GAIN * _step_seconds(planned, costs):
         state[SHARE] = planned
         state[IGNORED] = _IGNORED_STEPS
     return state

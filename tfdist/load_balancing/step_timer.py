@@ -1,5 +1,10 @@
-"""Times, in the graph, how long a replica computes in a training step, without its exchanges with others."""
+"""Times, in the graph, how long a replica computes in a training step, without its exchanges with others.
 
+That is the time from when its data is there and its last update is made, until its gradients are computed, and from
+when the sums of the gradients are there, until its weights are updated.
+"""
+
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +42,7 @@ class StepTimer:
 
 
 class TimedStep:
-    """A training step of a replica whose computation is timed until its first update.
+    """A training step of a replica whose computation is timed, with its first update.
 
     Attributes:
         last: The last step that was timed before: its seconds and its rows, float32 of shape [2]; zeros if there is
@@ -49,14 +54,15 @@ class TimedStep:
     ) -> None:
         self._host, self._variable, self.last, self._rows = host, variable, last, rows
         self._graph = _graph()
-        self._has_ended = False
+        self._gradients_at: tf.Tensor | None = None
+        self._sums_at: tf.Tensor | None = None
         self._readings = 0
         self._waits: list[tf.Tensor] = []  # when a reduction began and ended, in turn
         self._start = self._now(ready, tf.cast(last[0], tf.int64))
 
     def waiting(self, tensors: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
         """Leaves out the time of a reduction of `tensors`; call the result with what has been reduced."""
-        if self._has_ended or self._graph is None or _graph() is not self._graph:
+        if self._gradients_at is not None or self._graph is None or _graph() is not self._graph:
             return _ignore
         began = self._now(tensors, self._start)
 
@@ -65,15 +71,26 @@ class TimedStep:
 
         return ended
 
-    def end(self, gradients: Sequence[Any]) -> None:
-        """Ends the time when all `gradients` are computed. Only the first call in a step has an effect."""
-        if self._has_ended or _graph() is not self._graph:
+    def gradients_ready(self, gradients: Sequence[Any]) -> None:
+        """Stops the clock when all `gradients` are computed. Only the first call in a step has an effect."""
+        if self._gradients_at is None and _graph() is self._graph:
+            self._gradients_at = self._now([one for one in gradients if one is not None], self._start)
+
+    def sums_ready(self, sums: Any) -> None:
+        """Resumes when the sums of the gradients over all replicas are there. Only the first call has an effect."""
+        if self._gradients_at is not None and self._sums_at is None and _graph() is self._graph:
+            self._sums_at = self._now(tf.nest.flatten(sums), self._gradients_at)
+
+    def end(self, weights: Sequence[tf.Tensor]) -> None:
+        """Stores the time of the step when `weights`, as they are read after it, are updated."""
+        if self._gradients_at is None:  # no update, or one in a branch
             return
-        self._has_ended = True
-        now = self._now([gradient for gradient in gradients if gradient is not None], self._start)
+        times = [self._start, self._gradients_at, *self._waits]
+        if self._sums_at is not None:
+            times += [self._sums_at, self._now(weights, self._sums_at)]
+        function = functools.partial(_seconds, has_update=self._sums_at is not None)
         with tf.device(self._host):
-            times = [self._start, now, *self._waits]
-            seconds = tf.ensure_shape(tf.numpy_function(_seconds_between, times, tf.float32, stateful=False), [])
+            seconds = tf.ensure_shape(tf.numpy_function(function, times, tf.float32, stateful=False), [])
             self._variable.assign(tf.stack([seconds, tf.cast(self._rows, tf.float32)]))
 
     def _now(self, ready: Sequence[Any], never_constant: tf.Tensor) -> tf.Tensor:
@@ -97,17 +114,27 @@ def _nanoseconds(*_: Any) -> np.int64:
     return np.int64(time.perf_counter_ns())
 
 
-def _seconds_between(start: int, end: int, *waits: int) -> np.float32:
-    """Returns the seconds from `start` to `end` without the waits, which may overlap; nanoseconds.
+def _seconds(start: int, end: int, *times: int, has_update: bool = False) -> np.float32:
+    """Returns the seconds from `start` to `end` without the waits, and of an update; all times in nanoseconds.
 
-    >>> float(_seconds_between(0, 10_000_000_000, 2_000_000_000, 4_000_000_000, 3_000_000_000, 5_000_000_000))
+    >>> second = 1_000_000_000
+    >>> waits_that_overlap = 2 * second, 4 * second, 3 * second, 5 * second
+    >>> float(_seconds(0, 10 * second, *waits_that_overlap))
     7.0
+    >>> float(_seconds(0, 10 * second, *waits_that_overlap, 20 * second, 21 * second, has_update=True))
+    8.0
+
+    Args:
+        start: When the data is there.
+        end: When the gradients are computed.
+        *times: When each wait began and ended; then, with `has_update`, when the update did.
+        has_update: Whether an update was timed.
     """
+    numbers = [int(one) for one in times]
+    *waits, update_start, update_end = numbers if has_update else (*numbers, 0, 0)
     waited, until = 0, int(start)
-    for begin, finish in sorted(
-        (int(begin), int(finish)) for begin, finish in zip(waits[::2], waits[1::2], strict=True)
-    ):
+    for begin, finish in sorted(zip(waits[::2], waits[1::2], strict=True)):
         begin, finish = max(begin, until), min(finish, int(end))
         if finish > begin:
             waited, until = waited + finish - begin, finish
-    return np.float32(max(int(end) - int(start) - waited, 1) / 1e9)
+    return np.float32(max(int(end) - int(start) - waited + max(update_end - update_start, 0), 1) / 1e9)

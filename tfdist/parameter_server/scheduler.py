@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.cluster_coordinator import is_done
-from tfdist.tensorflow_internals.preferred_workers import prefer_worker
+from tfdist.tensorflow_internals.preferred_workers import preferring
 
 _POLL_SECONDS = 0.0005
 _SLOW_POLL_SECONDS = 0.005
@@ -54,9 +54,10 @@ class Scheduler:
             tag: Any object.
             worker: The worker that should call it; another one does if that one is lost.
         """
-        prefer_worker(self._coordinator, worker)
         try:
-            self._running.append((self._coordinator.schedule(function, args=args), tag, self._scheduled))
+            with preferring(self._coordinator, worker):
+                value = self._coordinator.schedule(function, args=args)
+            self._running.append((value, tag, self._scheduled))
             self._scheduled += 1
         except BaseException:
             self._running.clear()

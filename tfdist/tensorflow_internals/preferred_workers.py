@@ -1,6 +1,8 @@
 """Functions that a coordinator gives to the worker that the caller prefers, if that one takes them soon."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tfdist.private_symbols import private
@@ -59,8 +61,9 @@ class _PreferringQueue(_Queue):  # type: ignore[misc, valid-type]
         return None
 
 
-def prefer_worker(coordinator: Any, worker: int | None) -> None:
-    """Sets which worker gets the functions that are scheduled from now on, by this thread.
+@contextlib.contextmanager
+def preferring(coordinator: Any, worker: int | None) -> Iterator[None]:
+    """Within this context the functions that are scheduled are for one worker.
 
     It is a preference: another worker takes a function that has waited for 50 ms.
 
@@ -68,9 +71,13 @@ def prefer_worker(coordinator: Any, worker: int | None) -> None:
         coordinator: TensorFlow's `ClusterCoordinator`.
         worker: The number of the worker; `None` for the first one that is free.
     """
+    if worker is None:
+        yield
+        return
     queue = coordinator._cluster.closure_queue
-    if type(queue) is _Queue:
-        if worker is None:
-            return
-        queue.__class__ = _PreferringQueue
+    queue.__class__ = _PreferringQueue
     queue.preferred = worker
+    try:
+        yield
+    finally:
+        queue.preferred = None

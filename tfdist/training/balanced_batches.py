@@ -13,6 +13,7 @@ from tfdist.training.sample_shares import ReplicaStep, count_samples, has_rows, 
 
 _log = logging.getLogger("tfdist")
 _Policy = tf.data.experimental.AutoShardPolicy
+_WEIGHTS_READ = 8
 _has_warned_of_files = False
 
 
@@ -40,10 +41,12 @@ class SharedRows:
         """Starts to time a training step of a local replica."""
         timer = self._shares.timers[self._local_replica()]
         tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
-        weights = model.trainable_variables if model.built else []
-        # The first and the last: those that the update of the step before changes last and first.
-        read = [tf.convert_to_tensor(variable.value) for variable in [*weights[:1], *weights[-1:]]]
-        return timer.start(tensors, read, step.samples)
+        return timer.start(tensors, _some_weights(model), step.samples)
+
+    def end_timing(self, model: Any, step: ReplicaStep) -> None:
+        """Stores the time of a training step when its update is made."""
+        if step.timing is not None:
+            step.timing.end(_some_weights(model))
 
     def report(self, step: ReplicaStep) -> tf.Tensor:
         """Returns what this replica reports in the step."""
@@ -147,6 +150,13 @@ def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, A
 
 def _is_sharded(dataset: tf.data.Dataset) -> bool:
     return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
+
+
+def _some_weights(model: Any) -> list[tf.Tensor]:
+    """Reads weights that stand for all: each read is an operation, and an update changes them in any order."""
+    weights = model.trainable_variables if model.built else []
+    every = max(1, len(weights) // _WEIGHTS_READ)
+    return [tf.convert_to_tensor(variable.value) for variable in [*weights[::every], *weights[-1:]]]
 
 
 def _fraction(rows: Any, total: Any) -> Any:

@@ -16,7 +16,7 @@ from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.accumulators import add, added
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
-from tfdist.training.sample_shares import compiles_updates, current_step
+from tfdist.training.sample_shares import compiles_updates, current_step, current_timing
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
 _updated_by_tfdist: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -70,9 +70,8 @@ def update_over_replicas(
         context: Marks the reduction as one of gradients.
         may_compile: Whether XLA may compile updates.
     """
-    step = current_step()
-    if step is not None and step.timing is not None:
-        step.timing.end(gradients)
+    if (timing := current_timing()) is not None:
+        timing.gradients_ready(gradients)
     steps = optimizer.accumulation_steps
     local = _local_update(optimizer)
     if local is not None:
@@ -211,6 +210,8 @@ def _reduce_and_apply(
     # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
     # of micro-steps of an update.
     summed = _reduce(optimizer, sharded, gradients, context, contributes, _divisor(optimizer, micro_steps))
+    if sharded is None and (timing := current_timing()) is not None:
+        timing.sums_ready(summed)
     _apply(optimizer, sharded, summed, micro_steps=micro_steps, compiles=compiles)
 
 

@@ -82,6 +82,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                     results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
             if shared is None:
                 return synchronize_results(model, step, results, training=training)[0]
+            shared.end_timing(model, step)
             logs, report = synchronize_results(model, step, results, training=training, report=shared.report(step))
             shared.check(report)
             return logs, report

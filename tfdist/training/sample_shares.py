@@ -50,8 +50,14 @@ def keep_added_losses() -> Callable[[], None]:
 
 def time_wait(tensors: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
     """Leaves a reduction of `tensors` out of the time that this replica computes; call the result with the sums."""
+    timing = current_timing()
+    return (lambda reduced: None) if timing is None else timing.waiting(tensors)
+
+
+def current_timing() -> TimedStep | None:
+    """Returns what times the step that this replica runs, or None."""
     step = _current.get()
-    return (lambda reduced: None) if step is None or step.timing is None else step.timing.waiting(tensors)
+    return None if step is None else step.timing
 
 
 def note_read_number() -> None:

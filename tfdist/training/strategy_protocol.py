@@ -64,7 +64,7 @@ class TrainingStrategy(Protocol):
     @property
     def row_shares(self) -> RowShares | None:
         """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
-        return None
+        ...
 
     @property
     def local_updates(self) -> Any:
@@ -84,6 +84,7 @@ class _StockStrategy(TrainingStrategy):
     communication = CommunicationStats()
     gradient_reduction = None
     compression_state = None
+    row_shares = None
     worker_stats = ()
 
     def __init__(self, strategy: Any) -> None:
