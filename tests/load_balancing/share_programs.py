@@ -110,8 +110,9 @@ def fixed_sizes(strategy, layer=None):
     return {"weights": model.get_weights(), "logs": unequal_programs.logs(history)}
 
 
-PROGRAMS = {"masked": masked, "custom_loop": custom_loop, "training": unequal_programs.training}
+PROGRAMS = {"custom_loop": custom_loop, "training": unequal_programs.training}
 MORE = {
+    "masked": masked,
     "py_dataset": py_dataset,
     "compiled": compiled,
     "accumulating": unequal_programs.accumulating,

@@ -1,0 +1,88 @@
+"""The variable with the shares: bounds of rows, reports of replicas, and what a checkpoint restores."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.load_balancing.load_balancing_options import LoadBalancing
+from tfdist.load_balancing.row_shares import RowShares
+
+pytestmark = pytest.mark.usefixtures("cpus")
+DEVICES = (1, 2)
+
+
+def shares_of(rank=1, shares=None, options=None, devices=DEVICES):
+    return RowShares(devices, rank, "CPU:0", shares, options)
+
+
+@pytest.mark.parametrize("rows", [16, 5, 2, 1, 0])
+@pytest.mark.parametrize("shares", [None, [3, 1], [0.3, 0.7]])
+def test_all_replicas_together_have_each_row_once(rows, shares):
+    static = [shares_of(rank, shares).bounds(rows) for rank in range(2)]
+    measured = [shares_of(rank, shares, LoadBalancing()).bounds(rows) for rank in range(2)]
+    in_graph = [tf.function(shares_of(rank, shares).bounds)(tf.constant(rows)) for rank in range(2)]
+    flat = [bound for worker in static for bound in worker]
+    assert all(isinstance(end, int) for bounds in flat for end in bounds)
+    assert flat[0][0] == 0
+    assert flat[-1][1] == rows
+    assert [end for _, end in flat[:-1]] == [first for first, _ in flat[1:]]
+    for other in (measured, in_graph):
+        assert [(int(first), int(end)) for worker in other for first, end in worker] == flat
+
+
+def test_devices_of_a_worker_share_its_rows_equally():
+    assert shares_of(1, [1, 3]).bounds(16) == [(4, 10), (10, 16)]
+
+
+def step(shares, seconds, rows):
+    """All replicas report a step; those of a worker with two devices have different times."""
+    reports = [
+        shares.report(number, tf.constant([time, float(count)]), count)
+        for number, (time, count) in enumerate(zip(seconds, rows, strict=True))
+    ]
+    total = tf.add_n(reports)
+    shares.add_step(total)
+    return total
+
+
+def test_reports_of_all_replicas_add_up():
+    shares = shares_of()
+    total = step(shares, [0.4, 0.1, 0.2], [4, 6, 6])
+    np.testing.assert_allclose(total, [0.4, 4, 0.1, 6, 0.2, 6, 16], rtol=1e-6)
+    assert shares.report(0, None, 4).numpy().tolist() == [4]  # in `evaluate`
+    first, second = shares.stats()
+    assert (first.steps, first.samples, second.samples) == (1, 4, 12)
+    np.testing.assert_allclose([first.seconds, second.seconds], [0.4, 0.2], rtol=1e-6)  # of the slowest device
+    np.testing.assert_allclose([first.waited_seconds, second.waited_seconds], [0.0, 0.2], atol=1e-6)
+    assert shares.stats()[0].share == pytest.approx(1 / 3)
+
+
+def moved():
+    shares = shares_of(options=LoadBalancing(every_steps=1, smoothing=0.0))
+    for _ in range(3):
+        step(shares, [0.1, 0.4, 0.4], [8, 4, 4])
+    assert shares.stats()[0].share > 0.75
+    return shares
+
+
+def test_a_checkpoint_restores_shares_and_measurements():
+    shares, restored = moved(), shares_of(options=LoadBalancing())
+    restored.restore(shares.saved())
+    assert restored.stats() == shares.stats()
+    assert [int(end) for _, end in restored.bounds(64)] == [int(end) for _, end in shares.bounds(64)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: shares_of(shares=[1, 1]),
+        lambda: shares_of(options=LoadBalancing(), devices=(1, 2, 1)),
+        lambda: shares_of(options=LoadBalancing(), devices=(1, 1), rank=0),
+    ],
+)
+def test_fixed_shares_and_other_workers_restore_nothing(other):
+    restored = other()
+    before = restored.stats()
+    restored.restore(moved().saved())
+    restored.restore(None)  # a checkpoint without shares
+    assert restored.stats() == before
