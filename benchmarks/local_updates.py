@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,33 +36,30 @@ from network_run.worker_processes import WorkerProcesses
 
 _FILE = Path(__file__).parent / "results" / "local_updates.json"
 _OVERLAP = f"{DILOCO}, overlap"
+_WARM_UP_STEPS = 30  # the first fragment is sent after 25
 _BARS = {"digits": 0.5, "text": 3.0}
 
 
 def measure_link(link: str, rounds: int, workload: str) -> dict[str, Any]:
     """Returns mean step times, and bytes a step, over a link."""
+    start = time.monotonic()
     with Network(2) as network, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         workers = WorkerProcesses(TENSORFLOW, sys.executable, network, workload, Path(folder), room="local_updates_run")
         stack.enter_context(workers)
         made = workers.call("make", names=[FLOOR, _OVERLAP])[0]
         for name in (FLOOR, _OVERLAP):
-            workers.call("run", variant=name, steps=SYNC_EVERY)
-            print(f"  warm-up {name}", file=sys.stderr, flush=True)
+            workers.call("run", variant=name, steps=_WARM_UP_STEPS)
+            print(f"  warm-up {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         network.shape(LINKS[link])
         steps: dict[str, list[float]] = {FLOOR: [], _OVERLAP: []}
-        sent = stated = at_end = 0.0
-        for _ in range(rounds):
-            for answer in workers.call("run", variant=FLOOR, steps=SYNC_EVERY):
-                steps[FLOOR] += answer["seconds"]
+        _add(steps[FLOOR], workers.call("run", variant=FLOOR, steps=rounds * SYNC_EVERY // 2))
         before = workers.call("count")
         answers = workers.call("run", variant=_OVERLAP, steps=rounds * SYNC_EVERY)
         after = workers.call("count")
-        for _ in range(rounds):
-            for answer in workers.call("run", variant=FLOOR, steps=SYNC_EVERY):
-                steps[FLOOR] += answer["seconds"]
+        _add(steps[FLOOR], workers.call("run", variant=FLOOR, steps=rounds * SYNC_EVERY // 2))
+        _add(steps[_OVERLAP], answers)
+        print(f"  measured: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         network.shape(None)
-        for answer in answers:
-            steps[_OVERLAP] += answer["seconds"]
         sent = statistics.mean(late["bytes"] - early["bytes"] for early, late in zip(before, after, strict=True))
         stated = statistics.mean(answer["stated"]["wire_bytes"] for answer in answers)
         at_end = statistics.mean(answer["stated_at_end"]["wire_bytes"] for answer in answers)
@@ -82,6 +80,11 @@ def measure_link(link: str, rounds: int, workload: str) -> dict[str, Any]:
         "bytes_with_end": (stated + at_end) / number,
         "interface_bytes_with_end": sent / number,
     }
+
+
+def _add(seconds: list[float], answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        seconds += answer["seconds"][1:]  # the first step may be traced again
 
 
 def measure_learning(tasks: list[str], seeds: list[int], variants: list[str]) -> dict[str, Any]:

@@ -94,6 +94,14 @@ def batch_statistics(model: Any) -> list[keras.Variable]:
     return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
 
 
+def averaged_states(model: Any) -> list[keras.Variable]:
+    """Returns `batch_statistics`, and other states of layers that replicas average: those with `aggregation="mean"`."""
+    found = {id(variable): variable for variable in batch_statistics(model)}
+    means = [variable for variable in step_states(model) if variable.aggregation == "mean"]
+    found |= {id(one): one for one in means if tf.as_dtype(one.dtype).is_floating}
+    return list(found.values())
+
+
 def step_states(model: Any) -> list[keras.Variable]:
     """Returns the variables that layers change in a step, except weights and sums: statistics, counts, seeds."""
     found: dict[int, keras.Variable] = {}

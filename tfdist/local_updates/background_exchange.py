@@ -98,8 +98,8 @@ class BackgroundExchange:
         except Exception as error:  # the step that needs the sums raises it
             self._fail(
                 number,
-                f"An exchange of weights has failed. Received: {error}. Expected: the differences of all workers. "
-                "Restart the workers from a checkpoint (`tfdist run --max-restarts`).",
+                f"The exchange of weights has failed. Received: {error}. Expected: no error of another worker or the "
+                "network. Restart the workers from a checkpoint (`tfdist run --max-restarts`).",
             )
         finally:
             timer.cancel()

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.compression.gradient_tensors import divided
-from tfdist.keras_internals.model_introspection import batch_statistics
+from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.exchange_progress import ExchangeProgress
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
@@ -139,7 +139,7 @@ class LocalUpdates:
         self._strategy.run_over_all_replicas(flush_replica)
 
     def _average_statistics(self, models: Sequence[Any]) -> None:
-        variables = [variable for model in models for variable in batch_statistics(model)]
+        variables = [variable for model in models for variable in averaged_states(model)]
         if variables:
             replicas = self._strategy.num_replicas_in_sync
             context = tf.distribute.get_replica_context()

@@ -1,7 +1,7 @@
 """Finds the variables of a training and gives them names that the same program finds again in another process."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,18 +66,18 @@ class NamedVariables:
     @property
     def local_replicas(self) -> int:
         """The number of replicas of this worker."""
-        return max((len(variable.components) for variable in self._weights_and_slots().values()), default=1)
+        return max((len(variable.components) for variable in self._weights_and_slots.values()), default=1)
 
     @cached_property
     def shared(self) -> dict[str, NamedVariable]:
         """Variables that are equal on all replicas: weights, also frozen ones, and optimizers.
 
         Without accumulators, unless they are split over the replicas and hold the sums over all. With local updates
-        what workers have exchanged, instead of weights and slots, which differ.
+        what workers have exchanged, instead of each worker's weights and slots.
         """
         if self._local_updates is not None:
             return self._of_local_updates(0)
-        found = self._weights_and_slots()
+        found = dict(self._weights_and_slots)
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
                 if isinstance(variable, ShardedVariable):
@@ -86,15 +86,16 @@ class NamedVariables:
                 found[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
         return found
 
-    def _weights_and_slots(self, rule: Rule = "first") -> dict[str, NamedVariable]:
+    @cached_property
+    def _weights_and_slots(self) -> dict[str, NamedVariable]:
         found = {
-            f"{variable.kind}/{variable.key}": self._named(variable.variable, rule)
+            f"{variable.kind}/{variable.key}": self._named(variable.variable)
             for variable in self._model_variables
             if variable.kind == WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.variables):
-                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable, rule)
+                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
         return found
 
     def _of_local_updates(self, part: int) -> dict[str, NamedVariable]:
@@ -118,7 +119,8 @@ class NamedVariables:
                     rule: Rule = "sum" if self._local_updates is None else "mean"
                     found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, rule)
         if self._local_updates is not None:
-            found |= self._weights_and_slots("mean") | self._of_local_updates(1)
+            own = {name: replace(variable, rule="mean") for name, variable in self._weights_and_slots.items()}
+            found |= own | self._of_local_updates(1)
         return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
 
     @cached_property
