@@ -8,12 +8,14 @@ import tensorflow as tf
 
 from tfdist import cluster
 from tfdist.cluster.heartbeat import Heartbeat
+from tfdist.utils.argument_checks import optional_integer_variable
 
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
 # How long TensorFlow lets a worker be silent. `tfdist run` finds lost workers itself, and much earlier; without it
 # TensorFlow alone does.
 _SILENCE_UNDER_LAUNCHER_SECONDS = 3600.0
 _SILENCE_SECONDS = 60.0
+_SILENCE_VARIABLE = "TFDIST_SILENCE_LIMIT"
 _SERVER_JOBS = {"chief", "worker", "ps", "evaluator"}
 _VARIABLE = "TFDIST_START_TIMEOUT"
 _RUN_VARIABLE = "TFDIST_RUN_ID"  # set by `tfdist run`, in whose clusters only a chief's workers have a job beside them
@@ -133,8 +135,14 @@ def silence_limit_of_environment() -> float:
 
     3600 s if `tfdist run` watches this process: it notices an exit at once, a stopped process within a second, and
     silent workers and nodes after `--heartbeat-timeout`, by messages that do not pass the link of the gradients. 60 s
-    otherwise.
+    otherwise. The environment variable `TFDIST_SILENCE_LIMIT` has precedence; it must be equal on all workers.
+
+    Raises:
+        ValueError: The variable is not a positive whole number.
     """
+    remedy = f"Set {_SILENCE_VARIABLE} to a number of seconds on all workers, or unset it."
+    if limit := optional_integer_variable(os.environ, _SILENCE_VARIABLE, remedy=remedy):
+        return float(limit)
     heartbeat = Heartbeat.from_environment()
     if heartbeat is None:
         return _SILENCE_SECONDS

@@ -29,7 +29,8 @@ def test_start_timeout_by_default(monkeypatch):
 
 
 def test_silence_is_judged_by_the_launcher_if_there_is_one(monkeypatch):
-    monkeypatch.delenv("TFDIST_HEARTBEAT_FD", raising=False)
+    for name in ("TFDIST_HEARTBEAT_FD", "TFDIST_SILENCE_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
     assert silence_limit_of_environment() == 60
     supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with supervisor, worker:
@@ -37,6 +38,12 @@ def test_silence_is_judged_by_the_launcher_if_there_is_one(monkeypatch):
         assert silence_limit_of_environment() == 3600
         with pytest.raises(BlockingIOError):  # it has asked only: no heartbeat, and no end of them
             supervisor.recv(100, socket.MSG_DONTWAIT)
+    monkeypatch.setenv("TFDIST_SILENCE_LIMIT", "600")
+    assert silence_limit_of_environment() == 600
+    monkeypatch.setenv("TFDIST_SILENCE_LIMIT", "soon")
+    with pytest.raises(ValueError, match="TFDIST_SILENCE_LIMIT.*Set TFDIST_SILENCE_LIMIT to a number of seconds"):
+        silence_limit_of_environment()
+    monkeypatch.delenv("TFDIST_SILENCE_LIMIT")
     assert silence_limit_of_environment() == 60  # a child of the worker inherits the variable alone
 
 
