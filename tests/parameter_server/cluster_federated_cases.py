@@ -200,13 +200,19 @@ def federated_errors(_):
             model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss)
         return fit(strategy, model, 1)
 
+    def of_two_clients(context):
+        return tf.data.Dataset.from_tensor_slices((INPUTS, LABELS)).batch(8)
+
     def in_two_datasets(of_client):
         model = regression(other, sgd())
         data = other.distribute_datasets_from_function(lambda context: of_client(context))
         return model.fit(data, steps_per_epoch=1, verbose=0)
 
     tries = {
-        "arrays": lambda: regression(strategy, sgd()).fit(INPUTS, LABELS, verbose=0),
+        "arrays": lambda: regression(strategy, sgd()).train_on_batch(INPUTS[:8], LABELS[:8]),
+        "another": lambda: regression(strategy, sgd()).fit(
+            other.distribute_datasets_from_function(of_two_clients), steps_per_epoch=1, verbose=0
+        ),
         "empty": lambda: in_two_datasets(lambda context: empty(context).batch(8)),
         "unequal": lambda: in_two_datasets(unequal),
         "ema": lambda: fit(strategy, regression(strategy, sgd(use_ema=True)), 1),

@@ -49,6 +49,7 @@ class TestOnCluster:
         ("name", "message"),
         [
             ("arrays", "Clients train on their own data. Received: tuple. Expected: `fit(strategy.distribute_datasets"),
+            ("another", "These are the data of another strategy or mode. Received: data of 2 clients."),
             ("empty", "The dataset of a client is empty. Received: no batch of client 1."),
             ("unequal", "The clients' datasets differ. Received: elements TensorSpec(shape=(), dtype=tf.int64"),
             ("ema", "A client's average of weights ends with the round."),

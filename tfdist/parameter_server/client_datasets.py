@@ -47,6 +47,10 @@ class ClientDatasets(WorkerDatasets):
         self._cardinality = tf.data.INFINITE_CARDINALITY
         self.dataset_fn = _not_available
 
+    def is_of(self, strategy: Any, clients: int) -> bool:
+        """Whether these are data of so many clients of `strategy`."""
+        return self._strategy is strategy and self.clients == clients
+
     @property
     def iterators(self) -> Any:
         """Not available: rounds alone know a client's position."""

@@ -23,6 +23,7 @@ from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.servers.server_monitor import explains_lost_servers
 from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
 
+_DISCARDED = -1
 _POLL_SECONDS, _SLOW_POLL_SECONDS, _SLOW_POLL_AFTER_SECONDS = 0.0005, 0.005, 0.1
 
 
@@ -67,6 +68,7 @@ class FederatedChief(ChiefTraining):
         """As in the base class; the clients' datasets begin at the restored positions."""
         super().abandon()
         self._data = None
+        self._discard_outstanding()
 
     def forget(self, name: str) -> None:
         """As in the base class; a model that was compiled again has a new optimizer of the servers, too."""
@@ -78,6 +80,13 @@ class FederatedChief(ChiefTraining):
                 self._positions = tf.Variable(tf.zeros([self._num_clients], tf.int64), trainable=False)
             set_server_state(self._model, self._server_optimizer, self._positions)
             self._data = None
+            self._discard_outstanding()
+
+    def _discard_outstanding(self) -> None:
+        # The numbers of rounds may begin again.
+        self._outstanding = {
+            worker: dataclasses.replace(one, round=_DISCARDED) for worker, one in self._outstanding.items()
+        }
 
     def _prepared(self) -> Any:
         functions = self._functions_of_model()
@@ -115,6 +124,11 @@ class FederatedChief(ChiefTraining):
                 f"Clients train on their own data. Received: {type(data).__name__}. Expected: "
                 "`fit(strategy.distribute_datasets_from_function(dataset_fn), steps_per_epoch=rounds)`, where "
                 "`dataset_fn(input_context)` returns the data of the client `input_context.input_pipeline_id`."
+            )
+        if not data.is_of(self._strategy, self._num_clients):
+            raise ValueError(
+                f"These are the data of another strategy or mode. Received: data of {data.clients} clients. Expected: "
+                f"data of {self._num_clients} clients, by `distribute_datasets_from_function` of the model's strategy."
             )
         self._use(data)
         number = self._next_number()
@@ -208,6 +222,10 @@ class FederatedChief(ChiefTraining):
                         f"The dataset of a client is empty. Received: no batch of client {one.client}. Expected: at "
                         "least one batch in what `dataset_fn` returns for each client."
                     ) from error
+                except tf.errors.OpError:
+                    if one.round == number:
+                        raise
+                    continue  # of a round that has ended without it
                 report = {key: int(value) for key, value in result["report"].items()}
                 counts = bool(report.pop("counts")) and one.round == number and report["samples"] > 0
                 if one.round == number and not counts:
