@@ -5,7 +5,8 @@
 Two network namespaces are joined by links with a small queue (`tc tbf`), so that TCP loses about a packet in a hundred;
 the loss is measured. Data parallelism exchanges the dense gradients of 10 M parameters over it; a parameter server and
 the second stage of a pipeline are on the other side. All cases run at the same time, each over separate links: the
-processes wait for the links. Needs root on Linux, `ip` and `tc`. Writes `benchmarks/results/slow_links.json`.
+processes wait for the links. `TFDIST_SILENCE_LIMIT` in the environment applies. Needs root on Linux, `ip` and `tc`.
+Writes `benchmarks/results/slow_links.json`.
 """
 
 import argparse
