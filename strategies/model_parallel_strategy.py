@@ -80,8 +80,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
             pipeline: How the model is cut, and in which order micro-batches are computed.
             data_parallel: The number of columns: copies of all stages, each of which computes a part of every batch.
             layout_map: A `keras.distribution.LayoutMap`, which splits variables over the devices of a stage. Each stage
-                then has as many devices as its mesh along the axis that the layouts use; they are adjacent in
-                `devices`. By default each stage has one device.
+                then has as many devices as the axes of its mesh that the layouts use, by their product; they are
+                adjacent in `devices`. By default each stage has one device.
             compression: The compression of the gradients that columns send to each other, with residuals for each
                 column: a `tfdist.compression.Compressor`, its name ("int8", "powersgd:4"), a mapping from regular
                 expressions over variable paths to these, or a `tfdist.compression.Policy`. No compression by default.

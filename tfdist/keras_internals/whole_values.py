@@ -10,7 +10,11 @@ from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.private_symbols import private
 
-private("keras.src.optimizers.muon:Muon._should_use_adamw", "which variables Muon updates element by element")
+_MUON = (keras.optimizers.Muon,) if hasattr(keras.optimizers, "Muon") else ()  # which the oldest Keras may not have
+# The optimizers that need complete values.
+GATHERING = (keras.optimizers.Adafactor, *_MUON)
+if _MUON:
+    private("keras.src.optimizers.muon:Muon._should_use_adamw", "which variables Muon updates element by element")
 
 
 class GatheredValue(PartOfVariable):
@@ -58,8 +62,8 @@ class GatheredValue(PartOfVariable):
 
 
 def updates_elements(optimizer: Any, variable: keras.Variable) -> bool:
-    """Whether an Adafactor or Muon updates each element of a variable by itself."""
-    return isinstance(optimizer, keras.optimizers.Muon) and optimizer._should_use_adamw(variable)
+    """Whether one of `GATHERING` updates each element of a variable by itself."""
+    return isinstance(optimizer, _MUON) and optimizer._should_use_adamw(variable)
 
 
 def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:

@@ -25,7 +25,7 @@ def update_by_gathering(
     """Decays and updates split variables, applies their constraints, and updates their moving averages.
 
     Args:
-        optimizer: A `keras.optimizers.Adafactor` or `Muon`, without its loss scale.
+        optimizer: One of `GATHERING`, without its loss scale.
         variables: The split variables that have a gradient.
         gradients: By column and variable, clipped.
         columns: The columns.

@@ -6,12 +6,13 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.placed_variables import optimizers_of
+from tfdist.keras_internals.whole_values import GATHERING
 
 _OPTIMIZERS = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
     *(keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
     *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb),
-    *(keras.optimizers.Adafactor, keras.optimizers.Muon),
+    *GATHERING,
 )
 _REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 

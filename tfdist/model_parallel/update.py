@@ -18,6 +18,7 @@ from tfdist.keras_internals.placed_updates import (
     positions_of_gradients,
 )
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
+from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.model_parallel.column_run import added
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.device_updates import apply_by_device, average_by_device, doing
@@ -226,8 +227,7 @@ def _update_together(optimizer: Any) -> Callable[..., None] | None:
     """Returns the update of split variables whose step depends on complete ones; None if each part is alone."""
     if isinstance(optimizer, keras.optimizers.Lamb):
         return update_by_lamb
-    is_gathering = isinstance(optimizer, keras.optimizers.Adafactor | keras.optimizers.Muon)
-    return update_by_gathering if is_gathering else None
+    return update_by_gathering if isinstance(optimizer, GATHERING) else None
 
 
 def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
