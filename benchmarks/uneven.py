@@ -34,7 +34,7 @@ def main() -> None:
     """Measures, prints and draws."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
-    parser.add_argument("--steps", type=int, default=30, help="steps of a turn")
+    parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
     parser.add_argument(
         "--turns", type=int, default=5, help="turns of each model; the mean step is that without the first"
     )
@@ -48,14 +48,14 @@ def main() -> None:
         cores, required = SCENARIOS[name]
         measured = _measure(cores, arguments.steps, arguments.turns)
         results["scenarios"][name] = {"cores": cores, "required": required, **measured}
+        arguments.results.parent.mkdir(exist_ok=True)
+        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     print("| workers | even, ms | balanced, ms | times faster | required | shares |\n|---|---|---|---|---|---|")
     results["scenarios"] = {name: results["scenarios"][name] for name in SCENARIOS if name in results["scenarios"]}
     for name, one in results["scenarios"].items():
         even, balanced = one["even"]["mean_ms"], one["balanced"]["mean_ms"]
         shares = " : ".join(f"{100 * share:.0f} %" for share in one["shares"])
         print(f"| {name} | {even:.1f} | {balanced:.1f} | {even / balanced:.2f} | {one['required'] or ''} | {shares} |")
-    arguments.results.parent.mkdir(exist_ok=True)
-    arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     _draw(results, arguments.results.with_suffix(".png"))
 
 

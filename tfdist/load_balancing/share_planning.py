@@ -21,7 +21,7 @@ STEPS, ROWS, SECONDS, WAITED_SECONDS = 7, 8, 9, 10
 STATE_ROWS = 11
 
 # A division must be predicted to shorten steps by this factor: otherwise noise moves rows to and fro.
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.03
 # Rows are moved in units, so that there are few sizes (each costs XLA a compilation, oneDNN a search for a kernel).
 _UNITS = 64
 # The first step on new sizes compiles and allocates, and is reported one step later.
