@@ -35,9 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
-    parser.add_argument(
-        "--turns", type=int, default=5, help="turns of each model; the mean step is that without the first"
-    )
+    parser.add_argument("--turns", type=int, default=4, help="turns of each model; the first two are not counted")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"scenarios": {}}
