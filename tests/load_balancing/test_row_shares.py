@@ -34,6 +34,16 @@ def test_devices_of_a_worker_share_its_rows_equally():
     assert shares_of(1, [1, 3]).bounds(16) == [(4, 10), (10, 16)]
 
 
+def test_the_first_shares_keep_the_limits():
+    def first(worker, **arguments):
+        return pytest.approx(shares_of(devices=(1, 1), **arguments).stats()[worker].share, abs=1e-6)
+
+    limited = LoadBalancing(max_share=(0.25, 1.0))
+    assert first(0, options=limited) == 0.25
+    assert first(0, options=limited, shares=[1, 9]) == 0.1
+    assert first(1, options=LoadBalancing(max_share=0.5), shares=[1, 9]) == 0.5
+
+
 def step(shares, seconds, rows):
     """All replicas report a step; those of a worker with two devices have different times."""
     reports = [

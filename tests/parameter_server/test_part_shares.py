@@ -34,6 +34,10 @@ def test_a_worker_whose_part_another_one_computes_keeps_its_share():
     assert shares.sizes(64) == [48, 16]
 
 
+def test_the_first_parts_keep_the_limits():
+    assert PartShares(2, LoadBalancing(max_share=(0.25, 1.0))).sizes(64) == [16, 48]
+
+
 def test_equal_parts_stay_without_load_balancing():
     shares = PartShares(2, None)
     run(shares, [0.001, 0.1], 40)

@@ -63,12 +63,16 @@ class RowShares:
             devices: The number of devices of each worker.
             rank: The rank of this worker.
             host: Its CPU device.
-            shares: The first shares of the workers. By default workers share by their numbers of devices.
+            shares: The first shares of the workers; they are changed to keep the limits of `options`. By default
+                workers share by their numbers of devices.
             options: How shares follow the measured speeds; `None` if they are fixed.
         """
         self._devices, self._rank, self._options = tuple(devices), rank, options
         self._host = host
-        self._first = planning.whole_shares(shares or devices)
+        first: Sequence[float] = shares or devices
+        if options is not None:
+            first = planning.within_limits(first, options.limits(len(devices)))
+        self._first = planning.whole_shares(first)
         with tf.init_scope(), tf.device(host):
             self._state = ResourceVariable(planning.initial_state(self._first), trainable=False, name="row_shares")
         self.timers = [StepTimer(host) for _ in range(devices[rank])]

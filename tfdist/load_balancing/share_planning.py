@@ -160,6 +160,23 @@ def row_bounds(shares: Sequence[int], rows: int) -> list[int]:
     return [(end * rows + total // 2) // total for end in ends]
 
 
+def within_limits(shares: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Returns the first shares, of which no worker has more than its limit; the others get what remains.
+
+    >>> within_limits([1, 1], [1.0, 0.25]), within_limits([1, 3], [1.0, 1.0])
+    ([1.5, 0.5], [1, 3])
+
+    Args:
+        shares: One for each worker.
+        limits: The largest share of each worker, as a fraction; together at least 1.
+    """
+    total = _total(shares)
+    most = [limit * total for limit in limits]
+    if all(share <= bound for share, bound in zip(shares, most, strict=True)):
+        return list(shares)
+    return _bounded(shares, total, [0.0] * len(shares), most)
+
+
 def whole_shares(shares: Sequence[float]) -> list[int]:
     """Returns integers in the proportions of `shares`, to a millionth; integers stay as they are.
 

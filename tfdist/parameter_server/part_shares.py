@@ -5,7 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing
-from tfdist.load_balancing.share_planning import SHARE, after_step, initial_state, row_bounds
+from tfdist.load_balancing.share_planning import (
+    SHARE,
+    after_step,
+    initial_state,
+    row_bounds,
+    whole_shares,
+    within_limits,
+)
 
 # Each size of a part is a trace of the step, which stays: 16 units make at most 16 of them.
 _UNITS = 16
@@ -15,14 +22,15 @@ class PartShares:
     """The shares of the workers of a synchronous mode. The chief alone measures and divides."""
 
     def __init__(self, workers: int, options: LoadBalancing | None) -> None:
-        """Begins with equal parts.
+        """Begins with equal parts, or those next to them that keep the limits of `options`.
 
         Args:
             workers: The number of workers.
             options: How parts follow the speeds; `None` if they stay equal.
         """
         self._devices, self._options = [1] * workers, options
-        self._state = initial_state(self._devices)
+        limits = [1.0] * workers if options is None else options.limits(workers)
+        self._state = initial_state(whole_shares(within_limits(self._devices, limits)))
 
     @property
     def follows_speeds(self) -> bool:
