@@ -92,7 +92,7 @@ class _Training:
         self._losses.append(losses[1:])
 
     def measured(self, steps: int) -> dict[str, Any]:
-        """Returns the mean step of the last turns, and the loss after every tenth step of all.
+        """Returns the mean step of the last turns, and the loss after every fifth step of all.
 
         Means, because a worker that is held to a part of a core runs and stands in turns.
         """
@@ -100,9 +100,9 @@ class _Training:
         seconds = 0.0
         curve = []
         for turn, losses in zip(self._durations[1:], self._losses[1:], strict=True):
-            for start in range(0, steps, 10):
-                seconds += sum(turn[start : start + 10])
-                curve.append((seconds, losses[min(start + 9, steps - 1)]))
+            for start in range(0, steps, 5):
+                seconds += sum(turn[start : start + 5])
+                curve.append((seconds, losses[min(start + 4, steps - 1)]))
         return {
             "mean_ms": 1e3 * sum(counted) / len(counted),
             "seconds": [round(at, 3) for at, _ in curve],
