@@ -155,14 +155,17 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """The number of micro-batches into which each replica splits its part of a training step."""
         return self._micro_batches
 
-    def synchronize(self) -> None:
+    def synchronize(self, *models: Any) -> None:
         """Makes weights and batch statistics equal on all workers under `LocalSGD` and `DiLoCo`; else does nothing.
 
         `fit`, `evaluate` and `predict` do so by themselves. Call this in custom loops, on all workers after the same
         step, before weights are read: to save, to evaluate, at the end.
+
+        Args:
+            *models: The models that the loop trains, whose batch statistics become the mean of the workers'.
         """
         if self._local_updates is not None:
-            self._local_updates.synchronize()
+            self._local_updates.synchronize(models)
 
     @property
     def num_workers(self) -> int:

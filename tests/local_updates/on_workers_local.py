@@ -64,7 +64,7 @@ def synchronous(strategy, seen, save):
 
 
 def custom_loop(strategy):
-    model = compiled(strategy, sgd)
+    model = compiled(strategy, sgd, normalizes=True)
     data = tf.data.Dataset.from_tensor_slices((local_models.INPUTS, local_models.TARGETS)).batch(local_models.BATCH)
 
     def replica_step(inputs, targets):
@@ -80,7 +80,7 @@ def custom_loop(strategy):
 
     for batch in strategy.experimental_distribute_dataset(data):
         step(batch)
-    strategy.synchronize()
+    strategy.synchronize(model)
     return model
 
 

@@ -35,7 +35,9 @@ def close(values, expected, tolerance):
 @pytest.mark.parametrize("name", ["local 1", "diloco 1", "local 1 loop"])
 def test_an_exchange_after_each_update_is_synchronous_training(run, name):
     expected = run.arrays(f"sync{' loop' * name.endswith('loop')}-0.npz")
-    close(run.arrays(f"{name}-0.npz"), expected.values(), 1e-6)
+    for key, value in expected.items():
+        if not (name.endswith("loop") and key in ("weight 4", "weight 5")):  # statistics, which a loop may not average
+            np.testing.assert_allclose(run.arrays(f"{name}-0.npz")[key], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["local 1", "diloco 1"])
@@ -66,7 +68,9 @@ def test_weights_are_those_of_two_processes_that_exchange_by_hand(run, name, arg
     close(run.arrays(f"{name}-0.npz"), reference.train(), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["local 1", "diloco 1", "mean", "fragments", "overlap", "everything", "resumed"])
+@pytest.mark.parametrize(
+    "name", ["local 1", "local 1 loop", "diloco 1", "mean", "fragments", "overlap", "everything", "resumed"]
+)
 def test_all_workers_end_with_the_same_weights(run, name):
     first, second = (run.arrays(f"{name}-{rank}.npz") for rank in range(2))
     for key, value in first.items():

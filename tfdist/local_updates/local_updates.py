@@ -11,11 +11,15 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
+from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.exchange_progress import ExchangeProgress
+from tfdist.local_updates.fragments import Fragment
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.replica_values import assign, read
-from tfdist.local_updates.synced_optimizer import Fragment, SyncedOptimizer
+from tfdist.local_updates.synced_optimizer import SyncedOptimizer
+
+_KEPT_FUNCTIONS = 4
 
 
 class LocalUpdates:
@@ -43,6 +47,7 @@ class LocalUpdates:
         self._models: list[weakref.ref[Any]] = []  # in the order of their first steps, which is that of all workers
         self._flushes: dict[Any, Any] = {}
         self._begun: list[bool] = []
+        self._created = 0  # equal on all workers, unlike the number of optimizers that exist
         with tf.device("CPU:0"):
             self.ends_are_known = tf.Variable(False, trainable=False)
 
@@ -73,25 +78,27 @@ class LocalUpdates:
         for optimizer in optimizers:
             self._synced(optimizer)
 
-    def synchronize(self) -> None:
-        """Makes weights, their moving averages and batch statistics equal on all workers, if any worker has trained.
+    def synchronize(self, given: Sequence[Any] = ()) -> None:
+        """Makes weights, their moving averages and batch statistics equal on all workers, if workers have trained.
 
         Call this eagerly and on all workers.
+
+        Args:
+            given: Models whose statistics count, beside those that were trained by their `train_step`.
         """
-        known = self._known()
-        counts = [synced.number_of_updates() for synced in known]
-        if not any(counts):
+        # Objects that were deleted may still exist on some workers, so only those count that were trained.
+        counts = {synced: count for synced in self._known() if (count := synced.number_of_updates())}
+        if not counts:
             return
-        keeps = bool(self.mode.kept_share)
-        are_equal = [
-            not count or (synced.schedule.leaves_equal_weights(count) and not keeps)
-            for synced, count in zip(known, counts, strict=True)
-        ]
-        models = [model for model in (reference() for reference in self._models) if model is not None]
-        ways = [synced.schedule.under_way(count) for synced, count in zip(known, counts, strict=True)]
-        key = str(ways), tuple(are_equal), tuple(map(id, known)), tuple(map(id, models))
+        are_equal = [not self.mode.kept_share and one.schedule.leaves_equal_weights(counts[one]) for one in counts]
+        under_way = [one.schedule.under_way(count) for one, count in counts.items()]
+        models = self._models_of(list(counts))
+        models += [model for model in given if not any(model is known for known in models)]
+        key = str(under_way), tuple(are_equal), tuple(map(id, counts)), tuple(map(id, models))
         if key not in self._flushes:
-            flush = functools.partial(self._run_flush, known, are_equal, ways, models)
+            for oldest in list(self._flushes)[: 1 - _KEPT_FUNCTIONS]:  # they keep models alive
+                del self._flushes[oldest]
+            flush = functools.partial(self._run_flush, list(counts), are_equal, under_way, models)
             self._flushes[key] = tf.function(flush, autograph=False)
         self._flushes[key]()
 
@@ -147,6 +154,12 @@ class LocalUpdates:
             for variable, total in zip(variables, sums, strict=True):
                 assign(self._strategy, variable, total / tf.cast(replicas, total.dtype))
 
+    def _models_of(self, trained: Sequence[SyncedOptimizer]) -> list[Any]:
+        """Returns the models of which one of these optimizers is."""
+        optimizers = [optimizer() for optimizer, synced in self._of_optimizers if synced in trained]
+        models = [model for model in (reference() for reference in self._models) if model is not None]
+        return [model for model in models if any(one is own for one in optimizers for own in optimizers_of(model))]
+
     def _known(self) -> list[SyncedOptimizer]:
         self._of_optimizers = [(optimizer, synced) for optimizer, synced in self._of_optimizers if optimizer()]
         return [synced for _, synced in self._of_optimizers]
@@ -164,17 +177,18 @@ class LocalUpdates:
         # A new thread is in no scope and no replica context, and traces nothing.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             synced = thread.submit(create).result()
+        self._created += 1
         self._of_optimizers.append((weakref.ref(optimizer), synced))
         return synced
 
     def _in_background(self, fragments: Sequence[Fragment]) -> BackgroundExchange | None:
-        strategy, mode = self._strategy, self.mode
+        strategy, mode, number = self._strategy, self.mode, self._created
         if not isinstance(mode, DiLoCo) or not mode.overlap_steps or strategy.num_workers == 1:
             return None
-        launcher = strategy.extended.replica_operations.background_launcher(len(self._of_optimizers))
+        launcher = strategy.extended.replica_operations.background_launcher(number)
         reduction = strategy.gradient_reduction.in_background(launcher)
         specs = [([anchor.shape for anchor in one.anchors], one.paths) for one in fragments]
-        name = f"tfdist/exchanges/{strategy._collective_key_base}/{len(self._of_optimizers)}"
+        name = f"tfdist/exchanges/{strategy._collective_key_base}/{number}"
         progress = ExchangeProgress(name, strategy.rank, strategy.num_workers)
         return BackgroundExchange(specs, reduction, launcher.device, mode.timeout_seconds, progress.late_workers)
 

@@ -1,44 +1,22 @@
 """One optimizer whose updates are local: its anchors and counters, and what follows each of its updates."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.outer_optimizers import (
     moving_averages,
-    new_outer_optimizer,
     trained_variables,
     update_anchors,
 )
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.local_modes import DiLoCo, LocalMode
+from tfdist.local_updates.fragments import Fragment, held_sums, new_fragments
+from tfdist.local_updates.local_modes import LocalMode
 from tfdist.local_updates.replica_values import assign, read
-from tfdist.local_updates.schedule import SyncSchedule, split_by_bytes
-from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
-
-_DEFAULT_OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Variables that are exchanged together.
-
-    Attributes:
-        variables: The trained variables.
-        anchors: Their shared values, float32, equal on all workers.
-        outer: The optimizer that updates the anchors; `None`: they become the mean of the workers' weights.
-        paths: The unique paths of the variables, under which compressors keep their state.
-    """
-
-    variables: list[Any]
-    anchors: list[Any]
-    outer: Any
-    paths: list[str]
+from tfdist.local_updates.schedule import SyncSchedule
 
 
 class SyncedOptimizer:
@@ -72,39 +50,18 @@ class SyncedOptimizer:
         Raises:
             ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
         """
-        variables = trained_variables(optimizer)
-        if mode.fragments > len(variables):
-            raise ValueError(
-                f"There are more fragments than variables. Received: fragments={mode.fragments} and an optimizer of "
-                f"{len(variables)} variables. Expected: at most as many fragments. Lower `fragments`."
-            )
         self._strategy, self._reduction = strategy, reduction
         self._kept_share = mode.kept_share
         self._averages = moving_averages(optimizer)
-        self._constrained = OptimizerUpdate(optimizer, variables).constrained_variables
-        groups = split_by_bytes([_nbytes(variable) for variable in variables], mode.fragments)
-        self.fragments = [self._fragment(optimizer, [variables[i] for i in group], mode) for group in groups]
+        self._constrained = OptimizerUpdate(optimizer, trained_variables(optimizer)).constrained_variables
+        self.fragments = new_fragments(optimizer, mode)
         self.background = in_background(self.fragments)
         overlap_steps = mode.overlap_steps if self.background is not None else 0
         self.schedule = SyncSchedule(mode.sync_every, mode.fragments, overlap_steps)
         self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="local_updates")
         self.fresh = tf.Variable(0.0, trainable=False, name="fresh_samples")
         self.samples = tf.Variable(tf.zeros([mode.fragments]), trainable=False, name="samples_of_fragments")
-        self._held = _zeros_on_host(self.fragments) if mode.overlap_steps else []
-
-    def _fragment(self, optimizer: Any, variables: list[Any], mode: LocalMode) -> Fragment:
-        anchors = [
-            keras.Variable(
-                shape=variable.shape, initializer="zeros", dtype="float32", autocast=False, name=f"anchor_{number}"
-            )
-            for number, variable in enumerate(variables)
-        ]
-        outer = None
-        if isinstance(mode, DiLoCo):
-            described = mode.outer_optimizer
-            default = lambda: keras.optimizers.SGD(**_DEFAULT_OUTER)  # noqa: E731
-            outer = new_outer_optimizer(default if described is None else described, anchors)
-        return Fragment(variables, anchors, outer, OptimizerUpdate(optimizer, variables).paths)
+        self._held = held_sums(self.fragments) if mode.overlap_steps else []
 
     @property
     def shared_variables(self) -> dict[str, Any]:
@@ -275,15 +232,3 @@ class SyncedOptimizer:
             if kept_share:
                 value = kept_share * tf.cast(read(variable), tf.float32) + (1 - kept_share) * value
             assign(self._strategy, variable, value)
-
-
-def _zeros_on_host(fragments: Sequence[Fragment]) -> list[list[tf.Variable]]:
-    with tf.device("CPU:0"):
-        return [
-            [ResourceVariable(tf.zeros(anchor.shape), trainable=False, name="held_sum") for anchor in fragment.anchors]
-            for fragment in fragments
-        ]
-
-
-def _nbytes(variable: Any) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements() or 0) * tf.as_dtype(variable.dtype).size
