@@ -43,22 +43,29 @@ _BARS = {"digits": 0.5, "text": 3.0}
 def measure_link(link: str, rounds: int, workload: str) -> dict[str, Any]:
     """Returns mean step times, and bytes a step, over a link."""
     start = time.monotonic()
+
+    def log(what: str) -> None:
+        print(f"  {what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
     with Network(2) as network, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         workers = WorkerProcesses(TENSORFLOW, sys.executable, network, workload, Path(folder), room="local_updates_run")
         stack.enter_context(workers)
         made = workers.call("make", names=[FLOOR, _OVERLAP])[0]
+        log("models")
         for name in (FLOOR, _OVERLAP):
             workers.call("run", variant=name, steps=_WARM_UP_STEPS)
-            print(f"  warm-up {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            log(f"warm-up {name}")
         network.shape(LINKS[link])
         steps: dict[str, list[float]] = {FLOOR: [], _OVERLAP: []}
         _add(steps[FLOOR], workers.call("run", variant=FLOOR, steps=rounds * SYNC_EVERY // 2))
+        log("half of the floor")
         before = workers.call("count")
         answers = workers.call("run", variant=_OVERLAP, steps=rounds * SYNC_EVERY)
         after = workers.call("count")
+        log(f"{rounds * SYNC_EVERY} steps, the last exchange {answers[0]['end_seconds']:.1f} s")
         _add(steps[FLOOR], workers.call("run", variant=FLOOR, steps=rounds * SYNC_EVERY // 2))
         _add(steps[_OVERLAP], answers)
-        print(f"  measured: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        log("measured")
         network.shape(None)
         sent = statistics.mean(late["bytes"] - early["bytes"] for early, late in zip(before, after, strict=True))
         stated = statistics.mean(answer["stated"]["wire_bytes"] for answer in answers)
@@ -111,9 +118,10 @@ def print_link(result: dict[str, Any]) -> None:
     with_end = result["dense_bytes"] / result["bytes_with_end"]
     print(f"\n{result['workload']}, {result['link']}, {result['steps']} steps\n")
     print("| floor | mean step | of the floor | slowest step | exchange at the end |\n|---|---|---|---|---|")
+    end = f"{result['end_seconds']:.1f} s" if "end_seconds" in result else "not measured"
     print(
         f"| {result['floor_ms']:.1f} ms | {result['step_ms']:.1f} ms | {ratio:.3f} "
-        f"| {result['slowest_step_ms']:.0f} ms | {result['end_seconds']:.1f} s |"
+        f"| {result['slowest_step_ms']:.0f} ms | {end} |"
     )
     print("\n| dense, bytes a step | sent | of dense | with the end of the epoch |\n|---|---|---|---|")
     print(f"| {result['dense_bytes']:,} | {result['bytes']:,.0f} | 1/{saving:.0f} | 1/{with_end:.0f} |")
