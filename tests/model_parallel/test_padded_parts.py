@@ -27,13 +27,13 @@ def _layout(ways: int = 2) -> Any:
     return models.layout(ways, **{".*embedding/reverse_embeddings": (None, "model")})
 
 
-def _build(activation: Any = None, tied: bool = False) -> keras.Model:
+def _build(activation: Any = None, tied: bool = False, rate: float = 0.2) -> keras.Model:
     """A vocabulary of 21 words, and hidden values of 7, of whose padding a sigmoid is not zero."""
     tokens = keras.Input((models.LENGTH,), dtype="int32")
     embedding = layers.ReversibleEmbedding(WORDS, 8, tie_weights=tied, name="embedding")
     x = embedding(tokens)
     hidden = layers.Dense(7, "sigmoid", name="up", bias_initializer="ones", kernel_regularizer="l2")(x)
-    x = layers.Dense(8, name="down")(layers.Dropout(0.2, seed=3)(hidden))
+    x = layers.Dense(8, name="down")(layers.Dropout(rate, seed=3)(hidden))
     if tied:
         return keras.Model(tokens, embedding(x, reverse=True))
     return keras.Model(tokens, layers.Dense(WORDS, activation, name="logits")(x))
@@ -91,7 +91,10 @@ def test_weights_equal_those_of_one_process(loss: str, ways: int, columns: int, 
 
     strategy = strategy_of(ways, columns=columns, layout_map=_layout(ways), micro_batches=1)
     y = NEXT if is_sparse else np.eye(WORDS, dtype="float32")[NEXT]
-    model, reference, logs = fit_both(strategy, lambda: _build(activation), compile_model, TOKENS, y, epochs=2)
+    rate = 0.2 if columns == 1 else 0.0  # of each column the masks are others
+    model, reference, logs = fit_both(
+        strategy, lambda: _build(activation, rate=rate), compile_model, TOKENS, y, epochs=2
+    )
     assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
     assert difference(model.optimizer.variables, reference.optimizer.variables) <= 1e-5
     np.testing.assert_allclose(model.predict(TOKENS, verbose=0), reference.predict(TOKENS, verbose=0), atol=1e-5)
