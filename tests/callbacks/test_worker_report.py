@@ -2,30 +2,18 @@
 
 import csv
 import logging
-from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
-from fake_strategy import FakeStrategy
+from worker_training import Clock, Training, count
 
 from tfdist.callbacks import WorkerReport, worker_report
-from tfdist.load_balancing.row_shares import ShareStats
 from tfdist.parameter_server import push_statistics
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
-from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
+from tfdist.parameter_server.push_statistics import StatsCollector
 
 pytestmark = pytest.mark.usefixtures("cpus")
-
-
-class Clock:
-    """Replaces `time`."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
 
 
 @pytest.fixture
@@ -34,40 +22,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(worker_report, "time", clock)
     monkeypatch.setattr(push_statistics, "time", clock)
     return clock
-
-
-class Training:
-    """A training whose workers report what the test sets."""
-
-    def __init__(self, clock, *, mode=None, workers=2, **arguments):
-        self.clock = clock
-        self.strategy = FakeStrategy(worker_stats=(WorkerStats(),) * workers, mode=mode or Asynchronous())
-        self.report = WorkerReport(**arguments)
-        self.report.set_model(SimpleNamespace(distribute_strategy=self.strategy))
-
-    def do(self, *done):
-        """Adds `done`, counts of each worker, to what they have done."""
-        zero = WorkerStats()
-        self.strategy.worker_stats = tuple(
-            before.since(zero.since(more)) for before, more in zip(self.strategy.worker_stats, done, strict=True)
-        )
-
-    def epoch(self, number, *done, seconds=2.0, validation=0.0):
-        """Returns what the report adds to the logs of an epoch."""
-        logs = {}
-        self.report.on_epoch_begin(number)
-        self.do(*done)
-        self.clock.now += seconds
-        if validation:
-            self.report.on_test_begin()
-            self.clock.now += validation
-        self.report.on_epoch_end(number, logs)
-        return logs
-
-
-def count(steps=10, samples=None, seconds=1.0, staleness=0.0, **more):
-    samples = 8 * steps if samples is None else samples
-    return WorkerStats(steps, samples, staleness, 0, 100 * steps, 300 * steps, seconds=seconds, **more)
 
 
 def test_logs_of_an_epoch_are_of_that_epoch(clock):
@@ -223,52 +177,6 @@ def test_other_strategies_are_rejected_with_the_remedy():
         ValueError, match=r"Received: a model created under .*Expected: `tfdist.strategies.ParameterServer"
     ):
         model.fit(np.ones([2, 1]), np.ones([2, 1]), verbose=0, callbacks=[WorkerReport()])
-
-
-class Shares:
-    """Workers that share the rows of batches."""
-
-    def __init__(self, *stats):
-        self.now = stats
-
-    def stats(self):
-        return self.now
-
-
-def test_workers_that_share_rows_report_shares_computation_and_waiting(clock, capsys, caplog):
-    training = Training(clock)
-    shares = Shares(ShareStats(0.5, 10, 320, 1.0, 0.0), ShareStats(0.5, 10, 320, 1.0, 0.0))
-    training.strategy.worker_stats, training.strategy.row_shares = (), shares
-    training.report.on_train_begin()
-    training.report.on_epoch_begin(0)
-    shares.now = ShareStats(0.75, 30, 1280, 2.0, 0.5), ShareStats(0.25, 30, 640, 2.4, 0.1)
-    clock.now += 2.0
-    logs = {}
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        training.report.on_epoch_end(0, logs)
-    training.report.on_train_end()
-    assert [logs[f"worker_0_{name}"] for name in ("share", "samples", "compute_ms", "wait_ms")] == [0.75, 960, 50, 25]
-    assert [logs[f"worker_1_{name}"] for name in ("share", "samples", "compute_ms")] == [0.25, 320, 70]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Workers (20 steps in 2.0 s):"
-    assert lines[3].split() == ["0", "75", "%", "960", "48.0", "50.0", "25.0"]
-    assert "worker 1 is slow: 229 samples per second at work in epoch 1; the median of the others is 960" in caplog.text
-
-
-def test_the_chief_alone_prints_shares_and_continues_after_a_restart(clock, capsys):
-    states = []
-    for rank in (0, 1):
-        training = Training(clock)
-        training.strategy.worker_stats, training.strategy.rank = (), rank
-        training.strategy.row_shares = shares = Shares(ShareStats(0.5, 10, 320, 1.0, 0.0))
-        training.report.on_train_begin()
-        if states:
-            training.report.set_state(states[0])
-        shares.now = (ShareStats(0.5, 14, 448, 1.4, 0.0),)
-        states.append(training.report.get_state())
-        training.report.on_train_end()
-    assert capsys.readouterr().out.count("Workers (4 steps") == 1
-    assert states[1]["training"][0]["steps"] == 8
 
 
 def test_writers_of_logs_behind_it_have_the_numbers_and_others_are_warned_of(clock, tmp_path):

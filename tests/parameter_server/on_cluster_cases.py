@@ -10,6 +10,7 @@ from pathlib import Path
 import cluster_asynchronous_cases  # noqa: F401
 import cluster_byte_cases  # noqa: F401
 import cluster_compression_cases  # noqa: F401
+import cluster_data_cases  # noqa: F401
 import cluster_federated_cases  # noqa: F401
 import cluster_loss_cases  # noqa: F401
 import cluster_program_cases  # noqa: F401
