@@ -193,6 +193,11 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return self._compression_state
 
     @property
+    def local_updates(self) -> None:
+        """None: columns exchange gradients in each update."""
+        return None
+
+    @property
     def row_shares(self) -> None:
         """None: columns compute equal parts of a batch."""
         return None

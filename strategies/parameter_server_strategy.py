@@ -164,6 +164,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         return None
 
     @property
+    def local_updates(self) -> None:
+        """None: clients of `FederatedAveraging` update copies of the variables, which callbacks do not see."""
+        return None
+
+    @property
     def row_shares(self) -> None:
         """None: the chief divides batches into parts of rounds, which no worker draws."""
         return None
