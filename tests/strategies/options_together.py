@@ -18,7 +18,7 @@ TARGETS = np.tanh(INPUTS @ _random.normal(size=(12, 2)).astype("float32"))
 
 
 def _sgd(**options):
-    return lambda: keras.optimizers.SGD(0.1, momentum=0.9, **options)
+    return lambda: keras.optimizers.SGD(0.05, momentum=0.5, **options)
 
 
 # What a column or row adds: options of the strategy, the optimizer, options of `compile`.
@@ -31,11 +31,11 @@ OPTIONS = {
     "`DiLoCo`": {"strategy": lambda: {"mode": DiLoCo(sync_every=4, fragments=2, overlap_steps=1)}},
     "`micro_batches=2`": {"strategy": lambda: {"micro_batches": 2}},
     "`gradient_accumulation_steps`": {"optimizer": _sgd(gradient_accumulation_steps=2)},
-    "`clipnorm`": {"optimizer": _sgd(clipnorm=0.1)},
-    "`global_clipnorm`": {"optimizer": _sgd(global_clipnorm=0.1)},
-    "`use_ema`": {"optimizer": _sgd(use_ema=True, ema_overwrite_frequency=2)},
+    "`clipnorm`": {"optimizer": _sgd(clipnorm=0.3)},
+    "`global_clipnorm`": {"optimizer": _sgd(global_clipnorm=0.3)},
+    "`use_ema`": {"optimizer": _sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)},
     "`LossScaleOptimizer`": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(_sgd()(), initial_scale=8.0)},
-    "`Lamb`": {"optimizer": lambda: keras.optimizers.Lamb(0.01)},
+    "`Lamb`": {"optimizer": lambda: keras.optimizers.Lamb(0.02)},
     "`jit_compile`": {"compile": {"jit_compile": True}},
     "`steps_per_execution`": {"compile": {"steps_per_execution": 2}},
     "`run_eagerly`": {"compile": {"run_eagerly": True}},
@@ -87,7 +87,7 @@ def trained(names, directory=None, *, alone=False):
     losses = []
     for epochs in (2, 4) if recovers else (4,):
         callbacks = [FailureRecovery(directory)] if recovers else []
-        # 18 batches of 4 rows: each worker has 2 in equal parts, 1 and 3 in shares, so micro-batches are of one row.
-        history = model.fit(INPUTS, TARGETS, 4, epochs, shuffle=False, verbose=0, callbacks=callbacks).history
+        # 9 batches of 8 rows, of which workers have 4 and 4, or 2 and 6.
+        history = model.fit(INPUTS, TARGETS, 8, epochs, shuffle=False, verbose=0, callbacks=callbacks).history
         losses += history["loss"]
     return {f"weight {number}": value for number, value in enumerate(model.get_weights())}, losses

@@ -57,5 +57,5 @@ def test_options_work_together(workers, names):
         for name, value in weights.items():
             np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     else:
-        assert first["losses"][-1] < 0.7 * first["losses"][0]
-        assert np.isfinite(losses).all()
+        assert first["losses"][-1] < 0.8 * first["losses"][0]
+        assert losses[-1] < 0.8 * losses[0], "so does that of one process"
