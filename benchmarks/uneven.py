@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=4, help="turns of each model; the first two are not counted")
+    parser.add_argument("--batch-size", type=int, default=576, help="images of a global batch")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"scenarios": {}}
@@ -44,8 +45,13 @@ def main() -> None:
     results["machine"] = machine_info()
     for name in arguments.scenarios:
         cores, required = SCENARIOS[name]
-        measured = _measure(cores, arguments.steps, arguments.turns)
-        results["scenarios"][name] = {"cores": cores, "required": required, **measured}
+        measured = _measure(cores, arguments.steps, arguments.turns, arguments.batch_size)
+        results["scenarios"][name] = {
+            "cores": cores,
+            "batch_size": arguments.batch_size,
+            "required": required,
+            **measured,
+        }
         arguments.results.parent.mkdir(exist_ok=True)
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     print("| workers | even, ms | balanced, ms | times faster | required | shares |\n|---|---|---|---|---|---|")
@@ -57,7 +63,7 @@ def main() -> None:
     _draw(results, arguments.results.with_suffix(".png"))
 
 
-def _measure(cores: tuple[float, ...], steps: int, turns: int) -> dict[str, Any]:
+def _measure(cores: tuple[float, ...], steps: int, turns: int, batch_size: int) -> dict[str, Any]:
     """Runs the workers of a scenario; returns what the chief has measured."""
     groups = [_CGROUPS / f"tfdist-uneven-{os.getpid()}-{rank}" for rank in range(len(cores))]
     try:
@@ -68,7 +74,7 @@ def _measure(cores: tuple[float, ...], steps: int, turns: int) -> dict[str, Any]
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "measured.json"
             command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(len(cores)), str(_WORKER)]
-            command += [str(output), str(steps), str(turns), *map(str, groups)]
+            command += [str(output), str(steps), str(turns), str(batch_size), *map(str, groups)]
             subprocess.run(command, check=True, timeout=900)
             return dict(json.loads(output.read_text()))
     finally:

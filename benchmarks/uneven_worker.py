@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-IMAGE, CLASSES, BATCH = (32, 32, 3), 10, 192
+IMAGE, CLASSES = (32, 32, 3), 10
 _WARM_UP_STEPS = 5
 _TURNS_LEFT_OUT = 2  # of the mean step: until the rows are divided
 
 
 def main() -> None:
     """Trains, and writes the times of the chief."""
-    output, steps, turns, *groups = sys.argv[1:]
+    output, steps, turns, batch_size, *groups = sys.argv[1:]
     os.nice(-15)  # other programs of the machine must not slow a worker
     config = json.loads(os.environ["TF_CONFIG"])
     rank = config["task"]["index"] + (config["task"]["type"] == "worker" and "chief" in config["cluster"])
@@ -25,8 +25,8 @@ def main() -> None:
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
     trainings = {
-        "even": _Training(MultiWorkerMirroredStrategy()),
-        "balanced": _Training(MultiWorkerMirroredStrategy(load_balancing=True)),
+        "even": _Training(MultiWorkerMirroredStrategy(), int(batch_size)),
+        "balanced": _Training(MultiWorkerMirroredStrategy(load_balancing=True), int(batch_size)),
     }
     for training in trainings.values():
         training.take(_WARM_UP_STEPS)  # traces
@@ -47,18 +47,18 @@ def main() -> None:
 class _Training:
     """A small CNN that learns to find templates in noise; a step is timed from the end of the previous one."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, batch_size: int) -> None:
         import keras
         import numpy as np
         import tensorflow as tf
 
         self.strategy = strategy
         random = np.random.default_rng(0)
-        labels = random.integers(0, CLASSES, 16 * BATCH)
-        inputs = random.normal(size=(16 * BATCH, *IMAGE)) + 0.4 * random.normal(size=(CLASSES, *IMAGE))[labels]
+        labels = random.integers(0, CLASSES, 16 * batch_size)
+        inputs = random.normal(size=(16 * batch_size, *IMAGE)) + 0.4 * random.normal(size=(CLASSES, *IMAGE))[labels]
         self._data = (
             tf.data.Dataset.from_tensor_slices((inputs.astype("float32"), labels))
-            .batch(BATCH, drop_remainder=True)
+            .batch(batch_size, drop_remainder=True)
             .repeat()
         )
         keras.utils.set_random_seed(0)
