@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=4, help="turns of each model; the first two are not counted")
-    parser.add_argument("--batch-size", type=int, default=576, help="images of a global batch")
+    parser.add_argument("--batch-size", type=int, default=192, help="images of a global batch")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"scenarios": {}}
