@@ -64,16 +64,16 @@ demo: $(STAMP)
 
 # Two processes, because most tests wait for processes that they started. The tests of a file run in one process. Files
 # run in the order of the tree: the default order runs files of few, slow tests last, when one process waits for the other.
-test: lint browser
+test: lint
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# One test opens TensorBoard in a browser. It is skipped if there is none.
+# One of the long tests opens TensorBoard in a browser. It is skipped if there is none.
 browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get -qq update && \
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 || \
 	    echo "No Chromium: the test that opens TensorBoard in a browser is skipped."
 
-test-long: $(STAMP)
+test-long: $(STAMP) browser
 	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP)

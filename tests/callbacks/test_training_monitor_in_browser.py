@@ -11,7 +11,7 @@ from child_environment import child_environment
 from benchmarks.browser import browser_page, find_browser
 from benchmarks.tensorboard_page import open_charts, serving, shown_tags
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
+pytestmark = [pytest.mark.long, pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 300

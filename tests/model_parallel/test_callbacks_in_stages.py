@@ -93,6 +93,7 @@ def test_a_training_resumes_with_other_stages_and_columns(
     assert all(np.array_equal(one.numpy(), copy.numpy()) for one, copy in copies)
 
 
+@pytest.mark.long
 def test_other_callbacks(cpus: list[str], tmp_path: Any) -> None:
     model, reference = made(cpus), made(cpus)
     reference.optimizer.gradient_accumulation_steps = None

@@ -150,6 +150,7 @@ class Interruption(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_an_interrupted_training_resumes_with_its_states(tmp_path: Any) -> None:
     undisturbed, interrupted = (built(columns_of(2, 2, MIXED), adam) for _ in range(2))
     fit(undisturbed, epochs=3)

@@ -115,6 +115,7 @@ def _indices(folder: Folder) -> list[Path]:
     return sorted(newest(folder).glob("*.index"))
 
 
+@pytest.mark.long
 def test_devices_of_one_process(cpus: list[str], tmp_path: Path) -> None:
     """They write complete values."""
     undisturbed = made(strategy_of(ways=2))
