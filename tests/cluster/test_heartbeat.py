@@ -254,3 +254,27 @@ def test_exit_is_sent_before_earlier_exit_handlers_run(ends):
         Heartbeat.from_environment().start()
     """
     assert run_worker(code, ends)[1] == "None"
+
+
+def test_a_message_does_not_overtake_a_newer_one(ends, heartbeat, monkeypatch):
+    """A thread that is interrupted between reading the state and sending it must not send an old step last."""
+    is_reading, may_send = threading.Event(), threading.Event()
+
+    def wait_in_the_first_thread(message):
+        text = json.dumps(message)
+        if threading.current_thread() is first:
+            is_reading.set()
+            assert may_send.wait(TIME_LIMIT)
+        return text
+
+    monkeypatch.setattr(module, "json", type("Json", (), {"dumps": staticmethod(wait_in_the_first_thread)}))
+    first = threading.Thread(target=heartbeat.phase, args=["validation"])
+    first.start()
+    assert is_reading.wait(TIME_LIMIT)
+    second = threading.Thread(target=heartbeat.phase, args=["end of validation"])
+    second.start()
+    second.join(timeout=0.5)  # it sends, unless it waits for the first
+    may_send.set()
+    first.join(TIME_LIMIT)
+    second.join(TIME_LIMIT)
+    assert [receive(ends[0])["phase"] for _ in range(2)] == ["validation", "end of validation"]

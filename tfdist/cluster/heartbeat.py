@@ -71,6 +71,8 @@ class Heartbeat:
         self._error: Mapping[str, str] | None = None
         self._next_step_at = 0.0
         self._thread: threading.Thread | None = None
+        # A message must not overtake a newer one. Handlers of signals may send while their own thread does.
+        self._sending = threading.RLock()
         self._stopped = threading.Event()
 
     @classmethod
@@ -206,6 +208,10 @@ class Heartbeat:
     def _send(self, *, alive: bool = True) -> None:
         if os.getpid() != self._pid:
             return
+        with self._sending:
+            self._send_present_state(alive)
+
+    def _send_present_state(self, alive: bool) -> None:
         message: dict[str, Any] = {"alive": alive}
         saved, saved_step = self._saved or (None, None)
         phase, batch = self._phase or (None, None)
