@@ -58,9 +58,9 @@ class WorkerReport(ListedCallback):
     ```
 
     Where shares divide the rows of global batches, the logs gain `worker_<i>_share`, the present part of a batch as a
-    fraction; `worker_<i>_samples`; `worker_<i>_compute_ms`, from when a step's data is there to its last gradient,
-    without waiting; and `worker_<i>_wait_ms`, how much earlier the worker is ready than the slowest one, both as means
-    of the training steps. The chief prints them:
+    fraction; `worker_<i>_samples`; `worker_<i>_compute_ms`, from when a step's data is there to its last gradient, and
+    the update, without waiting; and `worker_<i>_wait_ms`, how much earlier the worker is ready than the slowest one,
+    both as means of the training steps. The chief prints them:
 
     ```
     Workers (299 steps in 6.1 s):

@@ -18,9 +18,9 @@ from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy 
 
 __all__ = [
     "Asynchronous",
+    "DiLoCo",
     "FederatedAveraging",
     "LoadBalancing",
-    "DiLoCo",
     "LocalSGD",
     "MirroredStrategy",
     "ModelParallelStrategy",

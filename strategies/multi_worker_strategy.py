@@ -19,7 +19,7 @@ from tfdist.strategies.cluster_resolver import (
     start_timeout_of,
     worker_resolver,
 )
-from tfdist.strategies.local_mode import check_outer_optimizer, local_mode_of, local_updates_of
+from tfdist.strategies.local_update_patches import check_outer_optimizer, local_mode_of, local_updates_of
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_start import (
@@ -110,7 +110,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use.
         """
-        local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=bool(load_balancing) or shares is not None)
+        balancing = load_balancing_of(load_balancing)
+        divides_rows = balancing is not None or shares is not None
+        local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=divides_rows)
         reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or worker_resolver()
@@ -132,7 +134,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if peers and not cluster_is_running():
             answer_peers_during_computation()
             cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
-        balancing = load_balancing_of(load_balancing)
         with (
             exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext(),
             silence_limit(silence_limit_of_environment()),

@@ -1,10 +1,10 @@
 """Checks the rules of the code: who may import whom, where private symbols live, what an import may do.
 
-`tests/support/house_rules.py` has the rules as tables. Every rule has a test with a source that breaks it.
+`tests/support/architecture_rules.py` has the rules as tables. Every rule has a test with a source that breaks it.
 """
 
 import pytest
-from house_rules import ROOT, TOPS, house_files, repeated_names, shown_arrows, unused_arrows, violations
+from architecture_rules import ROOT, TOPS, house_files, repeated_names, shown_arrows, unused_arrows, violations
 
 
 @pytest.mark.parametrize("path", house_files())

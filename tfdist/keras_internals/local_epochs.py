@@ -9,6 +9,7 @@ from tfdist.keras_internals.keras_symbols import BASE_TRAINER, trainer
 from tfdist.private_symbols import private
 
 _Trainer = private(BASE_TRAINER, "logs of an epoch")
+private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "chooses the logs of an epoch that callbacks get")
 
 
 def patch_local_epochs(

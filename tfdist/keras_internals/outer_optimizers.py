@@ -30,6 +30,20 @@ def moving_averages(optimizer: Any) -> list[Any]:
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
+def features_of_steps(optimizer: Any) -> list[str]:
+    """Returns what an optimizer does beside updates, which has no meaning if it updates by differences of weights.
+
+    >>> features_of_steps(keras.optimizers.SGD(1.0, use_ema=True)), features_of_steps(keras.optimizers.Adam())
+    (['use_ema'], [])
+    """
+    is_used = {
+        "LossScaleOptimizer": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        "gradient_accumulation_steps": bool(optimizer.gradient_accumulation_steps),
+        "use_ema": bool(optimizer.use_ema),
+    }
+    return [name for name, used in is_used.items() if used]
+
+
 def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
     """Returns a new optimizer that is built for `anchors`. Call this in the strategy's scope.
 
@@ -52,12 +66,10 @@ def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
         optimizer = type(given).from_config(given.get_config())
     else:
         optimizer = keras.optimizers.get(given)
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scales or optimizer.gradient_accumulation_steps or optimizer.use_ema:
+    if extra := features_of_steps(optimizer):
         raise ValueError(
-            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with a loss scale, "
-            "`gradient_accumulation_steps` or `use_ema`. Expected: a Keras optimizer without them: it updates once an "
-            "exchange."
+            f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with {', '.join(extra)}. Expected: a "
+            "Keras optimizer without: it updates once an exchange."
         )
     optimizer.build(list(anchors))
     return optimizer

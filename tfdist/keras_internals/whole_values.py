@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
+from tfdist.keras_internals.placed_updates import decay_weights
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.private_symbols import private
 
@@ -81,5 +82,5 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
 def update_step(optimizer: Any, gradient: Any, variable: GatheredValue) -> None:
     """Decays and updates the value of a variable, in Keras' order."""
     assert isinstance(optimizer, TFOptimizer)
-    optimizer._apply_weight_decay([variable])
+    decay_weights(optimizer, [variable])
     optimizer.update_step(gradient, variable, optimizer.learning_rate)

@@ -23,7 +23,7 @@ class ShareStats:
         share: Its present part of a batch, as a fraction.
         steps: Training steps.
         samples: Rows of their batches.
-        seconds: How long it computed, from when the data was there to the last gradient; of its slowest device.
+        seconds: How long its slowest device computed: from when the data was there to the last gradient, and updates.
         waited_seconds: How much earlier it was ready than the slowest worker.
     """
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.combined_results import combined_results
 from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_attributes import is_rematerialized, kernel_of, layers_inside, output_projection_of
 from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.model_parallel.combined_results import combined_results
 from tfdist.model_parallel.elementwise_functions import is_elementwise_function
 from tfdist.model_parallel.sharded_layers import (
     aware_layers,

@@ -11,10 +11,15 @@ _OF_KERAS = frozenset(
     "celu elu exponential gelu hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
     "sigmoid silu softplus softsign tanh".split()
 )
-_OPERATIONS = frozenset(
-    "Abs Add AddV2 Cast Ceil ClipByValue Const Cosh Elu Erf Erfc Exp Expm1 Floor Greater GreaterEqual Identity Inv "
-    "LeakyRelu Less LessEqual Log Log1p Maximum Minimum Mul Neg Placeholder Pow RealDiv Reciprocal Relu Relu6 Rsqrt "
-    "Select SelectV2 Selu Sigmoid Sign Sinh Softplus Softsign Sqrt Square Sub Tanh ZerosLike".split()
+# TensorFlow's operations that compute each element from the same elements of their inputs, which may be broadcast.
+ELEMENTWISE = frozenset(
+    "Abs Add AddV2 Cast Cos Elu Erf Erfc Exp Expm1 Identity LeakyRelu Log Log1p Maximum Minimum Mul Neg Pow RealDiv "
+    "Relu Relu6 Rsqrt Selu Sigmoid Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh".split()
+)
+# Further ones in the trace of a function of one tensor and scalars.
+_OPERATIONS = ELEMENTWISE | frozenset(
+    "Ceil ClipByValue Const Cosh Floor Greater GreaterEqual Inv Less LessEqual Placeholder Reciprocal Select SelectV2 "
+    "Sinh ZerosLike".split()
 )
 
 

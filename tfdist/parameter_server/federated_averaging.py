@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_internals.outer_optimizers import features_of_steps
 from tfdist.utils.argument_checks import check_whole_number, is_number
 
 _SHORTEST_LIMIT_SECONDS = 600.0
@@ -142,18 +143,9 @@ def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
             f"Invalid `server_optimizer`. Received: {given!r}. Expected: a Keras optimizer, such as "
             "keras.optimizers.Adam(0.01), or its name."
         ) from error
-    unsupported = [
-        name
-        for name, is_used in {
-            "LossScaleOptimizer": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-            "use_ema": optimizer.use_ema,
-        }.items()
-        if is_used
-    ]
-    if unsupported:
+    if extra := features_of_steps(optimizer):
         raise ValueError(
-            f"The servers make one plain update a round. Received: a `server_optimizer` with {', '.join(unsupported)}. "
+            f"The servers make one plain update a round. Received: a `server_optimizer` with {', '.join(extra)}. "
             "Expected: an optimizer without. Remove it."
         )
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.input_pipeline import pipeline_nodes
 from tfdist.tensorflow_internals.static_batches import draw_optionals
 from tfdist.tensorflow_internals.tensorflow_symbols import regroup
 
@@ -37,6 +38,16 @@ class CompletePerReplicaSpec(_PerReplicaSpec):  # type: ignore[misc, valid-type]
 
     def _from_components(self, components: Any) -> Any:
         return CompletePerReplica(components)
+
+
+def calls_shard(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline calls `shard`, so that workers may draw different batches.
+
+    >>> numbers = tf.data.Dataset.range(9)
+    >>> calls_shard(numbers.batch(3)), calls_shard(numbers.shard(2, 0).batch(3))
+    (False, True)
+    """
+    return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
 
 
 def mark_complete(dataset: Any) -> Any:

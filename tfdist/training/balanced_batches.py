@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.load_balancing.step_timer import TimedStep
-from tfdist.tensorflow_internals.complete_batches import is_complete, parts_of_complete
-from tfdist.tensorflow_internals.input_pipeline import pipeline_nodes, reads_files
+from tfdist.tensorflow_internals.complete_batches import calls_shard, is_complete, parts_of_complete
+from tfdist.tensorflow_internals.input_pipeline import reads_files
 from tfdist.training.sample_shares import ReplicaStep, count_samples, has_rows, rows_between, static_samples
+from tfdist.training.worker_batches import check_has_batches, several_of_each
 
 _log = logging.getLogger("tfdist")
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -21,7 +22,7 @@ class SharedRows:
     """A batch whose rows are divided among all replicas by a strategy's shares.
 
     Attributes:
-        parts: The data of each local replica.
+        own: The data with the rows of each local replica.
         whole: The data with all rows. A replica without rows computes with the first of them.
         steps: The local replicas' parts of the step.
     """
@@ -29,12 +30,7 @@ class SharedRows:
     def __init__(self, data: Any, strategy: Any) -> None:
         self._strategy, self._shares = strategy, strategy.row_shares
         self._first_replica = sum(strategy.replicas_of_workers[: strategy.rank])
-        own, self.whole, self._rows, bounds = _divided(data, strategy)
-        leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(own)]
-        self.parts = [
-            tf.nest.pack_sequence_as(own, [leaf[replica] if len(leaf) > 1 else leaf[0] for leaf in leaves])
-            for replica in range(len(bounds))
-        ]
+        self.own, self.whole, self._rows, bounds = _divided(data, strategy)
         self.steps = [ReplicaStep(end - first, _fraction(end - first, self._rows)) for first, end in bounds]
 
     def start_timing(self, model: Any, data: Any, step: ReplicaStep) -> TimedStep:
@@ -93,19 +89,14 @@ def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank:
         ValueError: The workers read different rows, which cannot be divided again; or the dataset has no batches.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy in (_Policy.FILE, _Policy.OFF, _Policy.HINT) or _is_sharded(dataset):
+    if policy in (_Policy.FILE, _Policy.OFF, _Policy.HINT) or calls_shard(dataset):
         raise ValueError(
             "Shares divide batches that all workers draw alike. Received: a dataset of which each worker reads a part, "
             f"with AutoShardPolicy.{_Policy(policy).name}. Expected: the same dataset on all workers, with "
             "AutoShardPolicy.AUTO or DATA and without `shard`. Change its options, or create the strategy without "
             "`load_balancing` and `shares`."
         )
-    if not any(has_rows(leaf) for leaf in tf.nest.flatten(dataset.element_spec)):
-        raise ValueError(
-            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
-            f"{dataset.element_spec}. Expected: elements with a first dimension. Call the `batch` method of the "
-            "dataset."
-        )
+    check_has_batches(dataset)
     global _has_warned_of_files
     if policy == _Policy.AUTO and not _has_warned_of_files and rank == 0 and reads_files(dataset, workers, rank):
         _has_warned_of_files = True
@@ -116,19 +107,7 @@ def complete_batches(dataset: tf.data.Dataset, devices: int, workers: int, rank:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = _Policy.DATA
     dataset = dataset.with_options(options)
-    if devices == 1:
-        return dataset
-    batches, spec = int(dataset.cardinality()), dataset.element_spec
-
-    def repeated(*batch: Any) -> tf.data.Dataset:
-        data = tf.nest.pack_sequence_as(spec, tf.nest.flatten(batch))
-        return tf.data.Dataset.range(devices).map(lambda _: data)
-
-    result = dataset.flat_map(repeated)
-    if batches == tf.data.UNKNOWN_CARDINALITY:
-        return result
-    number = batches if batches == tf.data.INFINITE_CARDINALITY else batches * devices
-    return result.apply(tf.data.experimental.assert_cardinality(number))
+    return dataset if devices == 1 else several_of_each(dataset, devices, lambda data, number: data)
 
 
 def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
@@ -146,10 +125,6 @@ def _divided(data: Any, strategy: Any) -> tuple[Any, Any, Any, list[tuple[Any, A
         return list(rows_between(leaves, counted, *bounds[replica]))
 
     return parts_of_complete(data, part_of), whole, rows, bounds
-
-
-def _is_sharded(dataset: tf.data.Dataset) -> bool:
-    return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
 
 
 def _some_weights(model: Any) -> list[tf.Tensor]:

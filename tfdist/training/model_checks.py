@@ -42,7 +42,7 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             f"{type(strategy).__name__}.scope(). Expected: the model, the optimizer and `model.compile` within one "
             "`with strategy.scope():` block. Move them there."
         )
-    if training and getattr(strategy, "local_updates", None) is not None and computes_over_all_replicas(model):
+    if training and strategy.local_updates is not None and computes_over_all_replicas(model):
         raise ValueError(
             "A layer normalizes over the samples of all replicas, and workers with local updates exchange nothing in a "
             "step. Received: a layer with `synchronized=True`. Expected: `BatchNormalization(synchronized=False)`, "

@@ -135,7 +135,7 @@ def _accumulate_parts(
 
 def _local_update(optimizer: OptimizerUpdate) -> Any:
     """Returns how the worker updates by itself between two exchanges, or `None` under other strategies."""
-    updates = getattr(optimizer.strategy, "local_updates", None)
+    updates = training_strategy(optimizer.strategy).local_updates
     return None if updates is None else updates.of(optimizer)
 
 
@@ -170,8 +170,8 @@ def flush(accumulation: Accumulation) -> int:
 
     tf.function(lambda: strategy.run(flush_replica), autograph=False)()
     accumulation.complete()
-    if getattr(strategy, "local_updates", None) is not None:
-        strategy.local_updates.synchronize()
+    if (updates := training_strategy(strategy).local_updates) is not None:
+        updates.synchronize()
     return micro_steps
 
 

@@ -52,7 +52,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     if computes_over_all_replicas(model):
         data = without_filled_rows(data)
     shared = rows_of_shares(data, strategy)
-    parts = local_parts(data, strategy) if shared is None else shared.parts
+    parts = local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
     samples = samples_of_replicas(data) or [None] * len(parts)
     static = [] if samples[0] is not None else [first_input(part) for part in parts]

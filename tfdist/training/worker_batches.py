@@ -1,7 +1,7 @@
 """The batches of a worker's replicas: their static sizes, and where workers have different numbers of replicas."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,12 +34,7 @@ def worker_batches(
     Returns:
         The batches, and whether TensorFlow's auto-sharding must follow, which gives each worker separate files.
     """
-    if not any(has_rows(leaf) for leaf in tf.nest.flatten(dataset.element_spec)):
-        raise ValueError(
-            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
-            f"{dataset.element_spec}. Expected: elements with a first dimension. Call the `batch` method of the "
-            "dataset."
-        )
+    check_has_batches(dataset)
     replicas, first, own = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.AUTO and not reads_files(dataset, len(replicas_of_workers), rank):
@@ -69,22 +64,50 @@ def static_sizes(dataset: Any) -> int:
     return zlib.crc32(repr(tf.nest.flatten(spec)).encode()) + 1
 
 
-def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) -> tf.data.Dataset:
-    """Returns parts `first` to `first + own` of the `replicas` parts of each batch, one after another."""
+def check_has_batches(dataset: tf.data.Dataset) -> None:
+    """Raises a ValueError if the elements of a dataset have no rows to divide."""
+    if not any(has_rows(leaf) for leaf in tf.nest.flatten(dataset.element_spec)):
+        raise ValueError(
+            "A dataset must have batches, whose rows are divided among the replicas. Received: a dataset with elements "
+            f"{dataset.element_spec}. Expected: elements with a first dimension. Call the `batch` method of the "
+            "dataset."
+        )
+
+
+def several_of_each(dataset: tf.data.Dataset, count: int, of_batch: Callable[[Any, tf.Tensor], Any]) -> tf.data.Dataset:
+    """Returns a dataset with `count` elements for each batch of another one, whose number of batches is kept.
+
+    >>> doubled = several_of_each(tf.data.Dataset.range(4).batch(2), 2, lambda batch, number: batch)
+    >>> [batch.tolist() for batch in doubled.as_numpy_iterator()]
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+    Args:
+        dataset: The batches.
+        count: The number of elements.
+        of_batch: Takes a batch and the number of the element, an int32 scalar from 0.
+    """
     spec = dataset.element_spec
 
-    def parts(*batch: Any) -> tf.data.Dataset:
+    def elements(*batch: Any) -> tf.data.Dataset:
         data = tf.nest.pack_sequence_as(spec, tf.nest.flatten(batch))
-        counted = next(leaf for leaf in tf.nest.flatten(data) if has_rows(leaf))
-        numbers = tf.data.Dataset.range(first, first + own, output_type=tf.int32)
-        return numbers.map(lambda part: _with_static_rows(rows_of_part(data, counted, part, replicas), data, replicas))
+        return tf.data.Dataset.range(count, output_type=tf.int32).map(lambda number: of_batch(data, number))
 
     batches = int(dataset.cardinality())
-    result = dataset.flat_map(parts)
+    result = dataset.flat_map(elements)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         return result
-    number = batches if batches == tf.data.INFINITE_CARDINALITY else batches * own
+    number = batches if batches == tf.data.INFINITE_CARDINALITY else batches * count
     return result.apply(tf.data.experimental.assert_cardinality(number))
+
+
+def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) -> tf.data.Dataset:
+    """Returns parts `first` to `first + own` of the `replicas` parts of each batch, one after another."""
+
+    def part_of(data: Any, number: tf.Tensor) -> Any:
+        counted = next(leaf for leaf in tf.nest.flatten(data) if has_rows(leaf))
+        return _with_static_rows(rows_of_part(data, counted, first + number, replicas), data, replicas)
+
+    return several_of_each(dataset, own, part_of)
 
 
 def _with_static_rows(part: Any, batch: Any, replicas: int) -> Any:

@@ -11,6 +11,7 @@ from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
 from tfdist.tensorflow_internals.static_batches import patch_agreement_on_end
 from tfdist.training.sample_shares import current_step
+from tfdist.training.strategy_protocol import training_strategy
 
 _log = logging.getLogger("tfdist")
 _is_patched = False
@@ -77,7 +78,7 @@ def local_updates_of(strategy: Any, mode: LocalMode) -> LocalUpdates:
 
 
 def _is_local(strategy: Any) -> bool:
-    return getattr(strategy, "local_updates", None) is not None
+    return training_strategy(strategy).local_updates is not None
 
 
 def _begin_epoch(strategy: Any, training: bool, knows_end: bool) -> None:

@@ -5,14 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.keras_internals.inner_calls import InnerCall, InnerCalls
+from tfdist.model_parallel.elementwise_functions import ELEMENTWISE
 
 Follows = Callable[[Any], bool]
-
-# Operations that compute each element from the same elements of their inputs; their inputs may be broadcast.
-_ELEMENTWISE = frozenset(
-    "Abs Add AddV2 Cast Cos Elu Erf Erfc Exp Expm1 Identity LeakyRelu Log Log1p Maximum Minimum Mul Neg Pow RealDiv "
-    "Relu Relu6 Rsqrt Selu Sigmoid Sign Sin Softplus Softsign Sqrt Square SquaredDifference Sub Tanh".split()
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class _Search:
             elif operation.type == "IdentityN":  # as that of a custom gradient, which passes its arguments, too
                 outputs = zip(operation.inputs, operation.outputs, strict=True)
                 self._waiting += [out for one, out in outputs if one is tensor]
-            elif operation.type in _ELEMENTWISE:
+            elif operation.type in ELEMENTWISE:
                 self._waiting += operation.outputs
                 self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
             else:
@@ -127,7 +122,7 @@ class _Search:
             self._operands.append(maker.input)
         elif operation.type == "IdentityN":
             self._operands.append(operation.inputs[operation.outputs.index(tensor)])
-        elif operation.type in _ELEMENTWISE:
+        elif operation.type in ELEMENTWISE:
             self._operands += [one for one in operation.inputs if not _is_constant_scalar(one)]
         else:
             return False
