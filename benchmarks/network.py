@@ -115,9 +115,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, choices=(2, 3, 4), default=2, help="more workers than cores share them")
     parser.add_argument("--workloads", nargs="+", choices=_WORKLOADS, help="default: all; with 3 or 4 workers the MLP")
-    parser.add_argument("--links", nargs="+", choices=tuple(variants.LINKS), help="default: all")
+    parser.add_argument("--links", nargs="+", choices=tuple(variants.LINKS), help="default: 4")
     parser.add_argument(
-        "--variants", nargs="+", choices=tuple(variants.BY_NAME), help="default: all; with 3 or 4 workers a few"
+        "--variants", nargs="+", choices=tuple(variants.BY_NAME), help="default: most; with 3 or 4 workers a few"
     )
     parser.add_argument("--rounds", type=int, help="turns of each variant on each link; default: 3")
     parser.add_argument("--turn-seconds", type=float, help="seconds of a turn with fast steps; default: 1.2")
@@ -130,8 +130,10 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     many, quick = arguments.workers > 2, arguments.quick
     arguments.workloads = arguments.workloads or (["mlp"] if many else list(_WORKLOADS))
-    arguments.links = arguments.links or [name for name in variants.LINKS if not (quick or many) or name != "10 Mbit/s"]
-    arguments.variants = arguments.variants or list(variants.FEW if many else variants.BY_NAME)
+    arguments.links = arguments.links or [
+        name for name in variants.GRID_LINKS if not (quick or many) or name != "10 Mbit/s"
+    ]
+    arguments.variants = arguments.variants or list(variants.FEW if many else (variant.name for variant in variants.ALL))
     arguments.rounds = arguments.rounds or (1 if quick else 3)
     arguments.turn_seconds = arguments.turn_seconds or (0.5 if quick else 1.2)
     file = f"network_{arguments.workers}_workers.json" if many else "network.json"

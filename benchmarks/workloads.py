@@ -1,7 +1,7 @@
-"""The models and data of the benchmarks: a CNN, an MLP of 10 M parameters, a text transformer.
+"""The models and data of the benchmarks: a CNN, an MLP of 10 M parameters, a text transformer; an LSTM and a GAN.
 
-All layers have exact equivalents in PyTorch. The loss is always the mean of
-`SparseCategoricalCrossentropy(from_logits=True)` over all predictions.
+The layers of the first three have exact equivalents in PyTorch. The loss is the mean of
+`SparseCategoricalCrossentropy(from_logits=True)` over all predictions; the GAN has its own.
 """
 
 import functools
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 import text_data
+from gan_model import GAN
 
 CLASSES = 10
 IMAGE_SHAPE = (32, 32, 3)
@@ -94,6 +95,14 @@ def build_transformer(
     return keras.Model(tokens, keras.layers.Dense(vocabulary_size)(x), name="text")
 
 
+def build_lstm(width: int = 256) -> keras.Model:
+    """Builds a language model of one LSTM layer (Hochreiter and Schmidhuber 1997): 3.5 M parameters."""
+    tokens = keras.Input((SEQUENCE,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY_SIZE, width // 2)(tokens)
+    x = keras.layers.LSTM(width, return_sequences=True)(x)
+    return keras.Model(tokens, keras.layers.Dense(VOCABULARY_SIZE)(x), name="lstm")
+
+
 def class_batch(index: int, *, shape: tuple[int, ...], batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws examples around a prototype of each class, with noise.
 
@@ -134,5 +143,7 @@ WORKLOADS = {
         Workload("cnn", 32, build_cnn, functools.partial(class_batch, shape=IMAGE_SHAPE, batch_size=32)),
         Workload("mlp", 128, build_mlp, functools.partial(class_batch, shape=(MLP_INPUTS,), batch_size=128)),
         Workload("text", 16, build_transformer, functools.partial(text_batch, batch_size=16)),
+        Workload("lstm", 16, build_lstm, functools.partial(text_batch, batch_size=16)),
+        Workload("gan", 32, GAN, functools.partial(class_batch, shape=IMAGE_SHAPE, batch_size=32)),
     )
 }

@@ -99,7 +99,14 @@ SHARDED_STATE = (
     Variant("sharded, bf16", TENSORFLOW, SHARDED, "bf16"),
     Variant("torch ZeRO", TORCH, ZERO),
 )
-BY_NAME = {variant.name: variant for variant in (*ALL, *SHARDED_STATE)}
+# For planning.py: `model.fit` with every method, with and without XLA; dense ones and PowerSGD are among `ALL`.
+PLANNED = tuple(
+    Variant(f"fit {name}{', XLA' * compiled}", TENSORFLOW, FIT, name, compiled=compiled)
+    for name in METHODS
+    for compiled in (False, True)
+    if name != "powersgd:4"
+)
+BY_NAME = {variant.name: variant for variant in (*ALL, *SHARDED_STATE, *PLANNED)}
 
 # Of each compiled variant: the same one without XLA or `torch.compile`.
 NOT_COMPILED = {variant.name: variant.name.rpartition(",")[0] for variant in ALL if variant.compiled}
@@ -109,9 +116,10 @@ FEW = ("floor", "stock", "dense", "int8", "powersgd:4", "torch dense", _TORCH_PO
 
 UNSHAPED = "unshaped"
 # Bits per second of each link, by its name in the tables; `None`: not shaped.
-LINKS: dict[str, int | None] = {
+GRID_LINKS: dict[str, int | None] = {
     UNSHAPED: None,
     "1 Gbit/s": 1_000_000_000,
     "100 Mbit/s": 100_000_000,
     "10 Mbit/s": 10_000_000,
 }
+LINKS = {**GRID_LINKS, "300 Mbit/s": 300_000_000}

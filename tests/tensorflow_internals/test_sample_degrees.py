@@ -56,6 +56,9 @@ MEANS = {
     "outputs of a loop": lambda x, w: tf.reduce_mean(recurrent(x)),
     "gradient penalty": lambda x, w: tf.reduce_mean(tf.norm(gradient(lambda y: (y * w[0]) @ w, x), axis=1)),
     "normalized": lambda x, w: tf.reduce_mean(tf.nn.softmax(x - tf.reduce_max(x, axis=1, keepdims=True))[:, :2]),
+    "cross-entropy of both halves": lambda x, w: tf.reduce_mean(
+        tf.nn.sigmoid_cross_entropy_with_logits(tf.concat([x**2, x], axis=0), tf.concat([x, x], axis=0) @ w)
+    ),
     "stacked": lambda x, w: tf.reduce_sum([tf.reduce_mean(x), tf.reduce_mean(x**2)]),
 }
 PARTS = {

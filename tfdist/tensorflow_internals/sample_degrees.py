@@ -230,7 +230,7 @@ class SampleDegrees:
         is_like_samples = (
             samples and name in ("ones_like", "zeros_like") and value.ndim and value.shape[0] % samples == 0
         )
-        return Kind(frozenset({0}) if is_like_samples else frozenset(), degree)
+        return Kind(frozenset({0}), degree, blocks=0) if is_like_samples else Kind(degree=degree)
 
     def _of_any_operation(self, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         """Layers compute each sample alone, along the first axis; of other operations nothing is known."""
