@@ -133,7 +133,9 @@ def _arguments() -> argparse.Namespace:
     arguments.links = arguments.links or [
         name for name in variants.GRID_LINKS if not (quick or many) or name != "10 Mbit/s"
     ]
-    arguments.variants = arguments.variants or list(variants.FEW if many else (variant.name for variant in variants.ALL))
+    arguments.variants = arguments.variants or list(
+        variants.FEW if many else (variant.name for variant in variants.ALL)
+    )
     arguments.rounds = arguments.rounds or (1 if quick else 3)
     arguments.turn_seconds = arguments.turn_seconds or (0.5 if quick else 1.2)
     file = f"network_{arguments.workers}_workers.json" if many else "network.json"
