@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from local_updates_run.compared_modes import DILOCO, FLOOR, SYNC_EVERY, VARIANTS
+from local_updates_run.compared_modes import ACCURACY_SYNC_EVERY, DILOCO, FLOOR, SYNC_EVERY, VARIANTS
 from local_updates_run.plot import draw
 from network_run.links import Network
 from network_run.machine import machine_info
@@ -94,15 +94,17 @@ def _add(seconds: list[float], answers: list[dict[str, Any]]) -> None:
         seconds += answer["seconds"][1:]  # the first step may be traced again
 
 
-def measure_learning(tasks: list[str], seeds: list[int], variants: list[str]) -> dict[str, Any]:
+def measure_learning(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns for each task, seed and variant the held-out metric after each part of the training."""
+    variants = ["synchronous", *(name for name in arguments.variants if name != "synchronous")]
+    changes = [str(number) for number in (arguments.sync_every, arguments.steps, arguments.batch_size)]
     curves: dict[str, Any] = {}
     script = str(Path(__file__).parent / "local_updates_run" / "learning_worker.py")
     with tempfile.TemporaryDirectory() as folder:
-        for task in tasks:
-            for seed in seeds:
+        for task in arguments.tasks:
+            for seed in arguments.seeds:
                 command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "4", script, folder]
-                subprocess.run([*command, task, str(seed), *variants], check=True, env=_environment())
+                subprocess.run([*command, task, str(seed), *changes, *variants], check=True, env=_environment())
                 curves.setdefault(task, {})[str(seed)] = json.loads((Path(folder) / f"{task}-{seed}.json").read_text())
     return curves
 
@@ -155,23 +157,25 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=tuple(_BARS), default=list(_BARS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--from-json", action="store_true", help="read local_updates.json instead of measuring")
+    parser.add_argument("--sync-every", type=int, default=ACCURACY_SYNC_EVERY, help="updates between two exchanges")
+    parser.add_argument("--steps", type=int, default=0, help="of a training; default: those of the task")
+    parser.add_argument("--batch-size", type=int, default=0, help="of all workers; default: that of the task")
+    parser.add_argument("--results", type=Path, default=_FILE)
+    parser.add_argument("--from-json", action="store_true", help="read the results instead of measuring")
     arguments = parser.parse_args()
-    results = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     if not arguments.from_json:
         results["machine"] = machine_info()
         if "link" in arguments.parts:
             results["link"] = measure_link(arguments.link, arguments.rounds, arguments.workload)
         if "learning" in arguments.parts:
-            variants = ["synchronous", *(name for name in arguments.variants if name != "synchronous")]
-            learned = measure_learning(arguments.tasks, arguments.seeds, variants)
-            results["learning"] = {**results.get("learning", {}), **learned}
-        _FILE.write_text(json.dumps(results, indent=1) + "\n")
+            results["learning"] = {**results.get("learning", {}), **measure_learning(arguments)}
+        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
     if "link" in results:
         print_link(results["link"])
     if "learning" in results:
         print_learning(results["learning"])
-        draw(results["learning"], _FILE.with_suffix(".png"))
+        draw(results["learning"], arguments.results.with_suffix(".png"))
     return 0
 
 

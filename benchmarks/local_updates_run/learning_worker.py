@@ -1,11 +1,12 @@
 """The program of the workers that learn a task under each variant, started by `tfdist run`.
 
-    learning_worker.py FOLDER TASK SEED VARIANT [VARIANT ...]
+    learning_worker.py FOLDER TASK SEED SYNC_EVERY STEPS BATCH_SIZE VARIANT [VARIANT ...]
 
-Rank 0 writes `FOLDER/TASK-SEED.json`: for each variant the held-out metric after each part of the training, with the
-seconds and the bytes sent until then.
+`STEPS` and `BATCH_SIZE` are 0 for those of the task. Rank 0 writes `FOLDER/TASK-SEED.json`: for each variant the
+held-out metric after each part of the training, with the seconds and the bytes sent until then.
 """
 
+import dataclasses
 import json
 import sys
 import time
@@ -13,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from accuracy import TASKS
+from accuracy import TASKS, Task
 
-from local_updates_run.compared_modes import ACCURACY_SYNC_EVERY, strategy_arguments
+from local_updates_run.compared_modes import strategy_arguments
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _PARTS = 6
 
 
-def learn(task_name: str, seed: int, variant: str) -> list[dict[str, float]]:
+def learn(task: Task, seed: int, variant: str, sync_every: int) -> list[dict[str, float]]:
     """Trains a task's model on all workers, and evaluates it after each part of the steps."""
-    task = TASKS[task_name]
-    strategy = MultiWorkerMirroredStrategy(**strategy_arguments(variant, ACCURACY_SYNC_EVERY))
+    strategy = MultiWorkerMirroredStrategy(**strategy_arguments(variant, sync_every))
     batches, held_out = task.data(seed, task.steps * task.batch_size)
     keras.utils.set_random_seed(seed)
     rise = task.steps // 20
@@ -50,16 +50,18 @@ def learn(task_name: str, seed: int, variant: str) -> list[dict[str, float]]:
 
 def main() -> None:
     """Learns with each variant."""
-    folder, task, seed, *variants = sys.argv[1:]
+    folder, name, seed, sync_every, steps, batch_size, *variants = sys.argv[1:]
+    task = TASKS[name]
+    task = dataclasses.replace(task, steps=int(steps) or task.steps, batch_size=int(batch_size) or task.batch_size)
     rank = MultiWorkerMirroredStrategy().rank
     curves: dict[str, Any] = {}
     for variant in variants:
-        curves[variant] = learn(task, int(seed), variant)
+        curves[variant] = learn(task, int(seed), variant, int(sync_every))
         keras.backend.clear_session()
         if rank == 0:
-            print(f"{task}, seed {seed}, {variant}: {curves[variant][-1]}", flush=True)
+            print(f"{name}, seed {seed}, {variant}: {curves[variant][-1]}", flush=True)
     if rank == 0:
-        (Path(folder) / f"{task}-{seed}.json").write_text(json.dumps(curves))
+        (Path(folder) / f"{name}-{seed}.json").write_text(json.dumps(curves))
 
 
 if __name__ == "__main__":

@@ -44,8 +44,7 @@ def plan(
     command += [] if shares_cores else ["--cores-per-worker", "1"]
     command += ["--workers", ",".join(map(str, workers))]
     command += ["--link", f"{rate // 1000}kbit"] if rate else []
-    command += ["--probe", str(probe)] if probe else []
-    command += [str(_PROGRAM), model, str(_BATCH_OF)]
+    command += ["--probe", str(probe)] if probe else [str(_PROGRAM), model, str(_BATCH_OF)]
     subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=600)
     return dict(json.loads(file.read_text()))
 
