@@ -1,0 +1,203 @@
+"""What a probe has measured of a program and of a machine: plain records, written and read as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DENSE = "uncompressed"
+SUM, GATHER, EXCHANGE = "sum", "gather", "exchange"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a step, as a member of the group calls it.
+
+    Attributes:
+        kind: `SUM` (a ring all-reduce), `GATHER` (all members get all tensors) or `EXCHANGE` (an all-to-all).
+        nbytes: The size of the tensor that this member passes.
+        bucket: The number of the bucket, in the order in which backpropagation fills them. Collectives of a bucket run
+            one after another, those of different buckets beside each other.
+    """
+
+    kind: str
+    nbytes: int
+    bucket: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeMeasurement:
+    """The gradient exchange of a step by one method in a group of some size, without a network.
+
+    Attributes:
+        method: The argument `compression=`, or `DENSE`.
+        members: The number of members for which it was traced and computed.
+        compute_seconds: The time of a core: packing, encoding, decoding, unpacking.
+        collectives: In the order of the trace.
+        state_bytes: Residuals and other state that the method keeps between steps.
+        gradient_error: Of a first exchange, without state: the norm of the difference of the decoded and the dense
+            gradient, divided by the norm of the dense one.
+    """
+
+    method: str
+    members: int
+    compute_seconds: float
+    collectives: tuple[Collective, ...]
+    state_bytes: int
+    gradient_error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMeasurement:
+    """A training step of one worker that exchanges nothing.
+
+    Attributes:
+        rows: Number of samples.
+        compiled: Whether XLA compiled it (`jit_compile=True`).
+        seconds: Median time of a complete step of `fit`, with metrics and its data from memory.
+        deviation_seconds: Standard deviation of the time of steps.
+        forward_seconds: Part of `seconds`, up to the loss.
+        update_seconds: Part of `seconds`, of the optimizer. What is left is backpropagation.
+        peak_bytes: Largest resident memory of the process so far.
+    """
+
+    rows: int
+    compiled: bool
+    seconds: float
+    deviation_seconds: float
+    forward_seconds: float
+    update_seconds: float
+    peak_bytes: int
+
+    @property
+    def backward_seconds(self) -> float:
+        """The time of backpropagation."""
+        return max(self.seconds - self.forward_seconds - self.update_seconds, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMeasurement:
+    """A call of a layer.
+
+    Attributes:
+        name: The layer's name.
+        seconds: Forward and backward, of a batch of `rows` samples of `ProgramMeasurement`.
+        parameters: Number of trainable weights.
+        activation_bytes: The layer's outputs for one sample.
+    """
+
+    name: str
+    seconds: float
+    parameters: int
+    activation_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMeasurement:
+    """A program's model and its first `fit`.
+
+    Attributes:
+        rows: Samples of a global batch, as `fit` was called.
+        samples: Samples of an epoch; None: unknown.
+        steps: Measured steps, at least one of `rows` samples that is not compiled.
+        exchanges: Measured exchanges; those of `DENSE` at least.
+        bucket_ready: For each bucket of the dense exchange the part of backpropagation, in (0, 1], after which its
+            gradients are known.
+        layers: In the order of computation; empty if the model is no graph of layers (then stages cannot be planned).
+        variable_bytes: All weights and states of the model.
+        gradient_bytes: Of a dense gradient of all trainable weights.
+        slot_bytes: The optimizer's variables of the weights.
+        process_bytes: Resident memory of the process before the model was trained.
+        data_seconds: Time to produce a global batch from the program's data.
+        is_functional: Whether `ModelParallelStrategy` can cut the model into stages.
+        optimizer: Name of the optimizer's class.
+        save_seconds: Time to write the model's and the optimizer's variables to memory, as a checkpoint does.
+        start_seconds: From the start of the process to the first step.
+    """
+
+    rows: int
+    samples: int | None
+    steps: tuple[StepMeasurement, ...]
+    exchanges: tuple[ExchangeMeasurement, ...]
+    bucket_ready: tuple[float, ...]
+    layers: tuple[LayerMeasurement, ...]
+    variable_bytes: int
+    gradient_bytes: int
+    slot_bytes: int
+    process_bytes: int
+    data_seconds: float
+    is_functional: bool
+    optimizer: str
+    save_seconds: float
+    start_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferMeasurement:
+    """A collective between two processes of this machine, each on a core of its own, without a limit on the link.
+
+    Attributes:
+        kind: `SUM`, `GATHER` or `EXCHANGE`.
+        nbytes: What each passes.
+        seconds: Median time of one collective.
+        core_seconds: How long a core of each process was busy with it.
+    """
+
+    kind: str
+    nbytes: int
+    seconds: float
+    core_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineMeasurement:
+    """A machine.
+
+    Attributes:
+        cores: Usable cores.
+        cores_per_worker: Cores on which the program was measured.
+        memory_bytes: Memory that may be used.
+        transfers: At least three sizes of each kind.
+    """
+
+    cores: int
+    cores_per_worker: int
+    memory_bytes: int
+    transfers: tuple[TransferMeasurement, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """All that a plan is predicted from."""
+
+    program: ProgramMeasurement
+    machine: MachineMeasurement
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Measurements":
+        """Reads what `to_json` has returned.
+
+        Raises:
+            KeyError, TypeError: The document is another one.
+        """
+        program, machine = dict(document["program"]), dict(document["machine"])
+        program["steps"] = tuple(StepMeasurement(**one) for one in program["steps"])
+        program["exchanges"] = tuple(
+            ExchangeMeasurement(**one | {"collectives": tuple(Collective(**each) for each in one["collectives"])})
+            for one in program["exchanges"]
+        )
+        program["layers"] = tuple(LayerMeasurement(**one) for one in program["layers"])
+        program["bucket_ready"] = tuple(program["bucket_ready"])
+        machine["transfers"] = tuple(TransferMeasurement(**one) for one in machine["transfers"])
+        return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
+
+    @classmethod
+    def read(cls, path: Path) -> "Measurements":
+        """Reads a file of `json.dump(measurements.to_json())`."""
+        return cls.from_json(json.loads(path.read_text()))

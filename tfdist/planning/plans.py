@@ -1,0 +1,106 @@
+"""A plan: a strategy with its arguments and what is predicted of it; written and read as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStrategy:
+    """The class of a strategy and its arguments.
+
+    Attributes:
+        name: A class of `tfdist.strategies`: "MultiWorkerMirroredStrategy", "ParameterServerStrategy",
+            "ModelParallelStrategy" or "MirroredStrategy".
+        arguments: By name: numbers, strings, or for objects `{"class": "DiLoCo", "arguments": {...}}`, whose class is
+            one of `tfdist.strategies`.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A way to train a program on a number of workers.
+
+    Attributes:
+        strategy: What `tfdist.strategies.planned()` creates.
+        compression: The value of `compression=`; None: none.
+        jit_compile: The value for `Model.compile`.
+        exact: Whether the numbers are those of one process up to rounding.
+        workers: The number of workers.
+        parameter_servers: The number of parameter servers.
+        has_chief: Whether a chief drives the workers (`tfdist run --chief`).
+        step_seconds: Predicted mean time of a step of the global batch.
+        samples_per_second: Samples of the global batch divided by `step_seconds`.
+        memory_bytes: Predicted largest resident memory of a worker.
+        wire_bytes: What a worker sends in a step.
+        accuracy: The price in exactness in words: "exact", or how far a gradient is off.
+        reason: Why the plan stands where it stands.
+        code: The line of the script, and of `compile` if XLA is used, that gives it.
+    """
+
+    strategy: PlannedStrategy
+    compression: str | None
+    jit_compile: bool
+    exact: bool
+    workers: int
+    parameter_servers: int
+    has_chief: bool
+    step_seconds: float
+    samples_per_second: float
+    memory_bytes: int
+    wire_bytes: int
+    accuracy: str
+    reason: str
+    code: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """What `tfdist plan --json` writes: `plans`, best first for each number of workers, and what they follow from.
+
+    Attributes:
+        plans: All that fit into memory.
+        too_large: Plans that do not fit, `(plan, missing bytes)`.
+        measurements: The JSON object of `Measurements`.
+        link: `{"bytes_per_second": ..., "latency_seconds": ...}`.
+    """
+
+    plans: Sequence[Plan]
+    too_large: Sequence[tuple[Plan, int]]
+    measurements: Mapping[str, Any]
+    link: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def read(cls, path: Path) -> "PlanFile":
+        """Reads a file.
+
+        Raises:
+            ValueError: It is not one of `tfdist plan --json`.
+        """
+        try:
+            document = json.loads(path.read_text())
+            if document.pop("format") != FORMAT:
+                raise ValueError("another format")
+            plans = [_plan(one) for one in document["plans"]]
+            too_large = [(_plan(one), missing) for one, missing in document["too_large"]]
+            return cls(plans, too_large, document["measurements"], document["link"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The plan cannot be read. Received: {path} ({error!r}). Expected: a file that `tfdist plan --json "
+                "FILE train.py` of this version has written. Write it again."
+            ) from error
+
+
+def _plan(document: Mapping[str, Any]) -> Plan:
+    return Plan(**{**document, "strategy": PlannedStrategy(**document["strategy"])})
