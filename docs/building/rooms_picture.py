@@ -16,6 +16,8 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "callbacks": (350, 120, "FailureRecovery, monitors", "user"),
     "strategies": (790, 120, "what replaces tf.distribute", "user"),
     "doctor": (105, 225, "checks before a training", ""),
+    "planning": (105, 310, "what a plan costs", ""),
+    "probe": (1000, 120, "measures a program", "user"),
     "recovery": (350, 225, "what a training consists of", "core"),
     "training": (545, 225, "a Keras step on replicas", "core"),
     "local_updates": (731, 225, "LocalSGD, DiLoCo", "core"),
@@ -95,7 +97,7 @@ def rooms() -> Picture:
         "utils, versions and private_symbols.",
         "small",
     )
-    picture.text(20, 630, "launch, doctor, transport, checkpoint and cluster do not import TensorFlow.", "small")
+    picture.text(20, 630, "launch, doctor, planning, transport, checkpoint and cluster do not import TensorFlow.", "small")
     return picture
 
 

@@ -10,7 +10,7 @@ from tfdist.cluster import ClusterConfig, ClusterSpec, Task
 from tfdist.doctor import link_measurement as link
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.check_runner import run_checks
-from tfdist.launch.processes.cores_and_ports import ReservedPorts
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 LIMIT_SECONDS = 40
 

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
         "launch/run_config utils".split()
     ),
-    "launch/notebook": frozenset("cluster launch/cli launch/processes launch/restart utils".split()),
+    "launch/notebook": frozenset("cluster launch/cli launch/restart utils".split()),
     "launch/rendezvous": frozenset(
         "cluster launch/processes launch/restart launch/process_roles launch/run_config transport utils".split()
     ),
@@ -55,6 +55,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch/process_roles": frozenset({"cluster", "utils"}),
     "launch/run_config": frozenset(),
     "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
+    "planning": frozenset(),
+    "probe": frozenset("collectives compression internals model_parallel planning strategies training utils".split()),
     "utils": frozenset(),
     "internals": frozenset({"private_symbols"}),
     "private_symbols": frozenset(),
@@ -65,7 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
 WITHOUT_FRAMEWORKS = frozenset(
-    "tfdist checkpoint cluster doctor launch private_symbols transport utils versions".split()
+    "tfdist checkpoint cluster doctor launch planning private_symbols transport utils versions".split()
 )
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]

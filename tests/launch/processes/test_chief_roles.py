@@ -6,7 +6,7 @@ import re
 import pytest
 from role_runs import QUICK, of
 
-from tfdist.launch.processes.cores_and_ports import usable_cores
+from tfdist.utils.cores_and_ports import usable_cores
 
 WORKERS = ("worker-0", "worker-1")
 

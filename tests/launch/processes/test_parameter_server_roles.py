@@ -6,7 +6,7 @@ import re
 import pytest
 from role_runs import ALL, QUICK, of
 
-from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
+from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
 
 def test_tasks_labels_logs_and_threads(run_roles, tmp_path):

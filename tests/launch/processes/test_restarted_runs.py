@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tfdist.launch.processes.cores_and_ports import usable_cores
+from tfdist.utils.cores_and_ports import usable_cores
 
 NO_DELAY = ("--restart-delay", "0")
 

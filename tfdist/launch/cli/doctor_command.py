@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfdist import cluster
-from tfdist.launch.processes.cores_and_ports import ReservedPorts, usable_cores
 from tfdist.utils.argument_checks import UsageError, seconds, whole_number
+from tfdist.utils.cores_and_ports import ReservedPorts, usable_cores
 from tfdist.utils.formatting import counted
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from tfdist.launch.process_roles import (
     worker_roles,
 )
 from tfdist.launch.processes.attempt_loop import AttemptLoop
-from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
 from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
@@ -32,6 +31,7 @@ from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import RestartPolicy
 from tfdist.launch.run_config import NodeOptions, RunConfig, Timeouts
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
 _START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tfdist.launch.notebook.function_pickling import PicklingError, dump
 from tfdist.launch.notebook.worker_results import CALL, RankFiles
-from tfdist.launch.processes.linux_syscalls import die_with_parent
 from tfdist.launch.restart.worker_exit import reports_lost_peer
+from tfdist.utils.linux_syscalls import die_with_parent
 
 
 def program(function: str, *arguments: Any) -> str:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
-from tfdist.launch.processes.linux_syscalls import become_subreaper
 from tfdist.launch.processes.orphan_reaper import OrphanReaper, child_pids, kill_orphans
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy
@@ -18,6 +17,7 @@ from tfdist.launch.processes.worker_supervisor import WorkerSupervisor
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.run_config import Timeouts
+from tfdist.utils.linux_syscalls import become_subreaper
 
 
 class AttemptLoop:

@@ -11,8 +11,8 @@ import socket
 import struct
 from pathlib import Path
 
-from tfdist.launch.processes.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, fork, unshare
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.linux_syscalls import CLONE_NEWNET, CLONE_NEWUSER, fork, unshare
 
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914

@@ -8,8 +8,8 @@ import os
 import signal
 from collections.abc import Container
 
-from tfdist.launch.processes.linux_syscalls import fork
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
+from tfdist.utils.linux_syscalls import fork
 
 
 class OrphanReaper:

@@ -10,10 +10,10 @@ from pathlib import Path
 from tfdist.cluster import ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
 from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
-from tfdist.launch.processes.cores_and_ports import ThreadShare, usable_cores
-from tfdist.launch.processes.linux_syscalls import die_with_parent, pidfd_open
 from tfdist.launch.processes.run_policy import AttemptStart
 from tfdist.launch.run_config import TOKEN_VARIABLE
+from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
+from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
 # glibc keeps a pool of freed memory for each thread. Of tensors as large as a stage's, that is much memory.
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"

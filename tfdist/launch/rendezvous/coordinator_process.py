@@ -10,7 +10,6 @@ import traceback
 
 from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.launch.processes.active_clock import ActiveClock
-from tfdist.launch.processes.linux_syscalls import die_with_parent, fork
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
@@ -21,6 +20,7 @@ from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 PROTOCOL = 2
 _POLL_SECONDS = 0.1

@@ -10,7 +10,6 @@ from typing import Any
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import chief_and_worker_roles, worker_roles
 from tfdist.launch.processes.active_clock import ActiveClock
-from tfdist.launch.processes.cores_and_ports import ReservedPorts
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
@@ -18,6 +17,7 @@ from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 _JOIN_SECONDS = 20.0
 _POLL_SECONDS = 0.25

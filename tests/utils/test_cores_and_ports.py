@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tfdist.launch.processes.cores_and_ports import THREAD_VARIABLES, ReservedPorts, ThreadShare, usable_cores
+from tfdist.utils.cores_and_ports import THREAD_VARIABLES, ReservedPorts, ThreadShare, usable_cores
 
 SHOW = f"print(json.dumps([os.environ.get(name) for name in {THREAD_VARIABLES!r}]))"
 

@@ -1,0 +1,88 @@
+"""The strategy of a probe: one worker without a cluster that traces the steps of a worker of N."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+import tfdist.strategies
+from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
+from tfdist.collectives.byte_counters import ByteCounters
+from tfdist.collectives.hierarchy import ReplicaHierarchy
+from tfdist.collectives.recorded_reduction import KeptGradients, RecordedReduction
+from tfdist.compression import Policy
+from tfdist.strategies import MultiWorkerMirroredStrategy
+from tfdist.tensorflow_internals.loopback_collectives import alone, loop_back
+
+_OURS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
+_TENSORFLOWS = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy")
+
+Reduction = KeptGradients | RecordedReduction
+
+
+class ProbeStrategy(MultiWorkerMirroredStrategy):
+    """One worker until `act_as_worker_of`, then the first of several workers whose collectives return at once."""
+
+    def __init__(self) -> None:
+        """Creates the strategy; the environment must not describe a cluster."""
+        super().__init__()
+
+    def act_as_worker_of(self, members: int, method: str | None = None, *, exchanges: bool = False) -> Reduction:
+        """Makes functions that are traced from now on those of worker 0 of `members` workers; returns its reduction.
+
+        Args:
+            members: The number of workers.
+            method: The compression, if gradients are exchanged.
+            exchanges: Whether gradients are packed, encoded and decoded. Otherwise they stay as they are.
+        """
+        reductions: list[Reduction] = []
+
+        def reduction(everyone: Any, cross: Any, local: Any, rank: int) -> Reduction:
+            hierarchy = ReplicaHierarchy(everyone, cross, local, rank)
+            counters = ByteCounters(everyone.host)
+            kind = RecordedReduction if exchanges else KeptGradients
+            policy = Policy(method)
+            reductions.append(kind(hierarchy, self._reduction_context, DEFAULT_BUCKET_BYTES, policy, counters=counters))
+            return reductions[-1]
+
+        loop_back(self.extended, members, reduction)
+        return reductions[0]
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns the dataset, whose batches are those of this worker."""
+        with alone(self.extended):
+            return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """Returns the dataset of this worker."""
+        with alone(self.extended):
+            return super().distribute_datasets_from_function(dataset_fn, options)
+
+
+def stand_in_for_all(strategy: ProbeStrategy) -> None:
+    """Makes the program use `strategy` for every strategy that it creates from now on, and in every scope."""
+    own_scope: Callable[[], Any] = strategy.scope
+
+    class AnyStrategy(type(ProbeStrategy)):  # type: ignore[misc]
+        """The class of `StandIn`."""
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, ProbeStrategy)
+
+    class StandIn(ProbeStrategy, metaclass=AnyStrategy):
+        """What a program gets in place of a strategy's class: calls return the probe's strategy."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return strategy
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """Does nothing: the strategy exists already."""
+
+    for name in _OURS:
+        setattr(tfdist.strategies, name, StandIn)
+    tfdist.strategies.planned = lambda *args, **kwargs: strategy
+    for module in (tf.distribute, tf.distribute.experimental):
+        for name in _TENSORFLOWS:
+            setattr(module, name, StandIn)
+    tf.distribute.Strategy.scope = functools.wraps(tf.distribute.Strategy.scope)(lambda self: own_scope())

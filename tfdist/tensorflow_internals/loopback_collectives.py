@@ -1,0 +1,66 @@
+"""Collectives of one member of a group without the others: it computes what a worker of N does, and sends nothing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.collective_launcher import AllReduce, ReplicaLauncher
+
+
+class LoopbackLauncher(ReplicaLauncher):
+    """Returns, in place of what the members of a group exchange, tensors of the same shapes from this member alone.
+
+    A gather returns as many copies as there are members, an exchange as many of the first row: what N equal members
+    send to the first of them. A sum returns the tensor itself, as the members' sums are added by TensorFlow's
+    collective, whose time is not measured here; with `adds_up` it is N times the tensor.
+    """
+
+    adds_up = False
+
+    def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        return tensor * tf.cast(self.size, tensor.dtype) if self.adds_up else tf.identity(tensor)
+
+    def gather(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
+        return tf.concat([tensor] * self.size, axis=0)
+
+    def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
+        return tf.repeat(tensor[:1], self.size, axis=0)
+
+    def join(self) -> None:
+        """Does nothing: there is nobody to wait for."""
+
+
+class _LoopbackAllReduce(AllReduce):
+    def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
+        return LoopbackLauncher(group_key, size, self._collective_keys, device, self._options)
+
+
+def loopback_launcher(extended: Any, members: int) -> LoopbackLauncher:
+    """Returns a launcher of a group of `members` on the first device of a strategy with this `extended`."""
+    operations = extended.replica_operations
+    device = operations.launchers[0].device
+    return LoopbackLauncher(1, members, operations._collective_keys, device, operations._options)
+
+
+def loop_back(extended: Any, members: int, reduction: Callable[..., Any]) -> None:
+    """Makes a strategy without a cluster trace the steps of worker 0 of `members` workers from now on.
+
+    Args:
+        extended: A `ReplicaMultiWorkerExtended` with one worker.
+        members: The number of workers, each with one device.
+        reduction: See `AllReduce`; the launchers that it gets are `LoopbackLauncher`s.
+    """
+    extended._cross_device_ops = _LoopbackAllReduce(extended._cross_device_ops, reduction, 0, (1,) * members)
+    extended._replicas_of_workers = (1,) * members
+
+
+@contextmanager
+def alone(extended: Any) -> Iterator[None]:
+    """Within this context the strategy has one worker: a batch that it distributes is that of the worker."""
+    members, extended._replicas_of_workers = extended._replicas_of_workers, (1,)
+    try:
+        yield
+    finally:
+        extended._replicas_of_workers = members
