@@ -140,7 +140,7 @@ class TransferMeasurement:
     Attributes:
         kind: `SUM`, `GATHER` or `EXCHANGE`.
         nbytes: What each passes.
-        seconds: Median time of one collective.
+        seconds: Lower quartile of the time of one collective, which other processes of the machine delay.
         core_seconds: How long a core of each process was busy with it.
     """
 

@@ -15,6 +15,7 @@ from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.resident_memory import peak_bytes, reset_peak
 from tfdist.probe.seen_gradients import SeenGradients, UpdateGradients
+from tfdist.probe.step_clock import StepClock, timed
 
 _FIRST_STEPS = 2  # left out: they trace, compile and fill caches
 _MIN_STEPS = 6
@@ -86,19 +87,20 @@ class WorkerSteps:
 
     def seconds(self, rows: int) -> list[float]:
         """Returns the times of steps on `rows` samples as the strategy traces them now."""
-        ends: list[float] = []
+        clock = StepClock()
+        ended: list[float] = []
 
         def end(batch: int, logs: Any = None) -> None:
-            ends.append(time.perf_counter())
-            measured = len(ends) - _FIRST_STEPS - 1
-            spent = ends[-1] - ends[min(_FIRST_STEPS, len(ends) - 1)]
-            self._model.stop_training = measured >= _MIN_STEPS and spent > _SECONDS
+            ended.append(time.perf_counter())
+            if len(ended) >= _FIRST_STEPS:
+                clock.end_step()
+                spent = ended[-1] - ended[_FIRST_STEPS - 1]
+                self._model.stop_training = clock.steps >= _MIN_STEPS and spent > _SECONDS
 
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
         self._model.train_function = None
         self._run_fit(rows, [callback], _MAX_STEPS)
-        ends = ends[_FIRST_STEPS:]
-        return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return clock.seconds()
 
     def forward_seconds(self, members: int, rows: int) -> float | None:
         """Returns the time of the forward pass up to the loss; None if the model has no `call` that `fit` uses."""
@@ -148,15 +150,3 @@ class WorkerSteps:
     def _run_fit(self, rows: int, callbacks: Sequence[Any], steps: int) -> None:
         arguments: Mapping[str, Any] = {"epochs": 1, "verbose": 0, "shuffle": False, "steps_per_epoch": steps}
         self._fit(self._model, self._data.dataset(rows), callbacks=list(callbacks), **arguments)
-
-
-def timed(call: Callable[[], Any], *, least: int = 4, most: int = 15, seconds: float = 0.3) -> float:
-    """Returns the median time of `call`, after two calls that are left out."""
-    for _ in range(2):
-        call()
-    spent: list[float] = []
-    while len(spent) < least or (len(spent) < most and sum(spent) < seconds):
-        start = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent)
