@@ -1,0 +1,80 @@
+"""A clock of this process's work that other processes of the machine do not slow down, where that is possible.
+
+On one core the time of a step is that during which this process ran plus that during which the core was idle. What is
+left of the time that has passed was taken by other processes. On several cores, which are busy at the same time, all of
+it counts.
+"""
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_IDLE_FIELDS = (4, 5)  # idle and waiting for a disk, of a line of proc_stat(5)
+
+
+def work_seconds() -> float:
+    """Returns a time whose differences are those of this process's work, without idle time on one core."""
+    return time.process_time() if _only_core() is not None else time.perf_counter()
+
+
+class StepClock:
+    """Collects the ends of steps.
+
+    Attributes:
+        steps: The number of complete steps.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+        self._idle: list[float] = []
+        self.steps = -1
+
+    def end_step(self) -> None:
+        """Notes the end of a step; the first call only starts the clock."""
+        self._ends.append(work_seconds())
+        self._idle.append(_idle_seconds())
+        self.steps += 1
+
+    def seconds(self) -> list[float]:
+        """Returns the times of the steps."""
+        idle = (self._idle[-1] - self._idle[0]) / max(self.steps, 1)
+        return [after - before + idle for before, after in zip(self._ends, self._ends[1:], strict=False)]
+
+
+def timed(call: Callable[[], object], *, least: int = 4, most: int = 15, seconds: float = 0.3) -> float:
+    """Returns the median time of `call`, after two calls that are left out.
+
+    Args:
+        call: Waits for its results.
+        least: The smallest number of calls.
+        most: The largest number.
+        seconds: Until when more calls than `least` are made.
+    """
+    for _ in range(2):
+        call()
+    spent: list[float] = []
+    while len(spent) < least or (len(spent) < most and sum(spent) < seconds):
+        start = work_seconds()
+        call()
+        spent.append(work_seconds() - start)
+    return statistics.median(spent)
+
+
+def _only_core() -> int | None:
+    """Returns the number of the core of this process if it has only one."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return next(iter(cores)) if len(cores) == 1 else None
+
+
+def _idle_seconds() -> float:
+    """Returns how long this process's only core was idle since the system has started; 0 on several cores."""
+    core = _only_core()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/stat").read_text().splitlines() if core is not None else ():
+            fields = line.split()
+            if fields[0] == f"cpu{core}":
+                return sum(int(fields[number]) for number in _IDLE_FIELDS) / os.sysconf("SC_CLK_TCK")
+    return 0.0
