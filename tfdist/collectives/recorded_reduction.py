@@ -84,7 +84,7 @@ class _RecordedGroup(TimedGroup):
 
 
 class RecordedReduction(ReplicaReduction):
-    """A reduction whose collectives over gradients go to `recorder`, if it is set when they are traced."""
+    """A reduction whose collectives go to `recorder`, if it is set when they are traced."""
 
     recorder: Recorder | None = None
 
@@ -93,7 +93,7 @@ class RecordedReduction(ReplicaReduction):
         return group if self.recorder is None else _RecordedGroup(group, self.recorder)
 
 
-class KeptGradients(ReplicaReduction):
+class KeptGradients(RecordedReduction):
     """A reduction that returns gradients as they are, and counts updates. Everything else is reduced.
 
     Attributes:

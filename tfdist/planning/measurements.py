@@ -114,6 +114,8 @@ class ProgramMeasurement:
         optimizer: Name of the optimizer's class.
         save_seconds: Time to write the model's and the optimizer's variables to memory, as a checkpoint does.
         start_seconds: From the start of the process to the first step.
+        exchanges_per_step: How often `exchanges` happen in a step; below 1 if the program accumulates gradients.
+        other_collectives: What a step exchanges beside gradients (numbers of samples, metrics), one after another.
     """
 
     rows: int
@@ -131,6 +133,8 @@ class ProgramMeasurement:
     optimizer: str
     save_seconds: float
     start_seconds: float
+    exchanges_per_step: float = 1.0
+    other_collectives: tuple[Collective, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +198,7 @@ class Measurements:
         )
         program["layers"] = tuple(LayerMeasurement(**one) for one in program["layers"])
         program["bucket_ready"] = tuple(program["bucket_ready"])
+        program["other_collectives"] = tuple(Collective(**one) for one in program.get("other_collectives", ()))
         machine["transfers"] = tuple(TransferMeasurement(**one) for one in machine["transfers"])
         return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
 

@@ -28,18 +28,23 @@ def graph_of_stages(model: Any, strategy: Any, x: Any) -> FunctionalGraph | None
         model.jit_compile = compiled
 
 
-def layer_table(graph: FunctionalGraph, x: Any, step_seconds: float) -> tuple[LayerMeasurement, ...]:
+def layer_table(
+    graph: FunctionalGraph, x: Any, step_seconds: float, *, may_measure: bool = True
+) -> tuple[LayerMeasurement, ...]:
     """Returns the layer calls of a graph.
 
     Args:
         graph: The graph.
         x: The inputs of a batch, tensors.
-        step_seconds: The time of the forward and backward passes, which is split by estimates if there are many calls.
+        step_seconds: The time of the forward and backward passes, which is split by estimates if there are many calls
+            or recurrent layers, whose gradients take 10 s to trace alone.
+        may_measure: Whether there is time to measure each layer.
     """
     estimates = [float(estimated_cost(call)) for call in graph.calls]
     scale = step_seconds / (sum(estimates) or 1.0)
     seconds = {call.name: estimate * scale for call, estimate in zip(graph.calls, estimates, strict=True)}
-    if len(graph.calls) <= _MAX_MEASURED:
+    recurrent = any(isinstance(call.operation, keras.layers.RNN) for call in graph.calls)
+    if may_measure and not recurrent and len(graph.calls) <= _MAX_MEASURED:
         seconds = measured_costs(graph, x, "/device:CPU:0")
     counted: set[int] = set()
     return tuple(

@@ -83,13 +83,13 @@ class ProgramProbe:
             forward_seconds = computing / 3  # backpropagation computes two products for each one of the forward pass
         part = forward_seconds / computing if computing else 0.0
         exchanges = self._exchanges(observed.updates, counts)
+        computation = measured[-1].seconds - update_seconds
+        measured += self._compiled_steps(steps, data, counts)
         graph = graph_of_stages(model, self._strategy, _inputs(data, data.rows))
         layers: tuple[LayerMeasurement, ...] = ()
         if graph is not None:
             self._say("times the layers")
-            computation = measured[-1].seconds - update_seconds
-            layers = layer_table(graph, _inputs(data, data.rows), computation)
-        measured += self._compiled_steps(steps, data, counts)
+            layers = layer_table(graph, _inputs(data, data.rows), computation, may_measure=self._request.has_time)
         trainable = model.trainable_variables
         return ProgramMeasurement(
             rows=data.rows,
@@ -104,9 +104,11 @@ class ProgramProbe:
             process_bytes=process_bytes,
             data_seconds=data.seconds,
             is_functional=graph is not None,
-            optimizer=", ".join(type(optimizer).__name__ for optimizer in optimizers_of(model)),
+            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in optimizers_of(model) if one.built)),
             save_seconds=_save_seconds(model),
             start_seconds=start_seconds,
+            exchanges_per_step=observed.exchanges_per_step,
+            other_collectives=tuple(observed.other_collectives),
         )
 
     def _steps(

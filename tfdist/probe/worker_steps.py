@@ -9,8 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.collectives.recorded_reduction import Recorder
 from tfdist.keras_internals.model_state import optimizers_of
-from tfdist.planning.measurements import StepMeasurement
+from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
 from tfdist.probe.resident_memory import peak_bytes, reset_peak
@@ -33,11 +34,13 @@ class ObservedStep:
         updates: The gradients of its updates.
         bucket_times: For each timed step when it began and when each bucket was complete, in seconds since 1970.
         exchanges_per_step: How often they are exchanged in a step; below 1 with accumulated gradients.
+        other_collectives: What a step exchanges beside gradients.
     """
 
     updates: Sequence[UpdateGradients]
     bucket_times: Sequence[tuple[float, Sequence[float]]]
     exchanges_per_step: float
+    other_collectives: Sequence[Collective]
 
 
 class WorkerSteps:
@@ -54,6 +57,7 @@ class WorkerSteps:
         self._compile(False)
         reduction = self._strategy.act_as_worker_of(members)
         reduction.seen = seen
+        recorder = reduction.recorder = Recorder()
         timed_steps: list[tuple[float, Sequence[float]]] = []
         began: list[float] = []
 
@@ -61,6 +65,7 @@ class WorkerSteps:
             began.append(time.time())
 
         def end(batch: int, logs: Any = None) -> None:
+            reduction.recorder = None  # the first step has traced all
             if not seen.is_complete:
                 self._model.stop_training = len(began) >= _MAX_ACCUMULATED
                 return
@@ -73,7 +78,8 @@ class WorkerSteps:
         updates = seen.updates()
         per_step = self._strategy.communication.updates / max(len(began) * len(updates), 1)
         complete = [one for one in timed_steps[1:] if one[1] and min(one[1]) > one[0]]
-        return ObservedStep(updates, complete, min(per_step, 1.0) if updates else 0.0)
+        others = [Collective(call.kind, call.nbytes, 0) for call in recorder.calls if isinstance(call.nbytes, int)]
+        return ObservedStep(updates, complete, min(per_step, 1.0) if updates else 0.0, others)
 
     def measure(self, members: int, rows: int, *, compiled: bool) -> StepMeasurement:
         """Returns the time of a step on `rows` samples without exchanges; forward and update are 0."""
@@ -81,9 +87,10 @@ class WorkerSteps:
         self._strategy.act_as_worker_of(members)
         reset_peak()
         seconds = self.seconds(rows)
-        return StepMeasurement(
-            rows, compiled, statistics.median(seconds), statistics.pstdev(seconds), 0.0, 0.0, peak_bytes()
-        )
+        # Steps with accumulated gradients update now and then, which a median would leave out.
+        accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers_of(self._model))
+        typical = statistics.fmean(seconds) if accumulates else statistics.median(seconds)
+        return StepMeasurement(rows, compiled, typical, statistics.pstdev(seconds), 0.0, 0.0, peak_bytes())
 
     def seconds(self, rows: int) -> list[float]:
         """Returns the times of steps on `rows` samples as the strategy traces them now."""
@@ -134,7 +141,9 @@ class WorkerSteps:
 
     def _update_seconds(self, optimizer: Any, update: UpdateGradients, variables: Sequence[Any]) -> float:
         def apply() -> None:
-            optimizer.apply_gradients(zip(update.gradients, variables, strict=True))
+            # Tensors of this graph: those from outside would be inputs of its conditions more than once.
+            gradients = [_identity(gradient) for gradient in update.gradients]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         def run() -> Any:
             self._strategy.run(apply)
@@ -150,3 +159,9 @@ class WorkerSteps:
     def _run_fit(self, rows: int, callbacks: Sequence[Any], steps: int) -> None:
         arguments: Mapping[str, Any] = {"epochs": 1, "verbose": 0, "shuffle": False, "steps_per_epoch": steps}
         self._fit(self._model, self._data.dataset(rows), callbacks=list(callbacks), **arguments)
+
+
+def _identity(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.identity(gradient)
+    return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
