@@ -146,7 +146,7 @@ def test_an_extra_brings_tensorflow(
     assert (name, need.extras, need.specifier) == (distribution, extras, oldest_supported("tensorflow"))
 
 
-@pytest.mark.parametrize("extra", ["examples", "notebook", "benchmark", "docs", "dev"])
+@pytest.mark.parametrize("extra", ["examples", "notebook", "plan", "benchmark", "docs", "dev"])
 def test_the_other_extras_of_users_leave_tensorflow_alone(metadata: email.message.Message, extra: str) -> None:
     assert not {name for name in requirements_of(metadata, extra) if name in {"keras", "tensorflow", "tensorflow-cpu"}}
 
