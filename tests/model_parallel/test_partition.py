@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tfdist.model_parallel.partition import balanced_starts, named_starts
+from tfdist.model_parallel.partition import named_starts
+from tfdist.utils.balanced_starts import balanced_starts
 
 
 def test_the_largest_cost_is_the_least_possible() -> None:

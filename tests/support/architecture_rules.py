@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch": frozenset({"launch/cli", "launch/notebook"}),  # launch/__init__.py and __main__.py
     "launch/cli": frozenset(
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
-        "launch/run_config utils".split()
+        "launch/run_config planning probe utils".split()
     ),
     "launch/notebook": frozenset("cluster launch/cli launch/restart utils".split()),
     "launch/rendezvous": frozenset(
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch/process_roles": frozenset({"cluster", "utils"}),
     "launch/run_config": frozenset(),
     "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
-    "planning": frozenset(),
+    "planning": frozenset({"utils"}),
     "probe": frozenset("collectives compression internals model_parallel planning strategies training utils".split()),
     "utils": frozenset(),
     "internals": frozenset({"private_symbols"}),

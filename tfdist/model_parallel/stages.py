@@ -10,8 +10,9 @@ import keras
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.model_parallel.layer_costs import elements_of, layer_costs
-from tfdist.model_parallel.partition import balanced_starts, named_starts
+from tfdist.model_parallel.partition import named_starts
 from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.utils.balanced_starts import balanced_starts
 
 
 @dataclass(frozen=True)

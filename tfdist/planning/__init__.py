@@ -1,1 +1,1 @@
-"""Predicts how fast, and within which memory, a program trains under each strategy. Pure functions, without TensorFlow."""
+"""Predicts how fast, and in which memory, a program trains under each strategy. Pure functions, without TensorFlow."""

@@ -1,10 +1,17 @@
 """What transfers cost on a link: the alpha-beta model of collectives.
 
 A message of `n` bytes takes `latency + n / bandwidth` seconds. Sources: Hockney 1994 (the model); Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (the ring); Thakur et al. 2005 (all-gather).
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (the ring); Thakur et al. 2005
+(all-gather).
 """
 
 import dataclasses
+
+from tfdist.planning.measurements import EXCHANGE, GATHER, SUM
+
+# Of the 1538 bytes that a full Ethernet frame occupies on the wire (IEEE 802.3: preamble, header, checksum, gap) 1448
+# are TCP's payload, after headers of IP (20 bytes) and of TCP with time stamps (32 bytes, RFC 7323).
+ETHERNET_PAYLOAD = 1448 / 1538
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +25,19 @@ class Link:
     Attributes:
         bytes_per_second: The bandwidth of one direction.
         latency_seconds: From the call that sends to the first byte that is received, half a round trip.
-        cpu_seconds_per_byte: How long a core of each end is busy with a byte: copies, checksums, system calls.
     """
 
     bytes_per_second: float
     latency_seconds: float = 0.0
-    cpu_seconds_per_byte: float = 0.0
+
+    @classmethod
+    def ethernet(cls, bits_per_second: float, latency_seconds: float = 0.0) -> "Link":
+        """Returns what TCP has of an Ethernet link of a nominal rate.
+
+        >>> round(8 * Link.ethernet(1e9).bytes_per_second / 1e6)
+        941
+        """
+        return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
 
     def transfer_seconds(self, nbytes: float) -> float:
         """Returns how long a message takes."""
@@ -57,28 +71,37 @@ def all_to_all_bytes(nbytes: float, members: int) -> float:
     return (members - 1) / members * nbytes
 
 
-def all_reduce_seconds(nbytes: float, members: int, link: Link) -> float:
-    """Returns the time of a ring all-reduce: `2 (N - 1)` messages in turn, each of a chunk of `nbytes / N`.
+_BYTES = {SUM: all_reduce_bytes, GATHER: all_gather_bytes, EXCHANGE: all_to_all_bytes}
 
-    >>> all_reduce_seconds(8e6, 2, Link(1e6, 0.5)), all_reduce_seconds(8e6, 1, Link(1e6, 0.5))
-    (9.0, 0.0)
+
+def sent_bytes(kind: str, nbytes: float, members: int) -> float:
+    """Returns what each member sends in a collective.
+
+    >>> sent_bytes("sum", 12.0, 4), sent_bytes("gather", 12.0, 4), sent_bytes("exchange", 12.0, 4)
+    (18.0, 36.0, 9.0)
     """
-    return 2 * (members - 1) * link.transfer_seconds(nbytes / members)
+    return _BYTES[kind](nbytes, members)
 
 
-def all_gather_seconds(nbytes: float, members: int, link: Link) -> float:
-    """Returns the time of a ring all-gather: `N - 1` messages in turn, each of a tensor.
+def messages(kind: str, members: int) -> int:
+    """Returns how many messages a member sends in turn, each of which waits for the one before.
 
-    >>> all_gather_seconds(8e6, 3, Link(1e6, 0.5))
-    17.0
+    The slices of an all-to-all do not wait for each other.
+
+    >>> messages("sum", 4), messages("gather", 4), messages("exchange", 4)
+    (6, 3, 1)
     """
-    return (members - 1) * link.transfer_seconds(nbytes)
+    if members == 1:
+        return 0
+    return {SUM: 2 * (members - 1), GATHER: members - 1, EXCHANGE: 1}[kind]
 
 
-def all_to_all_seconds(nbytes: float, members: int, link: Link) -> float:
-    """Returns the time of an all-to-all: a slice to each other member, which share the sender's link.
+def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
+    """Returns how long a collective takes on links alone: its messages in turn.
 
-    >>> all_to_all_seconds(9e6, 3, Link(1e6, 0.5))
-    7.0
+    >>> collective_seconds("sum", 8e6, 2, Link(1e6, 0.5)), collective_seconds("gather", 8e6, 3, Link(1e6, 0.5))
+    (9.0, 17.0)
+    >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
+    6.5
     """
-    return (members - 1) * link.transfer_seconds(nbytes / members)
+    return messages(kind, members) * link.latency_seconds + sent_bytes(kind, nbytes, members) / link.bytes_per_second

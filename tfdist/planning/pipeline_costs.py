@@ -16,21 +16,26 @@ def bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def pipeline_seconds(stage_seconds: Sequence[float], micro_batches: int, hop_seconds: float = 0.0) -> float:
+def pipeline_seconds(
+    stage_seconds: Sequence[float], micro_batches: int, hop_seconds: float = 0.0, hop_link_seconds: float = 0.0
+) -> float:
     """Returns the time of the forward and backward passes of a step.
 
-    The slowest stage computes all micro-batches; before its first and after its last one, the others compute one each,
-    and activations and gradients pass every cut once.
+    The slowest stage, or the slowest link, is busy with all micro-batches; before its first and after its last one, the
+    others compute one each, and activations and gradients pass every cut once.
 
     >>> pipeline_seconds([1.0, 1.0], 4), pipeline_seconds([1.0, 2.0], 4), pipeline_seconds([1.0, 1.0], 4, 0.5)
     (5.0, 9.0, 6.0)
+    >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0)  # the link is slower than the stages
+    17.0
 
     Args:
         stage_seconds: How long each stage computes a micro-batch, forward and backward.
         micro_batches: The number of micro-batches.
         hop_seconds: How long activations, or their gradients, take from a stage to the next one.
+        hop_link_seconds: How long they occupy one direction of a link.
     """
-    slowest = max(stage_seconds)
+    slowest = max(*stage_seconds, hop_link_seconds)
     return sum(stage_seconds) + (micro_batches - 1) * slowest + 2 * (len(stage_seconds) - 1) * hop_seconds
 
 

@@ -43,6 +43,7 @@ class Plan:
         accuracy: The price in exactness in words: "exact", or how far a gradient is off.
         reason: Why the plan stands where it stands.
         code: The line of the script, and of `compile` if XLA is used, that gives it.
+        gradient_accumulation_steps: The number of batches of an update.
     """
 
     strategy: PlannedStrategy
@@ -59,6 +60,7 @@ class Plan:
     accuracy: str
     reason: str
     code: str
+    gradient_accumulation_steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import statistics
 def expected_slowest(mean_seconds: float, deviation_seconds: float, workers: int) -> float:
     """Returns the expected time of the slowest of `workers` steps with normally distributed times.
 
-    >>> expected_slowest(1.0, 0.1, 1), round(expected_slowest(1.0, 0.1, 2), 3), round(expected_slowest(1.0, 0.1, 1000), 3)
-    (1.0, 1.059, 1.323)
+    >>> [round(expected_slowest(1.0, 0.1, workers), 3) for workers in (1, 2, 1000)]
+    [1.0, 1.059, 1.323]
     """
     if workers == 1:
         return mean_seconds

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.launch.cli import checkpoints_command, doctor_command, run_command
+from tfdist.launch.cli import checkpoints_command, doctor_command, plan_command, run_command
 from tfdist.utils.argument_checks import UsageError
 
-_COMMANDS = (run_command, checkpoints_command, doctor_command)
+_COMMANDS = (run_command, plan_command, checkpoints_command, doctor_command)
 _USAGE_EXIT_CODE = 2
 
 

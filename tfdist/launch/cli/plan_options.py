@@ -1,0 +1,143 @@
+"""The options of `tfdist plan`."""
+
+import argparse
+import re
+from pathlib import Path
+
+from tfdist.planning.link_costs import Link
+from tfdist.planning.units import bits_per_second, duration_seconds, worker_numbers
+from tfdist.utils.argument_checks import seconds, whole_number
+
+_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
+
+_DESCRIPTION = """\
+Find the fastest way to train a program: which strategy, with which compression and options.
+
+The program runs as one process up to its first fit, which is measured for a few steps. Its callbacks do not run, and
+nothing is written. Then the time of a step, samples/s, memory, bytes and the price in exactness are predicted for every
+strategy. Those that fit into memory are shown, the best first, with the lines of code that give them.
+
+In a cluster (TF_CONFIG, srun, Kubernetes) start the command as every task: the links between them are measured, and the
+first task measures the program and shows the plans. Otherwise --link describes the network; without it the workers are
+on this machine."""
+
+_EPILOG = """\
+examples:
+  tfdist plan train.py
+  tfdist plan --workers 2,8,64 --link 1gbit,0.1ms --json plan.json train.py --epochs 3
+  tfdist plan --workers 8 --link 10gbit --memory 16GiB --allow-compression train.py
+  tfdist plan --probe plan.json --workers 16 --link 100mbit,5ms --allow-compression --allow-local-updates
+  srun --nodes 4 --ntasks-per-node 1 tfdist plan --json plan.json train.py
+
+Exit code: 0; 1 if the program cannot be measured, or no plan fits into memory; 2 for a usage error. All arguments after
+the script are passed to it."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the sub-command `plan`."""
+    parser.add_argument(
+        "--workers",
+        type=worker_numbers,
+        metavar="N[,N...]",
+        help="numbers of workers to plan for: a list, or a range such as 2..64 (default: those of the cluster; with "
+        "--link 2; else 1 and as many as this machine has cores)",
+    )
+    parser.add_argument(
+        "--link",
+        type=link,
+        metavar="RATE[,LATENCY]",
+        help="the Ethernet link of each worker: its nominal rate in kbit, mbit or gbit a second, and the delay of one "
+        "direction in us, ms or s, for example 1gbit,0.1ms (default: all workers on this machine)",
+    )
+    parser.add_argument(
+        "--devices",
+        type=whole_number(at_least=1, example=4),
+        default=1,
+        metavar="N",
+        help="devices of each worker, each as fast as the measured one (default: 1)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory_bytes,
+        metavar="SIZE",
+        help="memory of each worker, for example 16GiB (default: what is free here; workers on one machine share it)",
+    )
+    parser.add_argument(
+        "--cores-per-worker",
+        type=whole_number(at_least=1, example=2),
+        metavar="C",
+        help="cores of each worker, on which the program is measured (default: all of this machine; workers on one "
+        "machine share them)",
+    )
+    parser.add_argument(
+        "--allow-compression",
+        action="store_true",
+        help="also show plans that round gradients or leave parts of them out",
+    )
+    parser.add_argument(
+        "--allow-local-updates",
+        action="store_true",
+        help="also show plans whose updates differ from the program's: LocalSGD, DiLoCo, asynchronous parameter "
+        "servers, accumulation over several batches",
+    )
+    parser.add_argument(
+        "--no-xla", action="store_true", help="do not measure steps that XLA compiles, which takes time"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all plans and measurements to FILE, for tfdist run --plan FILE"
+    )
+    parser.add_argument(
+        "--probe", type=Path, metavar="FILE", help="use the measurements of an earlier --json FILE; no script is run"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds(may_be_zero=False, example=60),
+        default=60.0,
+        metavar="S",
+        help="limit of the measurements in seconds (default: 60)",
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script ...", help="the program, and its arguments")
+
+
+def parser_texts() -> tuple[str, str]:
+    """Returns the description and the epilog of the sub-command."""
+    return _DESCRIPTION, _EPILOG
+
+
+def link(text: str) -> Link:
+    """Parses `--link`: what TCP has of an Ethernet link.
+
+    >>> found = link("1gbit,0.1ms")
+    >>> round(8 * found.bytes_per_second / 1e6), found.latency_seconds
+    (941, 0.0001)
+
+    Raises:
+        argparse.ArgumentTypeError: A part is invalid, or the rate is 0.
+    """
+    rate, _, latency = text.partition(",")
+    return Link.ethernet(bits_per_second(rate.strip()), duration_seconds(latency.strip()) if latency else 0.0)
+
+
+def memory_bytes(text: str) -> int:
+    """Parses `--memory`.
+
+    >>> memory_bytes("16GiB"), memory_bytes("1.5GB")
+    (17179869184, 1500000000)
+    >>> memory_bytes("0GB")
+    Traceback (most recent call last):
+        ...
+    argparse.ArgumentTypeError: Invalid size of a memory. Received: '0GB'. Expected: a number above 0 and a unit of kB,
+    MB, GB, KiB, MiB, GiB, for example 16GiB.
+
+    Raises:
+        argparse.ArgumentTypeError: It is invalid.
+    """
+    match = _MEMORY.fullmatch(text.strip().lower())
+    size = int(float(match[1]) * _BYTES.get(match[2], 0)) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"Invalid size of a memory. Received: {text!r}. Expected: a number above 0 and a unit of kB, MB, GB, KiB, "
+            "MiB, GiB, for example 16GiB."
+        )
+    return size

@@ -1,0 +1,220 @@
+"""The plans that make sense for a number of workers, each with its prediction."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from tfdist.planning.conditions import Conditions
+from tfdist.planning.measurements import DENSE, Measurements
+from tfdist.planning.plan_code import planned_object
+from tfdist.planning.plans import PlannedStrategy
+from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
+from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
+from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel, stage_layers
+from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
+from tfdist.planning.prediction import Prediction
+from tfdist.planning.step_costs import is_measured
+
+_MICRO_BATCHES = (2, 4, 8)
+_PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)
+_ACCUMULATED = (4,)
+_WAYS = (1, 2, 4)
+_MULTI_WORKER = "MultiWorkerMirroredStrategy"
+# The first defaults are those of the classes; the last is that of `docs/local_updates.md`, "Measured".
+_LOCAL_TRAININGS = (
+    LocalTraining(20),
+    LocalTraining(50, has_outer_optimizer=True),
+    LocalTraining(50, has_outer_optimizer=True, fragments=4, overlap_steps=10),
+    LocalTraining(100, has_outer_optimizer=True, fragments=4, overlap_steps=20),
+)
+_LEAST_EXCHANGES = 2  # in an epoch, which should be several times `sync_every` long
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan before it is written out.
+
+    Attributes:
+        strategy: The class and its arguments.
+        method: The compression, or `DENSE`.
+        prediction: What is predicted.
+        workers: The number of workers.
+        compiled: Whether XLA compiles steps.
+        accumulated: The number of batches of an update.
+        servers: The number of parameter servers.
+        has_chief: Whether a chief drives the workers.
+        is_local: Whether updates use other weights or batches than those of the program.
+        complexity: How much a user has to know: 0 for data parallel training as it is.
+    """
+
+    strategy: PlannedStrategy
+    method: str
+    prediction: Prediction
+    workers: int
+    compiled: bool = False
+    accumulated: int = 1
+    servers: int = 0
+    has_chief: bool = False
+    is_local: bool = False
+    complexity: int = 0
+
+
+def candidates(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
+    """Yields all plans that make sense, whether or not they fit into memory."""
+    yield from _data_parallel(measured, conditions, workers)
+    if workers > 1:
+        yield from _parameter_servers(measured, conditions, workers)
+        if conditions.allow_local_updates:
+            yield from _local_updates(measured, conditions, workers)
+        if measured.program.is_functional and measured.program.layers:
+            yield from _model_parallel(measured, conditions, workers * conditions.devices)
+
+
+def methods(measured: Measurements, conditions: Conditions) -> list[str]:
+    """Returns the measured methods that the user allows, `DENSE` first."""
+    if not conditions.allow_compression:
+        return [DENSE]
+    return [DENSE, *dict.fromkeys(one.method for one in measured.program.exchanges if one.method != DENSE)]
+
+
+def _data_parallel(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
+    program = measured.program
+    for compiled in (False, True):
+        if not is_measured(program, compiled=compiled):
+            continue
+        for method in methods(measured, conditions) if workers > 1 else [DENSE]:
+            plain = DataParallel(method, compiled)
+            variants = [(plain, {}, 0)]
+            for parts in _MICRO_BATCHES:
+                if program.rows >= parts * workers * conditions.devices:
+                    variants.append((dataclasses.replace(plain, micro_batches=parts), {"micro_batches": parts}, 1))
+            if workers > 1:
+                variants.append((dataclasses.replace(plain, one_bucket=True), {"bucket_bytes": 0}, 1))
+                if program.slot_bytes and method.partition(":")[0] not in ("powersgd", "randomk", "topk"):
+                    sharded = dataclasses.replace(plain, shard_state=True)
+                    variants.append((sharded, {"shard_optimizer_state": True}, 2))
+                if len(set(conditions.speeds)) > 1:
+                    balanced = dataclasses.replace(plain, is_balanced=True)
+                    variants.append((balanced, {"load_balancing": True}, 2))
+                if conditions.allow_local_updates:
+                    variants += [(dataclasses.replace(plain, accumulated=count), {}, 3) for count in _ACCUMULATED]
+            best = predict_data_parallel(measured, conditions, workers, plain)
+            for options, arguments, complexity in variants:
+                predicted = predict_data_parallel(measured, conditions, workers, options)
+                is_better = predicted.step_seconds < best.step_seconds or predicted.memory_bytes < best.memory_bytes
+                if options == plain or is_better:
+                    yield Candidate(
+                        PlannedStrategy(_MULTI_WORKER, _compressed(method) | arguments),
+                        method,
+                        predicted,
+                        workers,
+                        compiled,
+                        accumulated=options.accumulated,
+                        is_local=options.accumulated > 1,
+                        complexity=complexity + compiled,
+                    )
+
+
+def _local_updates(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
+    program = measured.program
+    steps = program.samples // program.rows if program.samples else None
+    for training in _LOCAL_TRAININGS:
+        if steps is not None and steps < _LEAST_EXCHANGES * training.sync_every:
+            continue
+        if training.has_outer_optimizer:
+            given = {"sync_every": training.sync_every}
+            if training.overlap_steps:
+                given |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
+            mode = planned_object("DiLoCo", **given)
+        else:
+            mode = planned_object("LocalSGD", sync_every=training.sync_every)
+        for compiled in (False, True):
+            if not is_measured(program, compiled=compiled):
+                continue
+            for method in methods(measured, conditions):
+                options = dataclasses.replace(training, method=method, compiled=compiled)
+                yield Candidate(
+                    PlannedStrategy(_MULTI_WORKER, _compressed(method) | {"mode": mode}),
+                    method,
+                    predict_local_updates(measured, conditions, workers, options),
+                    workers,
+                    compiled,
+                    is_local=True,
+                    complexity=4 + compiled + bool(training.overlap_steps),
+                )
+
+
+def _parameter_servers(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
+    for servers in dict.fromkeys((max(workers // 4, 1), workers)):
+        for asynchronous in (False, True)[: 1 + conditions.allow_local_updates]:
+            mode = planned_object("Asynchronous" if asynchronous else "Synchronous")
+            for method in methods(measured, conditions):
+                options = ParameterServers(servers, asynchronous, method)
+                yield Candidate(
+                    PlannedStrategy("ParameterServerStrategy", {"mode": mode} | _compressed(method)),
+                    method,
+                    predict_parameter_servers(measured, conditions, workers, options),
+                    workers,
+                    servers=servers,
+                    has_chief=True,
+                    is_local=asynchronous,
+                    complexity=6 + asynchronous,
+                )
+
+
+def _model_parallel(measured: Measurements, conditions: Conditions, devices: int) -> Iterator[Candidate]:
+    program = measured.program
+    for ways in _WAYS:
+        for stages in _divisors(devices // ways) if devices % ways == 0 else ():
+            columns = devices // ways // stages
+            if stages * ways == 1 or stages > len(program.layers):
+                continue
+            for method in methods(measured, conditions) if columns > 1 else [DENSE]:
+                options = _best_micro_batches(measured, conditions, ModelParallel(stages, columns, ways, method=method))
+                if options is None:
+                    continue
+                pipeline = planned_object("Pipeline", stages=stages, micro_batches=options.micro_batches)
+                if cuts := _cuts(measured, stages):
+                    pipeline["arguments"]["cuts"] = cuts
+                arguments: dict[str, Any] = {"pipeline": pipeline} | _compressed(method)
+                if columns > 1:
+                    arguments["data_parallel"] = columns
+                if ways > 1:
+                    arguments["layout_map"] = planned_object("auto_layout", ways=ways)
+                yield Candidate(
+                    PlannedStrategy("ModelParallelStrategy", arguments),
+                    method,
+                    predict_model_parallel(measured, conditions, options),
+                    devices // conditions.devices,
+                    has_chief=True,
+                    complexity=7 + (columns > 1) + 2 * (ways > 1),
+                )
+
+
+def _best_micro_batches(measured: Measurements, conditions: Conditions, options: ModelParallel) -> ModelParallel | None:
+    """The fastest numbers of micro-batches that fit, or that which needs least memory if none fits."""
+    rows = measured.program.rows / options.columns
+    counts = [1] if options.stages == 1 else [count for count in _PIPELINE_MICRO_BATCHES if count <= rows]
+    found = [dataclasses.replace(options, micro_batches=count) for count in counts]
+    if not found or rows < 1:
+        return None
+    predicted = [(predict_model_parallel(measured, conditions, one), one) for one in found]
+    fitting = [pair for pair in predicted if pair[0].memory_bytes <= conditions.memory_bytes]
+    if not fitting:
+        return min(predicted, key=lambda pair: pair[0].memory_bytes)[1]
+    return min(fitting, key=lambda pair: pair[0].step_seconds)[1]
+
+
+def _cuts(measured: Measurements, stages: int) -> list[str]:
+    names = [layer.name for layer in measured.program.layers]
+    if len(set(names)) < len(names):
+        return []
+    return [stage[0].name for stage in stage_layers(measured.program.layers, stages)[1:]]
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _compressed(method: str) -> dict[str, Any]:
+    return {} if method == DENSE else {"compression": method}

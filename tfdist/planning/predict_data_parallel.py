@@ -1,0 +1,180 @@
+"""Steps of data parallel workers that exchange gradients in each update."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfdist.planning.conditions import Conditions
+from tfdist.planning.group_exchanges import bucket_costs, by_bucket, exchange_of, ready_parts, wire_bytes
+from tfdist.planning.link_costs import collective_seconds
+from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Collective, ExchangeMeasurement, Measurements
+from tfdist.planning.memory_costs import exchange_bytes, replica_bytes
+from tfdist.planning.overlap import exchanged_seconds
+from tfdist.planning.prediction import Prediction
+from tfdist.planning.step_costs import StepCost, addition_seconds, scaled, step_of
+from tfdist.planning.stragglers import expected_slowest
+from tfdist.planning.transfer_costs import TransferCosts
+
+# Beside gradients a step of `fit` exchanges two short tensors: whether any worker has data, and metrics
+# (`docs/architecture.md`, "The life of a gradient"). They have at most some hundred bytes.
+_SHORT_EXCHANGES, _SHORT_BYTES = 2, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """The options of data parallel training.
+
+    Attributes:
+        method: The argument `compression=`, or `DENSE`.
+        compiled: Whether XLA compiles the step.
+        shard_state: Whether each worker holds `1 / N` of the slots.
+        micro_batches: The parts in which a worker computes its rows, one after another.
+        accumulated: The number of batches whose gradients are added up before they are exchanged.
+        one_bucket: Whether all gradients are sent together, after backpropagation.
+        is_balanced: Whether rows follow the speeds of the workers.
+    """
+
+    method: str = DENSE
+    compiled: bool = False
+    shard_state: bool = False
+    micro_batches: int = 1
+    accumulated: int = 1
+    one_bucket: bool = False
+    is_balanced: bool = False
+
+
+def predict_data_parallel(
+    measured: Measurements, conditions: Conditions, workers: int, options: DataParallel
+) -> Prediction:
+    """Returns what is predicted of a step.
+
+    A worker computes `1 / N` of the rows of the global batch. Buckets are exchanged while backpropagation continues;
+    then the worker updates its weights, and all wait for the slowest of them. A single core encodes no bucket before it
+    has computed all gradients: in `benchmarks/results/network-fused.json` steps with compression take the floor and all
+    of the time of the link, those without compression less.
+    """
+    program = measured.program
+    parts = conditions.devices * options.micro_batches
+    steps = [
+        (rows / parts, scaled(step_of(program, rows / parts, compiled=options.compiled), slowness))
+        for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
+    ]
+    micro_rows, step = max(steps, key=lambda pair: pair[1].seconds)
+    transfers = TransferCosts(measured.machine.transfers)
+    drawn = data_seconds(measured, conditions)
+    memory = replica_bytes(program, micro_rows, conditions.devices)
+    if options.micro_batches > 1 or options.accumulated > 1:
+        memory += program.gradient_bytes
+    if workers == 1:
+        seconds = _gradient_seconds(measured, step, options) + step.update_seconds + drawn
+        return Prediction(seconds, seconds, 0.0, 0.0, 0.0, memory)
+    dense = exchange_of(program, DENSE, workers)
+    exchange = exchange_of(program, options.method, workers)
+    if options.shard_state:
+        exchange = _to_owners(exchange)
+        memory -= program.slot_bytes * (1 - 1 / workers)
+    if options.one_bucket:
+        exchange, dense = _merged(exchange), _merged(dense)
+    memory += exchange_bytes(exchange, dense)
+    costs = bucket_costs(exchange, dense, conditions.link, transfers, conditions.cores)
+    gradients_end = _gradient_seconds(measured, step, options) + drawn
+    begin = gradients_end - step.backward_seconds
+    parts_done = ready_parts(program, len(costs))
+    if conditions.cores == 1 and options.method != DENSE:
+        parts_done = [1.0] * len(costs)  # one core encodes when it has computed all gradients
+    ready = [begin + part * step.backward_seconds for part in parts_done]
+    end = exchanged_seconds(gradients_end, ready, costs)
+    update = step.update_seconds
+    sent, link_seconds = wire_bytes(exchange.collectives, workers), sum(cost.link_seconds for cost in costs)
+    core = sum(cost.core_seconds for cost in costs)
+    if options.shard_state:
+        update /= workers
+        returned = _weights(dense, workers)
+        costs = bucket_costs(returned, returned, conditions.link, transfers, conditions.cores)
+        end = exchanged_seconds(end + update, [end + update] * len(costs), costs) - update
+        sent += wire_bytes(returned.collectives, workers)
+        link_seconds += sum(cost.link_seconds for cost in costs)
+        core += sum(cost.core_seconds for cost in costs)
+    short = _SHORT_EXCHANGES * short_exchange_seconds(conditions, transfers, workers)
+    seconds = (end + update + (options.accumulated - 1) * gradients_end) / options.accumulated + short
+    seconds = expected_slowest(seconds, step.deviation_seconds, workers)
+    return Prediction(
+        seconds,
+        gradients_end + update / options.accumulated,
+        core / options.accumulated,
+        link_seconds / options.accumulated,
+        sent / options.accumulated,
+        memory,
+    )
+
+
+def rows_of_workers(
+    rows: int, workers: int, speeds: Sequence[float], *, is_balanced: bool
+) -> list[tuple[float, float]]:
+    """Returns how many rows each kind of worker computes, and how much slower than the measured one it is.
+
+    Source: `docs/load_balancing.md`: shares in proportion to the speeds let all workers end at the same time.
+
+    >>> rows_of_workers(120, 2, (), is_balanced=False), rows_of_workers(120, 2, (1.0, 0.5), is_balanced=False)
+    ([(60.0, 1.0)], [(60.0, 1.0), (60.0, 2.0)])
+    >>> rows_of_workers(120, 2, (1.0, 0.5), is_balanced=True)
+    [(80.0, 1.0), (40.0, 2.0)]
+
+    Args:
+        rows: Of the global batch.
+        workers: The number of workers.
+        speeds: One for each worker, or empty for equal ones. The first is that of the measured worker.
+        is_balanced: Whether shares follow the speeds.
+    """
+    if not speeds:
+        return [(rows / workers, 1.0)]
+    shares = [speed / sum(speeds) if is_balanced else 1 / workers for speed in speeds]
+    return [(rows * share, speeds[0] / speed) for share, speed in zip(shares, speeds, strict=True)]
+
+
+def data_seconds(measured: Measurements, conditions: Conditions) -> float:
+    """Returns by how much the program's data lengthen a step.
+
+    Each worker draws the complete batch and keeps its part, unless the data are files. A worker of one core draws
+    between two steps, others beside them.
+    """
+    return measured.program.data_seconds if conditions.cores == 1 else 0.0
+
+
+def _gradient_seconds(measured: Measurements, step: StepCost, options: DataParallel) -> float:
+    """Returns the time of all micro-batches, whose gradients are added."""
+    additions = options.micro_batches - (options.accumulated == 1)
+    gradients = options.micro_batches * (step.forward_seconds + step.backward_seconds)
+    return gradients + additions * addition_seconds(measured.program, step)
+
+
+def short_exchange_seconds(conditions: Conditions, transfers: TransferCosts, workers: int) -> float:
+    """Returns the time of a sum of a few numbers, in which a worker mostly waits."""
+    kind = GATHER if workers == 2 else SUM
+    return collective_seconds(kind, _SHORT_BYTES, workers, conditions.link) + transfers.seconds(
+        kind, _SHORT_BYTES, workers
+    )
+
+
+def _to_owners(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
+    """Each part of a bucket is sent to its owner only (`docs/sharded_state.md`)."""
+    kept = []
+    for bucket in by_bucket(exchange.collectives):
+        two_phases = any(one.kind == EXCHANGE for one in bucket)
+        kept += [dataclasses.replace(one, kind=EXCHANGE) for one in bucket if not (two_phases and one.kind == GATHER)]
+    return dataclasses.replace(exchange, collectives=tuple(kept))
+
+
+def _weights(dense: ExchangeMeasurement, workers: int) -> ExchangeMeasurement:
+    """The updated weights of each bucket return to all workers, in pieces of the owners."""
+    gathers = tuple(Collective(GATHER, round(one.nbytes / workers), one.bucket) for one in dense.collectives)
+    return ExchangeMeasurement(DENSE, workers, 0.0, gathers, 0, 0.0)
+
+
+def _merged(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
+    """All buckets in one; tensors that are sent in the same round of their bucket are sent together."""
+    columns: dict[tuple[int, str], int] = {}
+    for bucket in by_bucket(exchange.collectives):
+        for index, one in enumerate(bucket):
+            columns[index, one.kind] = columns.get((index, one.kind), 0) + one.nbytes
+    merged = tuple(Collective(kind, nbytes, 0) for (_, kind), nbytes in sorted(columns.items()))
+    return dataclasses.replace(exchange, collectives=merged)

@@ -1,0 +1,166 @@
+"""Steps of a model whose layers are on several workers: stages, split layers, and copies of both."""
+
+import dataclasses
+import functools
+import itertools
+
+from tfdist.planning.conditions import Conditions
+from tfdist.planning.group_exchanges import exchange_of, wire_bytes
+from tfdist.planning.link_costs import collective_seconds, sent_bytes
+from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
+from tfdist.planning.memory_costs import copy_bytes
+from tfdist.planning.pipeline_costs import live_micro_batches, pipeline_seconds
+from tfdist.planning.prediction import Prediction
+from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
+from tfdist.planning.stragglers import expected_slowest
+from tfdist.planning.transfer_costs import TransferCosts
+from tfdist.utils.balanced_starts import balanced_starts
+
+_RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `model_parallel/layer_costs.py`
+# A block of a transformer has two sums of its activations in each direction (`docs/communication_volume.md`); a pair of
+# dense layers has one, so for these it is an upper limit.
+_SUMS_OF_LAYER = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParallel:
+    """The options of model parallel training.
+
+    Attributes:
+        stages: The parts into which the sequence of layers is cut.
+        columns: Copies of all stages, each of which computes a part of a batch.
+        ways: The workers that share the layers of a stage.
+        micro_batches: The parts of a column's rows.
+        method: The compression of gradients between columns, or `DENSE`.
+    """
+
+    stages: int = 1
+    columns: int = 1
+    ways: int = 1
+    micro_batches: int = 4
+    method: str = DENSE
+
+    @property
+    def workers(self) -> int:
+        """All workers."""
+        return self.stages * self.columns * self.ways
+
+
+@functools.lru_cache(maxsize=256)
+def stage_layers(layers: tuple[LayerMeasurement, ...], stages: int) -> list[tuple[LayerMeasurement, ...]]:
+    """Returns the layers of each stage: cuts that send little, of stages that take about as long.
+
+    >>> layers = tuple(LayerMeasurement(name, 1.0, 10, 8) for name in "abcd")
+    >>> [[layer.name for layer in stage] for stage in stage_layers(layers, 2)]
+    [['a', 'b'], ['c', 'd']]
+    """
+    total = sum(layer.seconds for layer in layers) or 1.0
+    costs = [round(layer.seconds / total * _RESOLUTION) for layer in layers]
+    sent = [0, *(layer.activation_bytes for layer in layers[:-1])]
+    starts = [*balanced_starts(costs, stages, sent), len(layers)]
+    return [layers[begin:end] for begin, end in itertools.pairwise(starts)]
+
+
+def predict_model_parallel(measured: Measurements, conditions: Conditions, options: ModelParallel) -> Prediction:
+    """Returns what is predicted of a step.
+
+    A stage has the part of a measured step that its layers have of the time of all layers. Activations and their
+    gradients pass the cuts; then the columns sum the gradients of each stage. Layers that are split compute `1 / ways`
+    of their time, and sum activations.
+    """
+    program, link = measured.program, conditions.link
+    transfers = TransferCosts(measured.machine.transfers)
+    rows = program.rows / options.columns / options.micro_batches
+    step = step_of(program, rows)
+    stages = stage_layers(program.layers, options.stages)
+    all_seconds = sum(layer.seconds for layer in program.layers) or 1.0
+    all_weights = sum(layer.parameters for layer in program.layers) or 1
+    shares = [sum(layer.seconds for layer in stage) / all_seconds for stage in stages]
+    weights = [sum(layer.parameters for layer in stage) / all_weights / options.ways for stage in stages]
+
+    cuts = [stage[-1].activation_bytes * rows / options.ways for stage in stages[:-1]]
+    hops = [(before, after) for before, after in zip([0.0, *cuts], [*cuts, 0.0], strict=True)]
+    copies = [
+        2 * sum(transfers.core_seconds(GATHER, nbytes, 2) for nbytes in hop if nbytes) / conditions.cores
+        for hop in hops
+    ]
+    added = addition_seconds(program, step)
+    computed = [
+        share * (step.forward_seconds + step.backward_seconds) / options.ways + weight * added
+        for share, weight in zip(shares, weights, strict=True)
+    ]
+    sums = [_sums(stage, rows, options.ways, conditions, transfers) for stage in stages]
+    busy = [sum(parts) for parts in zip(computed, copies, (seconds for seconds, _ in sums), strict=True)]
+    widest = max(cuts, default=0.0)
+    hop_link = widest / link.bytes_per_second
+    hop = link.latency_seconds + hop_link + (transfers.seconds(GATHER, widest, 2) if cuts else 0.0)
+    seconds = pipeline_seconds(busy, options.micro_batches, hop, hop_link)
+
+    gradients = [_column_bytes(measured, options, share) for share in weights]
+    reduced = [_columns_seconds(measured, conditions, options, share) for share in weights]
+    update = max(weights) * step.update_seconds
+    worker = max(range(options.stages), key=lambda stage: busy[stage])
+    sent = [
+        options.micro_batches * (sum(hop) + split) + reduced_bytes
+        for hop, (_, split), reduced_bytes in zip(hops, sums, gradients, strict=True)
+    ]
+    seconds = expected_slowest(seconds + max(reduced) + update, step.deviation_seconds, options.workers)
+    held = activation_bytes(program)
+    outputs = sum(layer.activation_bytes for layer in program.layers) or 1
+    memory = max(
+        program.process_bytes
+        + share * copy_bytes(program)
+        + live_micro_batches(index, options.stages, options.micro_batches, "1f1b")
+        * rows
+        * held
+        * sum(layer.activation_bytes for layer in stage)
+        / outputs
+        / options.ways
+        for index, (stage, share) in enumerate(zip(stages, weights, strict=True))
+    )
+    return Prediction(
+        seconds,
+        options.micro_batches * computed[worker] + update,
+        options.micro_batches * copies[worker],
+        max(
+            options.micro_batches * (hop_link + max(split for _, split in sums) / link.bytes_per_second),
+            max(gradients) / link.bytes_per_second,
+        ),
+        max(sent),
+        memory,
+    )
+
+
+def _sums(
+    stage: tuple[LayerMeasurement, ...], rows: float, ways: int, conditions: Conditions, transfers: TransferCosts
+) -> tuple[float, float]:
+    """Returns the seconds and the bytes of the sums of a micro-batch between the workers of a stage."""
+    if ways == 1:
+        return 0.0, 0.0
+    sizes = [rows * layer.activation_bytes for layer in stage if layer.parameters]
+    seconds = sum(
+        collective_seconds(SUM, size, ways, conditions.link) + transfers.core_seconds(SUM, size, ways) for size in sizes
+    )
+    return _SUMS_OF_LAYER * seconds, _SUMS_OF_LAYER * sum(sent_bytes(SUM, size, ways) for size in sizes)
+
+
+def _column_bytes(measured: Measurements, options: ModelParallel, share: float) -> float:
+    if options.columns == 1:
+        return 0.0
+    exchange = exchange_of(measured.program, options.method, options.columns)
+    return share * wire_bytes(exchange.collectives, options.columns)
+
+
+def _columns_seconds(measured: Measurements, conditions: Conditions, options: ModelParallel, share: float) -> float:
+    """Returns how long columns sum the gradients of a stage, after its last micro-batch."""
+    if options.columns == 1:
+        return 0.0
+    exchange = exchange_of(measured.program, options.method, options.columns)
+    transfers = TransferCosts(measured.machine.transfers)
+    core = sum(transfers.core_seconds(one.kind, one.nbytes * share, options.columns) for one in exchange.collectives)
+    core += exchange.compute_seconds * share
+    on_link = sum(
+        collective_seconds(one.kind, one.nbytes * share, options.columns, conditions.link)
+        for one in exchange.collectives
+    )
+    return max(core / conditions.cores, on_link)

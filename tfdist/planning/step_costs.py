@@ -1,0 +1,104 @@
+"""A training step of one worker, of any number of samples, from steps that were measured."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfdist.planning.measurements import ProgramMeasurement
+from tfdist.planning.transfer_costs import interpolate
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """The parts of a step that exchanges nothing.
+
+    Attributes:
+        forward_seconds: Up to the loss.
+        backward_seconds: Backpropagation.
+        update_seconds: The optimizer.
+        deviation_seconds: Standard deviation of the time of a step.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    deviation_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return self.forward_seconds + self.backward_seconds + self.update_seconds
+
+
+def is_measured(program: ProgramMeasurement, *, compiled: bool) -> bool:
+    """Whether there is a step that XLA has, or has not, compiled."""
+    return any(step.compiled == compiled for step in program.steps)
+
+
+def step_of(program: ProgramMeasurement, rows: float, *, compiled: bool = False) -> StepCost:
+    """Returns a step of `rows` samples.
+
+    Times are linear between measured numbers of samples. From a single measured step only the update, which does not
+    depend on the samples, counts as constant.
+    """
+    steps = sorted((step for step in program.steps if step.compiled == compiled), key=lambda step: step.rows)
+    if len(steps) == 1:
+        (one,) = steps
+        share = rows / one.rows
+        return StepCost(
+            one.forward_seconds * share,
+            one.backward_seconds * share,
+            one.update_seconds,
+            one.deviation_seconds,
+        )
+
+    def at(name: str) -> float:
+        return interpolate([(step.rows, getattr(step, name)) for step in steps], rows)
+
+    # Deviations are noise of the machine; beyond the measured steps they would grow without reason.
+    within = min(max(rows, steps[0].rows), steps[-1].rows)
+    deviation = interpolate([(step.rows, step.deviation_seconds) for step in steps], within)
+    update = _mean([step.update_seconds for step in steps])
+    whole = max(at("seconds"), update)
+    forward = min(at("forward_seconds"), whole - update)
+    return StepCost(forward, whole - update - forward, update, deviation)
+
+
+def scaled(step: StepCost, factor: float) -> StepCost:
+    """Returns the step of a worker that takes `factor` times as long for everything.
+
+    >>> scaled(StepCost(1.0, 2.0, 0.5), 2.0).seconds
+    7.0
+    """
+    return StepCost(*(factor * getattr(step, field.name) for field in dataclasses.fields(step)))
+
+
+def addition_seconds(program: ProgramMeasurement, step: StepCost) -> float:
+    """Returns the time to add the gradients of a micro-batch to those of the earlier ones.
+
+    Memory limits both an addition, which reads two values and writes one for each weight, and the optimizer's update,
+    which reads weight, gradient and slots and writes weight and slots.
+    """
+    slots = program.slot_bytes / max(program.gradient_bytes, 1)
+    return step.update_seconds * 3 / (3 + 2 * slots)
+
+
+def peak_bytes(program: ProgramMeasurement, rows: float) -> float:
+    """Returns the memory of a process that trains alone with `rows` samples in a step."""
+    return _memory(program)[0] + _memory(program)[1] * rows
+
+
+def activation_bytes(program: ProgramMeasurement) -> float:
+    """Returns how much more memory one more sample takes: by measured processes, at least the outputs of all layers."""
+    return max(_memory(program)[1], float(sum(layer.activation_bytes for layer in program.layers)))
+
+
+def _memory(program: ProgramMeasurement) -> tuple[float, float]:
+    """Returns the memory of a process without samples, and of a sample."""
+    steps = sorted((step for step in program.steps if not step.compiled), key=lambda step: step.rows)
+    small, large = steps[0], steps[-1]
+    slope = max(large.peak_bytes - small.peak_bytes, 0) / (large.rows - small.rows) if large.rows > small.rows else 0.0
+    return large.peak_bytes - slope * large.rows, slope
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
