@@ -82,7 +82,7 @@ def bucket_costs(
     for bucket, size in zip(buckets, sizes, strict=True):
         compute = exchange.compute_seconds * size / total / cores
         copies = sum(_copy_seconds(one, members, transfers) for one in bucket)
-        sent = wire_bytes(bucket, members) / link.bytes_per_second
+        sent = sum(sent_bytes(one.kind, one.nbytes, members) / link.of(one.kind).bytes_per_second for one in bucket)
         waits = sum(_wait_seconds(one, members, link, transfers) for one in bucket)
         costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
     return costs
@@ -131,7 +131,7 @@ def _copy_seconds(one: Collective, members: int, transfers: TransferCosts) -> fl
 
 def _wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
     kind, _, nbytes = pieces(one, members)
-    return messages(kind, members) * link.latency_seconds + transfers.seconds(kind, nbytes, members)
+    return messages(kind, members) * link.of(kind).latency_seconds + transfers.seconds(kind, nbytes, members)
 
 
 def _gathers_all(exchange: ExchangeMeasurement) -> bool:

@@ -39,6 +39,10 @@ class Link:
         """
         return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
 
+    def of(self, kind: str) -> "Link":
+        """Returns the link of a kind of collectives; they differ in `topology.GroupLink`."""
+        return self
+
     def transfer_seconds(self, nbytes: float) -> float:
         """Returns how long a message takes."""
         return self.latency_seconds + nbytes / self.bytes_per_second
@@ -104,4 +108,5 @@ def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> fl
     >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
     6.5
     """
-    return messages(kind, members) * link.latency_seconds + sent_bytes(kind, nbytes, members) / link.bytes_per_second
+    own = link.of(kind)
+    return messages(kind, members) * own.latency_seconds + sent_bytes(kind, nbytes, members) / own.bytes_per_second

@@ -72,12 +72,15 @@ class PlanFile:
         too_large: Plans that do not fit, `(plan, missing bytes)`.
         measurements: The JSON object of `Measurements`.
         link: `{"bytes_per_second": ..., "latency_seconds": ...}`.
+        simulation: The JSON object of a `Simulation`, or None. Then `plans` are those of its points, and `link` is that
+            of a host.
     """
 
     plans: Sequence[Plan]
     too_large: Sequence[tuple[Plan, int]]
     measurements: Mapping[str, Any]
     link: Mapping[str, float]
+    simulation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -96,7 +99,7 @@ class PlanFile:
                 raise ValueError("another format")
             plans = [_plan(one) for one in document["plans"]]
             too_large = [(_plan(one), missing) for one, missing in document["too_large"]]
-            return cls(plans, too_large, document["measurements"], document["link"])
+            return cls(plans, too_large, document["measurements"], document["link"], document.get("simulation"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"The plan cannot be read. Received: {path} ({error!r}). Expected: a file that `tfdist plan --json "

@@ -11,12 +11,14 @@ from pathlib import Path
 from tfdist import cluster
 from tfdist.launch.cli.cluster_links import measured_link
 from tfdist.launch.cli.plan_options import add_options, parser_texts
+from tfdist.launch.cli.simulation_options import check_simulation_options, probed_workers, simulated
 from tfdist.planning.conditions import Conditions
 from tfdist.planning.link_costs import Link, sent_bytes
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
+from tfdist.planning.simulation_table import simulation_text
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import usable_cores
@@ -84,7 +86,7 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
     try:
         measured = earlier or (measure or measure_program)(
             script,
-            workers=network.workers,
+            workers=probed_workers(options) if options.simulate else network.workers,
             methods=METHODS if options.allow_compression else (),
             with_xla=not options.no_xla,
             timeout_seconds=options.timeout,
@@ -93,6 +95,8 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
     except ProbeError as error:
         _say(str(error))
         return _FAILURE_EXIT_CODE
+    if options.simulate:
+        return _simulate(options, measured)
     link = network.link or loopback(measured)
     plans: list[Plan] = []
     too_large: list[tuple[Plan, int]] = []
@@ -112,13 +116,28 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
         print("\n".join(["", *lines] if plans or too_large else lines))
         plans += found.plans
         too_large += found.too_large
-    if options.json:
-        document = PlanFile(plans, too_large, measured.to_json(), dataclasses.asdict(link)).to_json()
-        atomic_files.write(options.json, (json.dumps(document, indent=1) + "\n").encode())
+    _write(options, PlanFile(plans, too_large, measured.to_json(), dataclasses.asdict(link)))
     if not plans:
         _say(_nothing_fits(too_large))
         return _FAILURE_EXIT_CODE
     return 0
+
+
+def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
+    def plans_of(program: Measurements, link: Link, workers: int) -> list[Plan]:
+        return find_plans(program, _conditions(options, program, link, workers, shares_memory=False), workers).plans
+
+    simulation = simulated(options, measured, plans_of)
+    print(simulation_text(simulation))
+    points = sorted(simulation.points, key=lambda point: (point.workers, -point.samples_per_second))
+    link = dataclasses.asdict(options.topology.port)
+    _write(options, PlanFile([point.plan for point in points], [], measured.to_json(), link, simulation.to_json()))
+    return 0 if simulation.points else _FAILURE_EXIT_CODE
+
+
+def _write(options: argparse.Namespace, file: PlanFile) -> None:
+    if options.json:
+        atomic_files.write(options.json, (json.dumps(file.to_json(), indent=1) + "\n").encode())
 
 
 def loopback(measured: Measurements) -> Link:
@@ -130,6 +149,8 @@ def loopback(measured: Measurements) -> Link:
 def _network(options: argparse.Namespace, environ: Mapping[str, str]) -> _Network | None:
     """Returns where workers are; None in a task of a cluster that does not plan."""
     cores = usable_cores()
+    if options.simulate:
+        return _Network(options.workers, options.topology.port, options.cores_per_worker or cores)
     try:
         config = cluster.detect(environ)
     except ValueError as error:
@@ -174,6 +195,7 @@ def _conditions(
 
 
 def _check(options: argparse.Namespace, script: list[str]) -> None:
+    check_simulation_options(options)
     if bool(script) == bool(options.probe):
         raise UsageError(
             "Either a program is measured, or earlier measurements are used. Received: "

@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from tfdist.launch.cli.simulation_options import add_simulation_options
 from tfdist.planning.link_costs import Link
 from tfdist.planning.units import bits_per_second, duration_seconds, worker_numbers
 from tfdist.utils.argument_checks import seconds, whole_number
@@ -28,6 +29,7 @@ examples:
   tfdist plan --workers 2,8,64 --link 1gbit,0.1ms --json plan.json train.py --epochs 3
   tfdist plan --workers 8 --link 10gbit --memory 16GiB --allow-compression train.py
   tfdist plan --probe plan.json --workers 16 --link 100mbit,5ms --allow-compression --allow-local-updates
+  tfdist plan --simulate --workers 2..4096 --topology rack:8x8,10gbit/1gbit --mtbf 30d train.py
   srun --nodes 4 --ntasks-per-node 1 tfdist plan --json plan.json train.py
 
 Exit code: 0; 1 if the program cannot be measured, or no plan fits into memory; 2 for a usage error. All arguments after
@@ -97,6 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="limit of the measurements in seconds (default: 60)",
     )
+    add_simulation_options(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script ...", help="the program, and its arguments")
 
 

@@ -1,0 +1,222 @@
+"""What is predicted of a program on numbers of workers that nobody has: steps, efficiency, failures, money.
+
+Plans are searched for each number of workers as for one that exists, with the links of a topology. Of each kind of
+plans the fastest one that fits into memory is kept.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tfdist.planning.failures import FailureCosts, best_interval_seconds, goodput
+from tfdist.planning.link_costs import Link
+from tfdist.planning.measurements import Measurements
+from tfdist.planning.plans import Plan
+from tfdist.planning.topology import Topology
+
+WEAK, STRONG = "weak", "strong"
+FindPlans = Callable[[Measurements, Link, int], Sequence[Plan]]
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedCluster:
+    """The clusters that are simulated.
+
+    Attributes:
+        workers: Their numbers of workers.
+        topology: Their network.
+        scaling: `WEAK`: each worker computes as many samples as the program's batch has, so the global batch grows with
+            the workers. `STRONG`: the workers divide the program's batch.
+        files_are_sharded: Whether each worker reads only its part of the data; otherwise it reads all and keeps a part.
+        failures: What failures and saves cost; None: nothing fails.
+        price_per_hour: Of a host with one worker, in any currency; None: unknown.
+    """
+
+    workers: Sequence[int]
+    topology: Topology
+    scaling: str = WEAK
+    files_are_sharded: bool = False
+    failures: FailureCosts | None = None
+    price_per_hour: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedPoint:
+    """A plan on a number of workers.
+
+    Attributes:
+        kind: The kind of the plan, of which it is the fastest one.
+        workers: The number of workers.
+        plan: The plan.
+        samples: Samples of a global batch.
+        samples_per_second: Without failures.
+        efficiency: `samples_per_second` divided by that of as many workers that do not wait for each other.
+        straggler_seconds: Part of a step in which the mean worker waits because times of steps vary.
+        exists: Whether the topology has as many hosts.
+        checkpoint_seconds: Best time between two saves; None: nothing fails.
+        goodput: Part of the time in which steps are computed that count.
+        cost_per_million_samples: Price, with failures; None: unknown.
+    """
+
+    kind: str
+    workers: int
+    plan: Plan
+    samples: int
+    samples_per_second: float
+    efficiency: float
+    straggler_seconds: float
+    exists: bool
+    checkpoint_seconds: float | None
+    goodput: float
+    cost_per_million_samples: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """All points, by kind and number of workers, and what they were simulated for.
+
+    Attributes:
+        cluster: The clusters.
+        points: Kinds in the order of their efficiency on the fewest workers.
+        samples_of_epoch: Samples of an epoch; None: unknown.
+        left_out: Numbers of workers for which there is no plan.
+    """
+
+    cluster: SimulatedCluster
+    points: Sequence[SimulatedPoint]
+    samples_of_epoch: int | None
+    left_out: Sequence[int]
+
+    def kinds(self) -> list[str]:
+        """Returns the kinds of plans."""
+        return list(dict.fromkeys(point.kind for point in self.points))
+
+    def of_kind(self, kind: str) -> list[SimulatedPoint]:
+        """Returns the points of a kind, by the number of workers."""
+        return [point for point in self.points if point.kind == kind]
+
+    def best(self) -> list[SimulatedPoint]:
+        """Returns the fastest point of each number of workers."""
+        numbers = sorted({point.workers for point in self.points})
+        return [max(self._at(number), key=lambda point: point.samples_per_second) for number in numbers]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        document = dataclasses.asdict(self)
+        document["cluster"]["topology"] = self.cluster.topology.text
+        for point in document["points"]:
+            cost, epoch = point["cost_per_million_samples"], self.samples_of_epoch
+            point["cost_per_epoch"] = None if cost is None or epoch is None else cost * epoch / 1e6
+        return document
+
+    def _at(self, workers: int) -> list[SimulatedPoint]:
+        return [point for point in self.points if point.workers == workers]
+
+
+def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans) -> Simulation:
+    """Simulates a program on clusters.
+
+    Args:
+        measured: The program on one worker.
+        cluster: The clusters.
+        find_plans: Returns the plans that fit into memory, from measurements, a link and a number of workers.
+    """
+    alone = _fastest(find_plans(measured, cluster.topology.link(1), 1))
+    samples_of_one = max((plan.samples_per_second for plan in alone.values()), default=0.0)
+    points: list[SimulatedPoint] = []
+    left_out = []
+    for workers in cluster.workers:
+        found = list(_points(measured, cluster, find_plans, workers, samples_of_one))
+        points += found
+        if not found:
+            left_out.append(workers)
+    firsts: dict[str, float] = {}
+    for point in points:
+        firsts.setdefault(point.kind, point.efficiency)
+    order = sorted(firsts, key=lambda kind: -firsts[kind])
+    points.sort(key=lambda point: (order.index(point.kind), point.workers))
+    return Simulation(cluster, points, measured.program.samples, left_out)
+
+
+def program_of(measured: Measurements, cluster: SimulatedCluster, workers: int) -> Measurements:
+    """Returns the measurements with the global batch of a number of workers, and the time to read it."""
+    program = measured.program
+    batches = workers if cluster.scaling == WEAK else 1
+    seconds = program.data_seconds * batches / (workers if cluster.files_are_sharded else 1)
+    program = dataclasses.replace(program, rows=program.rows * batches, data_seconds=seconds)
+    return dataclasses.replace(measured, program=program)
+
+
+def kind_of(plan: Plan) -> str | None:
+    """Returns the kind of a plan; None: it is not simulated, as servers would need hosts and links of the topology."""
+    arguments: Mapping[str, Any] = plan.strategy.arguments
+    if plan.parameter_servers:
+        return None
+    if plan.strategy.name == "ModelParallelStrategy":
+        return "stages"
+    if plan.gradient_accumulation_steps > 1:
+        return "accumulated"
+    if "mode" in arguments:
+        return "local updates"
+    if arguments.get("shard_optimizer_state"):
+        return "sharded state"
+    return "compressed" if plan.compression else "uncompressed"
+
+
+def _points(
+    measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans, workers: int, samples_of_one: float
+) -> Iterator[SimulatedPoint]:
+    program = program_of(measured, cluster, workers)
+    rows = program.program.rows
+    if rows < workers:
+        return
+    link = cluster.topology.link(workers)
+    steady = {_identity(plan): plan for plan in find_plans(_without_deviations(program), link, workers)}
+    hosts = cluster.topology.hosts
+    for kind, plan in _fastest(find_plans(program, link, workers)).items():
+        interval, part = _failures(cluster.failures, workers, plan.step_seconds)
+        cost = None
+        if cluster.price_per_hour is not None and part > 0:
+            hours = 1e6 / (plan.samples_per_second * part) / _SECONDS_PER_HOUR
+            cost = hours * workers * cluster.price_per_hour
+        calm = steady.get(_identity(plan), plan)
+        yield SimulatedPoint(
+            kind,
+            workers,
+            plan,
+            rows,
+            plan.samples_per_second,
+            plan.samples_per_second / (workers * samples_of_one) if samples_of_one else 0.0,
+            max(plan.step_seconds - calm.step_seconds, 0.0),
+            hosts is None or workers <= hosts,
+            interval,
+            part,
+            cost,
+        )
+
+
+def _failures(costs: FailureCosts | None, workers: int, step_seconds: float) -> tuple[float | None, float]:
+    """Returns the best time between two saves, at least that of a step, and the goodput."""
+    if costs is None:
+        return None, 1.0
+    interval = max(best_interval_seconds(costs.save_seconds, costs.mtbf_seconds(workers)), step_seconds)
+    return interval, goodput(interval, costs, workers)
+
+
+def _fastest(plans: Sequence[Plan]) -> dict[str, Plan]:
+    fastest: dict[str, Plan] = {}
+    for plan in plans:
+        kind = kind_of(plan)
+        if kind and (kind not in fastest or plan.samples_per_second > fastest[kind].samples_per_second):
+            fastest[kind] = plan
+    return fastest
+
+
+def _identity(plan: Plan) -> tuple[str, str | None, bool]:
+    return plan.code, plan.compression, plan.jit_compile
+
+
+def _without_deviations(measured: Measurements) -> Measurements:
+    steps = tuple(dataclasses.replace(step, deviation_seconds=0.0) for step in measured.program.steps)
+    return dataclasses.replace(measured, program=dataclasses.replace(measured.program, steps=steps))

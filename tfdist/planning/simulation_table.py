@@ -1,0 +1,105 @@
+"""A simulation as text for a terminal."""
+
+from collections.abc import Sequence
+
+from tfdist.planning.plan_table import plan_name
+from tfdist.planning.simulation import WEAK, SimulatedPoint, Simulation
+from tfdist.utils.formatting import align_columns, counted, format_duration, format_seconds
+
+_BEYOND = "*"
+
+
+def simulation_text(simulation: Simulation) -> str:
+    """Returns the tables and notes of a simulation."""
+    cluster = simulation.cluster
+    if not simulation.points:
+        return _without_plans(simulation)
+    kinds, numbers = simulation.kinds(), sorted({point.workers for point in simulation.points})
+    batch = "each worker computes" if cluster.scaling == WEAK else "workers divide"
+    scaling = f"{cluster.scaling} scaling ({batch} the program's batch)"
+    lines = [f"Simulated on {cluster.topology.text}, {scaling}: time of a step, efficiency"]
+    rows = [["workers", *kinds]]
+    by_place = {(point.kind, point.workers): point for point in simulation.points}
+    for number in numbers:
+        rows.append([_number(by_place, kinds, number), *(_step(by_place.get((kind, number))) for kind in kinds)])
+    lines += _table(rows)
+    lines += ["", "The fastest of them:"]
+    lines += _table([_heading(simulation), *(_details(simulation, point) for point in simulation.best())], left=[1])
+    return "\n".join([*lines, *_notes(simulation)])
+
+
+def _without_plans(simulation: Simulation) -> str:
+    rows = "The workers' samples may be less than one each" if simulation.cluster.scaling != WEAK else "Nothing fits"
+    return f"There is no plan for any of the simulated numbers of workers: {rows}, or the memory is too small."
+
+
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    return ["  " + line for line in align_columns(rows, left=left)]
+
+
+def _number(points: dict[tuple[str, int], SimulatedPoint], kinds: Sequence[str], number: int) -> str:
+    exists = all(points[kind, number].exists for kind in kinds if (kind, number) in points)
+    return f"{number}{'' if exists else _BEYOND}"
+
+
+def _step(point: SimulatedPoint | None) -> str:
+    return "-" if point is None else f"{format_seconds(point.plan.step_seconds)}, {_percent(point.efficiency)}"
+
+
+def _heading(simulation: Simulation) -> list[str]:
+    cluster = simulation.cluster
+    heading = ["workers", "plan", "samples/s", "wait for slowest"]
+    if cluster.failures is not None:
+        heading += ["save every", "goodput", "samples/s left"]
+    if cluster.price_per_hour is not None:
+        heading += ["price of 1M samples"] + (["of an epoch"] if simulation.samples_of_epoch else [])
+    return heading
+
+
+def _details(simulation: Simulation, point: SimulatedPoint) -> list[str]:
+    plan = point.plan
+    cells = [
+        f"{point.workers}{'' if point.exists else _BEYOND}",
+        plan_name(plan),
+        f"{point.samples_per_second:.4g}",
+        _percent(point.straggler_seconds / plan.step_seconds),
+    ]
+    if simulation.cluster.failures is not None:
+        cells += [
+            "-" if point.checkpoint_seconds is None else _interval(point.checkpoint_seconds),
+            _percent(point.goodput),
+            f"{point.samples_per_second * point.goodput:.4g}",
+        ]
+    if simulation.cluster.price_per_hour is not None:
+        cost, epoch = point.cost_per_million_samples, simulation.samples_of_epoch
+        cells += ["-" if cost is None else f"{cost:.3g}"]
+        if epoch:
+            cells += ["-" if cost is None else f"{cost * epoch / 1e6:.3g}"]
+    return cells
+
+
+def _interval(seconds: float) -> str:
+    return format_duration(seconds) if seconds >= 10 else format_seconds(seconds)
+
+
+def _percent(part: float) -> str:
+    """Formats a part.
+
+    >>> _percent(0.9996), _percent(0.5), _percent(0.0012), _percent(0.0)
+    ('100 %', '50 %', '0.12 %', '0 %')
+    """
+    percent = 100 * part
+    return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.2g} %"
+
+
+def _notes(simulation: Simulation) -> list[str]:
+    topology, notes = simulation.cluster.topology, []
+    if any(not point.exists for point in simulation.points):
+        notes.append(
+            f"{_BEYOND} {topology.text} has {counted(topology.hosts or 0, 'host')}. For more workers, more racks like "
+            "these are assumed."
+        )
+    if simulation.left_out:
+        numbers = ", ".join(str(number) for number in simulation.left_out)
+        notes.append(f"No plan for {numbers} workers: less than one sample each, or not enough memory.")
+    return ["", *notes] if notes else []
