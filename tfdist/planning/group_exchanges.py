@@ -14,11 +14,10 @@ from tfdist.planning.measurements import (
     ProgramMeasurement,
 )
 from tfdist.planning.overlap import BucketCost
-from tfdist.planning.transfer_costs import TransferCosts, interpolate
+from tfdist.planning.transfer_costs import SHORT_BYTES, TransferCosts, interpolate
 
 # Those of `collectives/all_reduce_algorithms.py`; a test compares them.
 PIECE_BYTES = 2 * 2**20  # larger tensors are sent in pieces, beside each other
-SHORT_BYTES = 64 * 2**10  # two members gather shorter tensors and add them themselves
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members
 
 

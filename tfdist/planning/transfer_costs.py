@@ -2,13 +2,16 @@
 
 An exchange of more members consists of the same messages: a ring all-reduce of `N` sends `2 (N - 1)` of `1 / N` of the
 tensor (Patarasuk and Yuan 2009), so `N - 1` times what two members send for `2 / N` of it; an all-gather sends `N - 1`
-whole tensors (Thakur et al. 2005), an all-to-all `N - 1` slices.
+whole tensors (Thakur et al. 2005), an all-to-all `N - 1` slices. What a call costs beside its messages counts once. Two
+members show it: their all-reduce sends two messages of half a tensor, an all-gather of half a tensor sends one.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.planning.measurements import GATHER, TransferMeasurement
+from tfdist.planning.measurements import GATHER, SUM, TransferMeasurement
+
+SHORT_BYTES = 64 * 2**10  # two members gather shorter tensors and add them themselves
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -47,18 +50,42 @@ class TransferCosts:
 
     def seconds(self, kind: str, nbytes: float, members: int) -> float:
         """Returns the time of a collective alone, from the call to the result."""
-        return self._cost(kind, nbytes, members, [(one.nbytes, one.seconds) for one in self._of(kind)])
+        return self._cost(kind, nbytes, members, "seconds")
 
     def core_seconds(self, kind: str, nbytes: float, members: int) -> float:
         """Returns how long a core of each member is busy with a collective: copies, system calls, sums."""
-        return self._cost(kind, nbytes, members, [(one.nbytes, one.core_seconds) for one in self._of(kind)])
+        return self._cost(kind, nbytes, members, "core_seconds")
 
-    def _of(self, kind: str) -> list[TransferMeasurement]:
-        return sorted((one for one in self.measured if one.kind == kind), key=lambda one: one.nbytes)
+    def once(self, name: str) -> float:
+        """Returns what a call costs beside its messages: the field `name` of measurements, without them.
 
-    @staticmethod
-    def _cost(kind: str, nbytes: float, members: int, points: Sequence[tuple[float, float]]) -> float:
+        >>> ring, gather = TransferMeasurement("sum", 10**6, 8.0, 0.0), TransferMeasurement("gather", 500_000, 5.0, 0.0)
+        >>> TransferCosts((ring, gather)).once("seconds")  # a message takes 3 s
+        2.0
+        """
+        gathers, sums = self._points(GATHER, name), self._rings(name)
+        if not gathers or not sums:
+            return 0.0
+        nbytes, seconds = sums[0]
+        least = min(getattr(one, name) for one in self.measured)
+        return min(max(2 * interpolate(gathers, nbytes / 2) - seconds, 0.0), least)
+
+    def _rings(self, name: str) -> list[tuple[float, float]]:
+        return [point for point in self._points(SUM, name) if point[0] > SHORT_BYTES]
+
+    def _points(self, kind: str, name: str) -> list[tuple[float, float]]:
+        return sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
+
+    def _cost(self, kind: str, nbytes: float, members: int, name: str) -> float:
         if members == 1:
             return 0.0
         of_two = nbytes if kind == GATHER else 2 * nbytes / members
-        return (members - 1) * interpolate(points, of_two)
+        two = interpolate(self._points(kind, name), of_two)
+        if members == 2:
+            return two
+        once = self.once(name)
+        messages = max(two - once, 0.0)
+        rings, gathers = self._rings(name), self._points(GATHER, name)
+        if kind == SUM and gathers and (not rings or of_two < rings[0][0]):  # two members gather these
+            messages = 2 * max(interpolate(gathers, of_two / 2) - once, 0.0)
+        return once + (members - 1) * messages
