@@ -17,16 +17,23 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def pipeline_seconds(
-    stage_seconds: Sequence[float], micro_batches: int, hop_seconds: float = 0.0, hop_link_seconds: float = 0.0
+    stage_seconds: Sequence[float],
+    micro_batches: int,
+    hop_seconds: float = 0.0,
+    hop_link_seconds: float = 0.0,
+    schedule: str = "1f1b",
 ) -> float:
     """Returns the time of the forward and backward passes of a step.
 
     The slowest stage, or the slowest link, is busy with all micro-batches; before its first and after its last one, the
-    others compute one each, and activations and gradients pass every cut once.
+    others compute one each, and activations and gradients pass every cut once. By 1F1B, stage `s` of `P` begins another
+    micro-batch when the gradients of one of `P - s` have returned: on slow links stages wait for this.
 
     >>> pipeline_seconds([1.0, 1.0], 4), pipeline_seconds([1.0, 2.0], 4), pipeline_seconds([1.0, 1.0], 4, 0.5)
-    (5.0, 9.0, 6.0)
-    >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0)  # the link is slower than the stages
+    (5.0, 9.0, 7.5)
+    >>> pipeline_seconds([1.0, 1.0], 4, 0.5, schedule="gpipe")
+    6.0
+    >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0, schedule="gpipe")  # the link is slower than the stages
     17.0
 
     Args:
@@ -34,9 +41,15 @@ def pipeline_seconds(
         micro_batches: The number of micro-batches.
         hop_seconds: How long activations, or their gradients, take from a stage to the next one.
         hop_link_seconds: How long they occupy one direction of a link.
+        schedule: "1f1b" or "gpipe".
     """
-    slowest = max(*stage_seconds, hop_link_seconds)
-    return sum(stage_seconds) + (micro_batches - 1) * slowest + 2 * (len(stage_seconds) - 1) * hop_seconds
+    pace = max(*stage_seconds, hop_link_seconds)
+    stages = len(stage_seconds)
+    for stage in range(stages if schedule == "1f1b" else 0):
+        begun = stages - stage
+        if micro_batches > begun:
+            pace = max(pace, (sum(stage_seconds[stage:]) + 2 * (begun - 1) * hop_seconds) / begun)
+    return sum(stage_seconds) + (micro_batches - 1) * pace + 2 * (stages - 1) * hop_seconds
 
 
 def live_micro_batches(stage: int, stages: int, micro_batches: int, schedule: str) -> int:

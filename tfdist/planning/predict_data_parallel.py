@@ -66,6 +66,7 @@ def predict_data_parallel(
         memory += program.gradient_bytes
     if workers == 1:
         seconds = _gradient_seconds(measured, step, options) + step.update_seconds + drawn
+        seconds = max(seconds, program.data_seconds)
         return Prediction(seconds, seconds, 0.0, 0.0, 0.0, memory)
     dense = exchange_of(program, DENSE, workers)
     exchange = exchange_of(program, options.method, workers)
@@ -96,7 +97,7 @@ def predict_data_parallel(
         core += sum(cost.core_seconds for cost in costs)
     short = _SHORT_EXCHANGES * short_exchange_seconds(conditions, transfers, workers)
     seconds = (end + update + (options.accumulated - 1) * gradients_end) / options.accumulated + short
-    seconds = expected_slowest(seconds, step.deviation_seconds, workers)
+    seconds = max(expected_slowest(seconds, step.deviation_seconds, workers), program.data_seconds)
     return Prediction(
         seconds,
         gradients_end + update / options.accumulated,
@@ -135,7 +136,7 @@ def data_seconds(measured: Measurements, conditions: Conditions) -> float:
     """Returns by how much the program's data lengthen a step.
 
     Each worker draws the complete batch and keeps its part, unless the data are files. A worker of one core draws
-    between two steps, others beside them.
+    between two steps, others beside them; no step is faster than its data.
     """
     return measured.program.data_seconds if conditions.cores == 1 else 0.0
 

@@ -83,7 +83,7 @@ def predict_local_updates(
     memory = replica_bytes(program, rows / conditions.devices, conditions.devices) + exchange_bytes(exchange, dense)
     memory += program.gradient_bytes * (2 if options.has_outer_optimizer else 1)  # anchors, and the outer slot
     return Prediction(
-        expected_slowest(seconds, deviation, workers),
+        max(expected_slowest(seconds, deviation, workers), program.data_seconds),
         alone,
         core * rounds,
         link * rounds,

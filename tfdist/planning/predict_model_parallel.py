@@ -105,6 +105,7 @@ def predict_model_parallel(measured: Measurements, conditions: Conditions, optio
         for hop, (_, split), reduced_bytes in zip(hops, sums, gradients, strict=True)
     ]
     seconds = expected_slowest(seconds + max(reduced) + update, step.deviation_seconds, options.workers)
+    seconds = max(seconds, program.data_seconds)  # the chief draws all data, beside the workers
     held = activation_bytes(program)
     outputs = sum(layer.activation_bytes for layer in program.layers) or 1
     memory = max(
