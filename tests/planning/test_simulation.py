@@ -120,6 +120,8 @@ def test_data_that_every_worker_reads_completely() -> None:
     slow = dataclasses.replace(measured, program=dataclasses.replace(measured.program, data_seconds=0.01))
     whole = simulated("flat,1000gbit", measured=slow).of_kind("uncompressed")
     files = simulated("flat,1000gbit", measured=slow, files_are_sharded=True).of_kind("uncompressed")
+    assert "add --sharded-files" in simulation_text(simulated("flat,1000gbit", measured=slow))
+    assert "--sharded-files" not in simulation_text(simulated("flat,1000gbit", measured=slow, files_are_sharded=True))
     for one, other in zip(whole, files, strict=True):  # N batches instead of one
         assert one.plan.step_seconds - other.plan.step_seconds == pytest.approx(0.01 * (one.workers - 1))
 

@@ -15,6 +15,7 @@ from tfdist.planning.plans import Plan
 from tfdist.planning.topology import Topology
 
 WEAK, STRONG = "weak", "strong"
+STAGES = "stages"
 FindPlans = Callable[[Measurements, Link, int], Sequence[Plan]]
 _SECONDS_PER_HOUR = 3600.0
 
@@ -52,6 +53,7 @@ class SimulatedPoint:
         samples: Samples of a global batch.
         samples_per_second: Without failures.
         efficiency: `samples_per_second` divided by that of as many workers that do not wait for each other.
+        data_seconds: Time in which a worker, or the chief of stages, reads the data of a step.
         straggler_seconds: Part of a step in which the mean worker waits because times of steps vary.
         exists: Whether the topology has as many hosts.
         checkpoint_seconds: Best time between two saves; None: nothing fails.
@@ -65,6 +67,7 @@ class SimulatedPoint:
     samples: int
     samples_per_second: float
     efficiency: float
+    data_seconds: float
     straggler_seconds: float
     exists: bool
     checkpoint_seconds: float | None
@@ -97,9 +100,15 @@ class Simulation:
         return [point for point in self.points if point.kind == kind]
 
     def best(self) -> list[SimulatedPoint]:
-        """Returns the fastest point of each number of workers."""
+        """Returns the fastest point of each number of workers.
+
+        Stages are chosen only where nothing else fits: how long their chief takes to start the parts of all workers is
+        not measured.
+        """
         numbers = sorted({point.workers for point in self.points})
-        return [max(self._at(number), key=lambda point: point.samples_per_second) for number in numbers]
+        return [
+            max(self._at(number), key=lambda one: (one.kind != STAGES, one.samples_per_second)) for number in numbers
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -154,7 +163,7 @@ def kind_of(plan: Plan) -> str | None:
     if plan.parameter_servers:
         return None
     if plan.strategy.name == "ModelParallelStrategy":
-        return "stages"
+        return STAGES
     if plan.gradient_accumulation_steps > 1:
         return "accumulated"
     if "mode" in arguments:
@@ -188,6 +197,7 @@ def _points(
             rows,
             plan.samples_per_second,
             plan.samples_per_second / (workers * samples_of_one) if samples_of_one else 0.0,
+            program.program.data_seconds,
             max(plan.step_seconds - calm.step_seconds, 0.0),
             hosts is None or workers <= hosts,
             interval,

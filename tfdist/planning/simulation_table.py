@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from tfdist.planning.plan_table import plan_name
-from tfdist.planning.simulation import WEAK, SimulatedPoint, Simulation
+from tfdist.planning.simulation import STAGES, WEAK, SimulatedPoint, Simulation
 from tfdist.utils.formatting import align_columns, counted, format_duration, format_seconds
 
 _BEYOND = "*"
+_MUCH = 0.3  # the part of a step from which reading data is worth a note
 
 
 def simulation_text(simulation: Simulation) -> str:
@@ -99,6 +100,14 @@ def _notes(simulation: Simulation) -> list[str]:
             f"{_BEYOND} {topology.text} has {counted(topology.hosts or 0, 'host')}. For more workers, more racks like "
             "these are assumed."
         )
+    slow = [point.workers for point in simulation.best() if point.data_seconds > _MUCH * point.plan.step_seconds]
+    if slow and not simulation.cluster.files_are_sharded:
+        notes.append(
+            f"From {slow[0]} workers on, reading the data of all workers on each of them is much of a step. With "
+            "separate files for each worker (AutoShardPolicy.FILE), add --sharded-files."
+        )
+    if STAGES in simulation.kinds() and len(simulation.kinds()) > 1:
+        notes.append("Stages are not among the fastest, as the time of their chief is not measured.")
     if simulation.left_out:
         numbers = ", ".join(str(number) for number in simulation.left_out)
         notes.append(f"No plan for {numbers} workers: less than one sample each, or not enough memory.")
