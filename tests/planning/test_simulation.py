@@ -12,7 +12,7 @@ import pytest
 from tfdist.planning.conditions import Conditions
 from tfdist.planning.failures import FailureCosts
 from tfdist.planning.link_costs import Link
-from tfdist.planning.measurements import Measurements
+from tfdist.planning.measurements import LayerMeasurement, Measurements
 from tfdist.planning.plans import Plan
 from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
 from tfdist.planning.search import find_plans
@@ -20,6 +20,7 @@ from tfdist.planning.simulation import (
     STRONG,
     SimulatedCluster,
     Simulation,
+    kind_of,
     program_of,
     simulate,
 )
@@ -113,6 +114,23 @@ def test_plans_that_do_not_fit_are_left_out() -> None:
     simulation = simulate(measured_networks.from_two_workers(), cluster, nothing)
     assert not simulation.points
     assert simulation_text(simulation).startswith("There is no plan for any of the simulated numbers of workers")
+
+
+def test_stages_are_simulated_where_nothing_else_fits() -> None:
+    measured = measured_networks.from_two_workers()
+    layers = tuple(LayerMeasurement(name, 0.02, 3 * 10**6, 10**4) for name in "abcd")
+    program = dataclasses.replace(measured.program, is_functional=True, layers=layers)
+    functional = dataclasses.replace(measured, program=program)
+    assert "stages" not in simulated(measured=functional).kinds()
+    least = min(
+        plan.memory_bytes for plan in plans_of(functional, Link(1e9), 4) if kind_of(plan) not in (None, "stages")
+    )
+
+    def small(measured: Measurements, link: Link, workers: int) -> list[Plan]:
+        return [plan for plan in plans_of(measured, link, workers) if plan.memory_bytes < least]
+
+    simulation = simulate(functional, SimulatedCluster((4,), parse_topology("flat,1gbit")), small)
+    assert simulation.kinds() == ["stages"]
 
 
 def test_data_that_every_worker_reads_completely() -> None:

@@ -2,10 +2,13 @@
 
 import argparse
 
+import measured_networks
 import pytest
 
-from tfdist.planning.link_costs import collective_seconds
-from tfdist.planning.topology import Topology, parse_topology, ring_order
+from tfdist.planning.conditions import Conditions
+from tfdist.planning.link_costs import Link, collective_seconds
+from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
+from tfdist.planning.topology import GroupLink, Topology, parse_topology, ring_order
 
 NETWORKS = (
     "rack:8,10gbit,0.05ms/1gbit,0.5ms",
@@ -69,6 +72,19 @@ def test_all_to_all_is_as_slow_as_its_busiest_link(text: str, workers: int) -> N
     network = parse_topology(text)
     predicted = collective_seconds("exchange", 1e7, workers, network.link(workers).of("exchange"))
     assert predicted == pytest.approx(exchange_seconds(network, workers, 1e7))
+
+
+def test_exchanges_of_gradients_use_the_link_of_their_kind() -> None:
+    measured = measured_networks.from_two_workers()
+
+    def seconds(exchange: Link) -> float:
+        conditions = Conditions(GroupLink(1e9, 0.0, exchange), 10**12)
+        return predict_data_parallel(measured, conditions, 4, DataParallel("int8")).step_seconds
+
+    fast = seconds(Link(1e9))
+    assert seconds(Link(1e9, 1.0)) == pytest.approx(fast + 1.0, rel=0.03)  # latencies of buckets pass beside each other
+    sent = 3 / 4 * 10_178_295  # in the first of the two phases
+    assert seconds(Link(1e6)) == pytest.approx(fast + sent / 1e6, rel=0.01)
 
 
 def test_a_rack_alone_and_a_flat_network_have_the_link_of_a_host() -> None:

@@ -100,15 +100,9 @@ class Simulation:
         return [point for point in self.points if point.kind == kind]
 
     def best(self) -> list[SimulatedPoint]:
-        """Returns the fastest point of each number of workers.
-
-        Stages are chosen only where nothing else fits: how long their chief takes to start the parts of all workers is
-        not measured.
-        """
+        """Returns the fastest point of each number of workers."""
         numbers = sorted({point.workers for point in self.points})
-        return [
-            max(self._at(number), key=lambda one: (one.kind != STAGES, one.samples_per_second)) for number in numbers
-        ]
+        return [max(self._at(number), key=lambda point: point.samples_per_second) for number in numbers]
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -220,7 +214,9 @@ def _fastest(plans: Sequence[Plan]) -> dict[str, Plan]:
         kind = kind_of(plan)
         if kind and (kind not in fastest or plan.samples_per_second > fastest[kind].samples_per_second):
             fastest[kind] = plan
-    return fastest
+    # How long the chief of stages takes to start the parts of all workers is not measured. With many workers that time
+    # decides, so stages are not compared with plans that have no chief.
+    return {kind: plan for kind, plan in fastest.items() if kind != STAGES or len(fastest) == 1}
 
 
 def _identity(plan: Plan) -> tuple[str, str | None, bool]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tfdist.planning.plan_table import plan_name
-from tfdist.planning.simulation import STAGES, WEAK, SimulatedPoint, Simulation
+from tfdist.planning.simulation import WEAK, SimulatedPoint, Simulation
 from tfdist.utils.formatting import align_columns, counted, format_duration, format_seconds
 
 _BEYOND = "*"
@@ -62,14 +62,14 @@ def _details(simulation: Simulation, point: SimulatedPoint) -> list[str]:
     cells = [
         f"{point.workers}{'' if point.exists else _BEYOND}",
         plan_name(plan),
-        f"{point.samples_per_second:.4g}",
+        f"{point.samples_per_second:,.0f}",
         _percent(point.straggler_seconds / plan.step_seconds),
     ]
     if simulation.cluster.failures is not None:
         cells += [
             "-" if point.checkpoint_seconds is None else _interval(point.checkpoint_seconds),
             _percent(point.goodput),
-            f"{point.samples_per_second * point.goodput:.4g}",
+            f"{point.samples_per_second * point.goodput:,.0f}",
         ]
     if simulation.cluster.price_per_hour is not None:
         cost, epoch = point.cost_per_million_samples, simulation.samples_of_epoch
@@ -106,8 +106,6 @@ def _notes(simulation: Simulation) -> list[str]:
             f"From {slow[0]} workers on, reading the data of all workers on each of them is much of a step. With "
             "separate files for each worker (AutoShardPolicy.FILE), add --sharded-files."
         )
-    if STAGES in simulation.kinds() and len(simulation.kinds()) > 1:
-        notes.append("Stages are not among the fastest, as the time of their chief is not measured.")
     if simulation.left_out:
         numbers = ", ".join(str(number) for number in simulation.left_out)
         notes.append(f"No plan for {numbers} workers: less than one sample each, or not enough memory.")
