@@ -113,7 +113,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert str(metadata.get_payload()).startswith("# tfdist")
     assert set(metadata.get_all("Provides-Extra", [])) == {
         *{"tensorflow", "cpu", "cuda"},
-        *{"examples", "notebook", "test", "benchmark", "docs", "dev"},
+        *{"examples", "notebook", "plan", "test", "benchmark", "docs", "dev"},
     }
 
 
