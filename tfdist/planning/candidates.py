@@ -84,7 +84,7 @@ def _data_parallel(measured: Measurements, conditions: Conditions, workers: int)
             continue
         for method in methods(measured, conditions) if workers > 1 else [DENSE]:
             plain = DataParallel(method, compiled)
-            variants = [(plain, {}, 0)]
+            variants: list[tuple[DataParallel, dict[str, Any], int]] = [(plain, {}, 0)]
             for parts in _MICRO_BATCHES:
                 if program.rows >= parts * workers * conditions.devices:
                     variants.append((dataclasses.replace(plain, micro_batches=parts), {"micro_batches": parts}, 1))

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from tfdist.planning.link_costs import Link, messages, sent_bytes
+from tfdist.planning.link_costs import Link, messages, occupied_seconds, sent_bytes
 from tfdist.planning.measurements import (
     DENSE,
     EXCHANGE,
@@ -81,7 +81,7 @@ def bucket_costs(
     for bucket, size in zip(buckets, sizes, strict=True):
         compute = exchange.compute_seconds * size / total / cores
         copies = sum(_copy_seconds(one, members, transfers) for one in bucket)
-        sent = sum(sent_bytes(one.kind, one.nbytes, members) / link.of(one.kind).bytes_per_second for one in bucket)
+        sent = sum(occupied_seconds(one.kind, one.nbytes, members, link) for one in bucket)
         waits = sum(_wait_seconds(one, members, link, transfers) for one in bucket)
         costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
     return costs

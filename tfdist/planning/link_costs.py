@@ -108,5 +108,14 @@ def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> fl
     >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
     6.5
     """
-    own = link.of(kind)
-    return messages(kind, members) * own.latency_seconds + sent_bytes(kind, nbytes, members) / own.bytes_per_second
+    latency = messages(kind, members) * link.of(kind).latency_seconds
+    return latency + occupied_seconds(kind, nbytes, members, link)
+
+
+def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
+    """Returns how long a collective occupies the link.
+
+    >>> occupied_seconds("sum", 8e6, 2, Link(1e6, 0.5))
+    8.0
+    """
+    return sent_bytes(kind, nbytes, members) / link.of(kind).bytes_per_second
