@@ -93,7 +93,10 @@ def test_one_worker_has_one_plan_for_each_compiler():
 
 
 def test_load_balancing_is_planned_for_workers_of_different_speeds():
-    equal, uneven = (plans(Link(1e12), workers=2, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, 0.5)))
+    measured = program(fixed_seconds=0.005, row_seconds=0.002)
+    equal, uneven = (
+        plans(Link(1e12), workers=2, measured=measured, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, 0.5))
+    )
     assert not any("load_balancing" in plan.code for plan in equal.plans)
     found = {plan_name(plan): plan for plan in uneven.plans}
     assert found["data parallel, balanced rows"].step_seconds < 0.9 * found["data parallel"].step_seconds

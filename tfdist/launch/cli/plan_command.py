@@ -216,9 +216,16 @@ def _check(options: argparse.Namespace, script: list[str]) -> None:
 
 def _earlier(path: Path) -> Measurements:
     try:
-        return Measurements.from_json(PlanFile.read(path).measurements)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{error}") from error
+        document = PlanFile.read(path).measurements
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        return Measurements.from_json(document)
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"The plan has no measurements that this version can use. Received: {path} ({error!r}). Expected: a file of "
+            "`tfdist plan --json FILE train.py` of this version. Measure the program again, without --probe."
+        ) from error
 
 
 def _nothing_fits(too_large: list[tuple[Plan, int]]) -> str:
