@@ -223,8 +223,8 @@ def _earlier(path: Path) -> Measurements:
         return Measurements.from_json(document)
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"The plan has no measurements that this version can use. Received: {path} ({error!r}). Expected: a file of "
-            "`tfdist plan --json FILE train.py` of this version. Measure the program again, without --probe."
+            f"The plan has no measurements that this version can use. Received: {path} ({error!r}). Expected: a file "
+            "of `tfdist plan --json FILE train.py` of this version. Measure the program again, without --probe."
         ) from error
 
 
