@@ -130,6 +130,7 @@ def test_a_program_that_cannot_be_measured(script, capsys):
         (["--link", "1", "train.py"], "Invalid rate of a link. Received: '1'."),
         (["--workers", "0", "train.py"], "Invalid numbers of workers. Received: '0'."),
         (["--memory", "16", "train.py"], "Invalid size of a memory. Received: '16'."),
+        (["--speeds", "1,0", "train.py"], "Invalid speeds of workers. Received: '1,0'."),
         (["--devices", "0", "train.py"], "Invalid number. Received: '0'."),
         ([], "Either a program is measured, or earlier measurements are used. Received: no script and no --probe."),
         (["--probe", "plan.json", "train.py"], "Either a program is measured, or earlier measurements are used."),
@@ -149,6 +150,14 @@ def test_a_file_without_measurements_is_no_plan(tmp_path, capsys, script):
     file.write_text(json.dumps({"format": 1, "plans": [], "too_large": [], "measurements": {}, "link": {}}))
     assert main(["plan", "--probe", str(file), "--link", "1gbit"]) == 2
     assert "The plan has no measurements that this version can use." in capsys.readouterr().err
+
+
+def test_speeds_of_the_workers(script, capsys):
+    probe = Probe(program(fixed_seconds=0.005, row_seconds=0.002))
+    assert plan("--speeds", "1,0.5", "--link", "100gbit", script, probe=probe) == 0
+    assert probe.calls[0][1]["workers"] == (2,) and "load_balancing=True" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="The speeds are those of another number of workers"):
+        plan("--speeds", "1,0.5", "--workers", "4", "--link", "1gbit", script)
 
 
 def test_units():

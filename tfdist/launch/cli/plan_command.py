@@ -164,7 +164,7 @@ def _network(options: argparse.Namespace, environ: Mapping[str, str]) -> _Networ
         own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
         return _Network(options.workers or (len(config.cluster.workers),), link, own)
     if options.link is not None:
-        return _Network(options.workers or (2,), options.link, options.cores_per_worker or cores)
+        return _Network(options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores)
     workers = options.workers or tuple(sorted({1, cores}))
     if max(workers) > cores:
         raise UsageError(
@@ -191,11 +191,17 @@ def _conditions(
         devices=options.devices,
         allow_compression=options.allow_compression,
         allow_local_updates=options.allow_local_updates,
+        speeds=options.speeds if len(options.speeds) == workers else (),
     )
 
 
 def _check(options: argparse.Namespace, script: list[str]) -> None:
     check_simulation_options(options)
+    if options.speeds and options.workers and len(options.speeds) not in options.workers:
+        raise UsageError(
+            f"The speeds are those of another number of workers. Received: --speeds of {len(options.speeds)} with "
+            f"--workers {','.join(map(str, options.workers))}. Expected: a speed for each worker. Correct one of them."
+        )
     if bool(script) == bool(options.probe):
         raise UsageError(
             "Either a program is measured, or earlier measurements are used. Received: "

@@ -1,6 +1,7 @@
 """The options of `tfdist plan`."""
 
 import argparse
+import math
 import re
 from pathlib import Path
 
@@ -73,6 +74,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "machine share them)",
     )
     parser.add_argument(
+        "--speeds",
+        type=relative_speeds,
+        default=(),
+        metavar="S,S[,S...]",
+        help="speeds of the workers by rank, in any unit, if they differ; the first is this machine's (default: equal)",
+    )
+    parser.add_argument(
         "--allow-compression",
         action="store_true",
         help="also show plans that round gradients or leave parts of them out",
@@ -120,6 +128,27 @@ def link(text: str) -> Link:
     """
     rate, _, latency = text.partition(",")
     return Link.ethernet(bits_per_second(rate.strip()), duration_seconds(latency.strip()) if latency else 0.0)
+
+
+def relative_speeds(text: str) -> tuple[float, ...]:
+    """Parses `--speeds`.
+
+    >>> relative_speeds("1,1,0.5")
+    (1.0, 1.0, 0.5)
+
+    Raises:
+        argparse.ArgumentTypeError: A speed is not a number above 0.
+    """
+    try:
+        speeds = tuple(map(float, text.split(",")))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0 < speed < math.inf for speed in speeds):
+        raise argparse.ArgumentTypeError(
+            f"Invalid speeds of workers. Received: {text!r}. Expected: a number above 0 for each worker, for example "
+            "1,1,0.5."
+        )
+    return speeds
 
 
 def memory_bytes(text: str) -> int:
