@@ -61,6 +61,8 @@ class Candidate:
 
 def candidates(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
     """Yields all plans that make sense, whether or not they fit into memory."""
+    if measured.program.rows < workers * conditions.devices:
+        return  # some of them would compute nothing
     yield from _data_parallel(measured, conditions, workers)
     if workers > 1:
         yield from _parameter_servers(measured, conditions, workers)

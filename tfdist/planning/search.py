@@ -28,7 +28,7 @@ class FoundPlans(NamedTuple):
 
 
 def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> FoundPlans:
-    """Returns all sensible plans.
+    """Returns all sensible plans: none if there are more devices than samples in a batch.
 
     They are ordered by samples in a second. Among plans within 3 % of the fastest one that is left, the simplest is
     first: exact before inexact, data parallel before parameter servers and stages, fewer options before more, then the
@@ -41,9 +41,10 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
     """
     found = list(candidates(measured, conditions, workers))
     fitting = [one for one in found if one.prediction.memory_bytes <= conditions.memory_bytes]
+    others = [one for one in found if one.prediction.memory_bytes > conditions.memory_bytes]
     dense = [one.prediction.wire_bytes for one in found if one.method == DENSE and one.complexity == 0]
     dense_bytes = max(dense, default=0.0)
-    excess = [(one, one.prediction.memory_bytes - conditions.memory_bytes) for one in found if one not in fitting]
+    excess = [(one, one.prediction.memory_bytes - conditions.memory_bytes) for one in others]
     excess.sort(key=lambda pair: (pair[1], _complexity(measured, pair[0])))
     return FoundPlans(
         [_plan(measured, one, dense_bytes) for one in ordered(measured, fitting)],

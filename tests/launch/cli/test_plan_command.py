@@ -1,6 +1,7 @@
 """`tfdist plan`: its options, what it prints and writes, and its errors; programs are not measured here."""
 
 import argparse
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from tfdist.launch.cli import plan_command
 from tfdist.launch.cli.main import main
 from tfdist.launch.cli.plan_options import link, memory_bytes
 from tfdist.planning.link_costs import Link
+from tfdist.planning.measurements import DENSE
 from tfdist.planning.plans import PlanFile
 from tfdist.probe.probe_errors import ProbeError
 from tfdist.utils.argument_checks import UsageError
@@ -135,6 +137,7 @@ def test_a_program_that_cannot_be_measured(script, capsys):
         ([], "Either a program is measured, or earlier measurements are used. Received: no script and no --probe."),
         (["--probe", "plan.json", "train.py"], "Either a program is measured, or earlier measurements are used."),
         (["--probe", "missing.json"], "The plan cannot be read. Received: missing.json"),
+        (["--probe", "plan.json", "--cores-per-worker", "1"], "The cores of a worker are those of the measurements."),
         (["missing.py"], "The script is not a file. Received: 'missing.py'."),
         (["--json", "missing/plan.json", "train.py"], "The plan cannot be written there."),
     ],
@@ -158,6 +161,21 @@ def test_speeds_of_the_workers(script, capsys):
     assert probe.calls[0][1]["workers"] == (2,) and "load_balancing=True" in capsys.readouterr().out
     with pytest.raises(UsageError, match="The speeds are those of another number of workers"):
         plan("--speeds", "1,0.5", "--workers", "4", "--link", "1gbit", script)
+
+
+def test_more_workers_than_samples(script, capsys):
+    assert plan("--workers", "2,128", "--link", "1gbit", script) == 0
+    printed = capsys.readouterr()
+    assert "128 workers: left out, as batches have 64 samples." in printed.err and "128 workers" not in printed.out
+    assert plan("--workers", "128", "--link", "1gbit", script) == 1
+
+
+def test_measurements_without_compression(script, capsys):
+    measured = program()
+    exchanges = tuple(one for one in measured.program.exchanges if one.method == DENSE)
+    measured = dataclasses.replace(measured, program=dataclasses.replace(measured.program, exchanges=exchanges))
+    assert plan("--link", "1gbit", "--allow-compression", script, probe=Probe(measured)) == 0
+    assert "the measurements have no compression methods" in capsys.readouterr().err
 
 
 def test_units():

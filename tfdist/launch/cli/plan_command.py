@@ -14,7 +14,7 @@ from tfdist.launch.cli.plan_options import add_options, parser_texts
 from tfdist.launch.cli.simulation_options import check_simulation_options, probed_workers, simulated
 from tfdist.planning.conditions import Conditions
 from tfdist.planning.link_costs import Link, sent_bytes
-from tfdist.planning.measurements import Measurements
+from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
@@ -97,10 +97,18 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
         return _FAILURE_EXIT_CODE
     if options.simulate:
         return _simulate(options, measured)
+    if options.allow_compression and all(one.method == DENSE for one in measured.program.exchanges):
+        _say("the measurements have no compression methods: measure the program with --allow-compression")
     link = network.link or loopback(measured)
     plans: list[Plan] = []
     too_large: list[tuple[Plan, int]] = []
     for workers in network.workers:
+        if workers * options.devices > measured.program.rows:
+            _say(
+                f"{counted(workers, 'worker')}: left out, as batches have {counted(measured.program.rows, 'sample')}. "
+                "Use larger batches."
+            )
+            continue
         conditions = _conditions(options, measured, link, workers, shares_memory=network.link is None)
         found = find_plans(measured, conditions, workers)
         shown = _SHOWN if len(network.workers) == 1 else max(_SHOWN // len(network.workers), 3)
@@ -117,10 +125,9 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
         plans += found.plans
         too_large += found.too_large
     _write(options, PlanFile(plans, too_large, measured.to_json(), dataclasses.asdict(link)))
-    if not plans:
+    if too_large and not plans:
         _say(_nothing_fits(too_large))
-        return _FAILURE_EXIT_CODE
-    return 0
+    return 0 if plans else _FAILURE_EXIT_CODE
 
 
 def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
@@ -207,6 +214,11 @@ def _check(options: argparse.Namespace, script: list[str]) -> None:
             "Either a program is measured, or earlier measurements are used. Received: "
             f"{' '.join(script) or 'no script'} and {f'--probe {options.probe}' if options.probe else 'no --probe'}. "
             "Expected: tfdist plan [options] script.py [arguments], or --probe FILE without a script."
+        )
+    if options.probe and options.cores_per_worker:
+        raise UsageError(
+            "The cores of a worker are those of the measurements. Received: --cores-per-worker with --probe. Expected: "
+            "one of them. Measure the program again, without --probe."
         )
     if script and not os.path.isfile(script[0]):
         raise UsageError(
