@@ -208,10 +208,9 @@ def _best_micro_batches(measured: Measurements, conditions: Conditions, options:
 
 
 def _cuts(measured: Measurements, stages: int) -> list[str]:
-    names = [layer.name for layer in measured.program.layers]
-    if len(set(names)) < len(names):
-        return []
-    return [stage[0].name for stage in stage_layers(measured.program.layers, stages)[1:]]
+    layers = measured.program.layers
+    is_unique = len({layer.name for layer in layers}) == len(layers)
+    return [stage[0].name for stage in stage_layers(layers, stages)[1:]] if is_unique else []
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,60 +1,45 @@
-"""`tfdist plan`: measures a program and a network, and shows the fastest ways to train it."""
+"""`tfdist plan`: the sub-command and its help."""
 
 import argparse
-import dataclasses
-import json
-import os
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from tfdist import cluster
-from tfdist.launch.cli.cluster_links import measured_link
-from tfdist.launch.cli.plan_options import add_options, parser_texts
-from tfdist.launch.cli.simulation_options import check_simulation_options, probed_workers, simulated
-from tfdist.planning.conditions import Conditions
-from tfdist.planning.link_costs import Link, sent_bytes
-from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.plan_table import plan_name, to_lines
-from tfdist.planning.plans import Plan, PlanFile
-from tfdist.planning.search import find_plans
-from tfdist.planning.simulation_table import simulation_text
-from tfdist.utils import atomic_files
-from tfdist.utils.argument_checks import UsageError
-from tfdist.utils.cores_and_ports import usable_cores
-from tfdist.utils.formatting import counted, format_bytes
+from tfdist.launch.cli.plan_options import add_options
 
-METHODS = ("int8", "powersgd:4", "bf16", "int4", "topk:0.01", "powersgd:1", "sign", "randomk:0.01", "fp8", "fp16")
-"""The methods that are measured with `--allow-compression`, the most useful ones first."""
+if TYPE_CHECKING:
+    from tfdist.planning.measurements import Measurements
 
-_FAILURE_EXIT_CODE = 1
-_SHOWN = 10
-_TIMEOUT_OF_PEERS = 60.0
+_DESCRIPTION = """\
+Find the fastest way to train a program: which strategy, with which compression and options.
 
+The program runs as one process up to its first fit, which is measured for a few steps. Its callbacks do not run, and
+nothing is written. Then the time of a step, samples/s, memory, bytes and the price in exactness are predicted for every
+strategy. Those that fit into memory are shown, the best first, with the lines of code that give them.
 
-@dataclasses.dataclass(frozen=True)
-class _Network:
-    """Where the workers are.
+In a cluster (TF_CONFIG, srun, Kubernetes) start the command as every task: the links between them are measured, and the
+first task measures the program and shows the plans. Otherwise --link describes the network; without it the workers are
+on this machine."""
 
-    Attributes:
-        workers: Their numbers.
-        link: The connection of each; None: they are on this machine, and share its cores and its memory.
-        cores: Cores of each.
-    """
+_EPILOG = """\
+examples:
+  tfdist plan train.py
+  tfdist plan --workers 2,8,64 --link 1gbit,0.1ms --json plan.json train.py --epochs 3
+  tfdist plan --workers 8 --link 10gbit --memory 16GiB --allow-compression train.py
+  tfdist plan --probe plan.json --workers 16 --link 100mbit,5ms --allow-compression --allow-local-updates
+  tfdist plan --simulate --workers 2..4096 --topology rack:8x8,10gbit/1gbit --mtbf 30d train.py
+  srun --nodes 4 --ntasks-per-node 1 tfdist plan --json plan.json train.py
 
-    workers: tuple[int, ...]
-    link: Link | None
-    cores: int
+Exit code: 0; 1 if the program cannot be measured, or no plan fits into memory; 2 for a usage error. All arguments after
+the script are passed to it."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the sub-command `plan`."""
-    description, epilog = parser_texts()
     parser = commands.add_parser(
         "plan",
         help="find the fastest strategy for a program",
-        description=description,
-        epilog=epilog,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -62,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(execute=execute)
 
 
-def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | None = None) -> int:
+def execute(options: argparse.Namespace, measure: "Callable[..., Measurements] | None" = None) -> int:
     """Measures, prints the plans, and returns the exit code.
 
     Args:
@@ -72,189 +57,8 @@ def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | 
     Raises:
         UsageError: The command or the environment is invalid. Nothing was measured or written then.
     """
-    # Imported late: other commands do not need it.
-    from tfdist.probe.probe_errors import ProbeError
+    # Imported late: other commands do not need them.
+    from tfdist.launch.cli.plan_execution import measure_and_plan
     from tfdist.probe.run_probe import measure as measure_program
 
-    script = options.script[1:] if options.script[:1] == ["--"] else options.script
-    _check(options, script)
-    earlier = _earlier(options.probe) if options.probe else None
-    network = _network(options, os.environ)
-    if network is None:
-        _say("the first task of the cluster shows the plans")
-        return 0
-    try:
-        measured = earlier or (measure or measure_program)(
-            script,
-            workers=probed_workers(options) if options.simulate else network.workers,
-            methods=METHODS if options.allow_compression else (),
-            with_xla=not options.no_xla,
-            timeout_seconds=options.timeout,
-            cores_per_worker=network.cores,
-        )
-    except ProbeError as error:
-        _say(str(error))
-        return _FAILURE_EXIT_CODE
-    if options.simulate:
-        return _simulate(options, measured)
-    if options.allow_compression and all(one.method == DENSE for one in measured.program.exchanges):
-        _say("the measurements have no compression methods: measure the program with --allow-compression")
-    link = network.link or loopback(measured)
-    plans: list[Plan] = []
-    too_large: list[tuple[Plan, int]] = []
-    for workers in network.workers:
-        if workers * options.devices > measured.program.rows:
-            _say(
-                f"{counted(workers, 'worker')}: left out, as batches have {counted(measured.program.rows, 'sample')}. "
-                "Use larger batches."
-            )
-            continue
-        conditions = _conditions(options, measured, link, workers, shares_memory=network.link is None)
-        found = find_plans(measured, conditions, workers)
-        shown = _SHOWN if len(network.workers) == 1 else max(_SHOWN // len(network.workers), 3)
-        lines = to_lines(
-            found.plans,
-            found.too_large,
-            rows=measured.program.rows,
-            link=link,
-            memory_bytes=conditions.memory_bytes,
-            shown=shown,
-            script=script[0] if script else "train.py",
-        )
-        print("\n".join(["", *lines] if plans or too_large else lines))
-        plans += found.plans
-        too_large += found.too_large
-    _write(options, PlanFile(plans, too_large, measured.to_json(), dataclasses.asdict(link)))
-    if too_large and not plans:
-        _say(_nothing_fits(too_large))
-    return 0 if plans else _FAILURE_EXIT_CODE
-
-
-def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
-    def plans_of(program: Measurements, link: Link, workers: int) -> list[Plan]:
-        return find_plans(program, _conditions(options, program, link, workers, shares_memory=False), workers).plans
-
-    simulation = simulated(options, measured, plans_of)
-    print(simulation_text(simulation))
-    points = sorted(simulation.points, key=lambda point: (point.workers, -point.samples_per_second))
-    link = dataclasses.asdict(options.topology.port)
-    _write(options, PlanFile([point.plan for point in points], [], measured.to_json(), link, simulation.to_json()))
-    return 0 if simulation.points else _FAILURE_EXIT_CODE
-
-
-def _write(options: argparse.Namespace, file: PlanFile) -> None:
-    if options.json:
-        atomic_files.write(options.json, (json.dumps(file.to_json(), indent=1) + "\n").encode())
-
-
-def loopback(measured: Measurements) -> Link:
-    """Returns the connection of two processes of this machine: that of the largest measured transfer."""
-    largest = max(measured.machine.transfers, key=lambda one: one.nbytes / max(one.seconds, 1e-9))
-    return Link(sent_bytes(largest.kind, largest.nbytes, 2) / max(largest.seconds, 1e-9))
-
-
-def _network(options: argparse.Namespace, environ: Mapping[str, str]) -> _Network | None:
-    """Returns where workers are; None in a task of a cluster that does not plan."""
-    cores = usable_cores()
-    if options.simulate:
-        return _Network(options.workers, options.topology.port, options.cores_per_worker or cores)
-    try:
-        config = cluster.detect(environ)
-    except ValueError as error:
-        raise UsageError(f"{error} Or unset it, and describe the network by --link.") from error
-    if config is not None and options.link is None and len(config.cluster.workers) > 1:
-        from tfdist.doctor.check_context import workers_on_own_host
-
-        link = measured_link(config, environ, cores, _TIMEOUT_OF_PEERS, _say)
-        if link is None:
-            return None
-        own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
-        return _Network(options.workers or (len(config.cluster.workers),), link, own)
-    if options.link is not None:
-        return _Network(options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores)
-    workers = options.workers or tuple(sorted({1, cores}))
-    if max(workers) > cores:
-        raise UsageError(
-            f"Workers without --link are on this machine and share its cores. Received: --workers {max(workers)} on "
-            f"{counted(cores, 'core')}. Expected: at most one worker for each core, or the link of workers on other "
-            "machines, for example --link 1gbit,0.1ms."
-        )
-    return _Network(workers, None, options.cores_per_worker or max(cores // max(workers), 1))
-
-
-def _conditions(
-    options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
-) -> Conditions:
-    here = measured.machine.memory_bytes
-    if options.memory is None and not here:
-        raise UsageError(
-            "The memory of this machine is not known. Received: no --memory, on a system without /proc/meminfo. "
-            "Expected: the memory of a worker, for example --memory 16GiB."
-        )
-    return Conditions(
-        link,
-        options.memory or (here // workers if shares_memory else here),
-        cores=measured.machine.cores_per_worker,
-        devices=options.devices,
-        allow_compression=options.allow_compression,
-        allow_local_updates=options.allow_local_updates,
-        speeds=options.speeds if len(options.speeds) == workers else (),
-    )
-
-
-def _check(options: argparse.Namespace, script: list[str]) -> None:
-    check_simulation_options(options)
-    if options.speeds and options.workers and len(options.speeds) not in options.workers:
-        raise UsageError(
-            f"The speeds are those of another number of workers. Received: --speeds of {len(options.speeds)} with "
-            f"--workers {','.join(map(str, options.workers))}. Expected: a speed for each worker. Correct one of them."
-        )
-    if bool(script) == bool(options.probe):
-        raise UsageError(
-            "Either a program is measured, or earlier measurements are used. Received: "
-            f"{' '.join(script) or 'no script'} and {f'--probe {options.probe}' if options.probe else 'no --probe'}. "
-            "Expected: tfdist plan [options] script.py [arguments], or --probe FILE without a script."
-        )
-    if options.probe and options.cores_per_worker:
-        raise UsageError(
-            "The cores of a worker are those of the measurements. Received: --cores-per-worker with --probe. Expected: "
-            "one of them. Measure the program again, without --probe."
-        )
-    if script and not os.path.isfile(script[0]):
-        raise UsageError(
-            f"The script is not a file. Received: {script[0]!r}. Expected: the path of a Python file that calls `fit`. "
-            "Options of tfdist plan come before it."
-        )
-    if options.json and (not options.json.parent.is_dir() or options.json.is_dir()):
-        raise UsageError(
-            f"The plan cannot be written there. Received: --json {options.json}. Expected: a file in an existing "
-            "directory. Create the directory, or correct the path."
-        )
-
-
-def _earlier(path: Path) -> Measurements:
-    try:
-        document = PlanFile.read(path).measurements
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        return Measurements.from_json(document)
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"The plan has no measurements that this version can use. Received: {path} ({error!r}). Expected: a file "
-            "of `tfdist plan --json FILE train.py` of this version. Measure the program again, without --probe."
-        ) from error
-
-
-def _nothing_fits(too_large: list[tuple[Plan, int]]) -> str:
-    plan, missing = min(too_large, key=lambda pair: pair[1])
-    return (
-        f"No plan fits into the memory of a worker. Received: {format_bytes(plan.memory_bytes - missing)}; "
-        f"{plan_name(plan)} on {counted(plan.workers, 'worker')} comes nearest and needs {format_bytes(missing)} more. "
-        "Expected: workers with more memory (--memory), more workers (--workers), which hold smaller parts, or a "
-        "smaller model or batch."
-    )
-
-
-def _say(text: str) -> None:
-    print(f"tfdist plan: {text}", file=sys.stderr, flush=True)
+    return measure_and_plan(options, measure or measure_program)

@@ -13,29 +13,6 @@ from tfdist.utils.argument_checks import seconds, whole_number
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
 
-_DESCRIPTION = """\
-Find the fastest way to train a program: which strategy, with which compression and options.
-
-The program runs as one process up to its first fit, which is measured for a few steps. Its callbacks do not run, and
-nothing is written. Then the time of a step, samples/s, memory, bytes and the price in exactness are predicted for every
-strategy. Those that fit into memory are shown, the best first, with the lines of code that give them.
-
-In a cluster (TF_CONFIG, srun, Kubernetes) start the command as every task: the links between them are measured, and the
-first task measures the program and shows the plans. Otherwise --link describes the network; without it the workers are
-on this machine."""
-
-_EPILOG = """\
-examples:
-  tfdist plan train.py
-  tfdist plan --workers 2,8,64 --link 1gbit,0.1ms --json plan.json train.py --epochs 3
-  tfdist plan --workers 8 --link 10gbit --memory 16GiB --allow-compression train.py
-  tfdist plan --probe plan.json --workers 16 --link 100mbit,5ms --allow-compression --allow-local-updates
-  tfdist plan --simulate --workers 2..4096 --topology rack:8x8,10gbit/1gbit --mtbf 30d train.py
-  srun --nodes 4 --ntasks-per-node 1 tfdist plan --json plan.json train.py
-
-Exit code: 0; 1 if the program cannot be measured, or no plan fits into memory; 2 for a usage error. All arguments after
-the script are passed to it."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the sub-command `plan`."""
@@ -109,11 +86,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_simulation_options(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script ...", help="the program, and its arguments")
-
-
-def parser_texts() -> tuple[str, str]:
-    """Returns the description and the epilog of the sub-command."""
-    return _DESCRIPTION, _EPILOG
 
 
 def link(text: str) -> Link:

@@ -1,0 +1,114 @@
+"""Where the workers of a plan are, and what each of them has."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from tfdist import cluster
+from tfdist.launch.cli.cluster_links import measured_link
+from tfdist.planning.conditions import Conditions
+from tfdist.planning.link_costs import Link, sent_bytes
+from tfdist.planning.measurements import Measurements
+from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.cores_and_ports import usable_cores
+from tfdist.utils.formatting import counted
+
+_TIMEOUT_OF_PEERS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedNetwork:
+    """Where the workers are.
+
+    Attributes:
+        workers: Their numbers.
+        link: The connection of each; None: they are on this machine, and share its cores and its memory.
+        cores: Cores of each.
+    """
+
+    workers: tuple[int, ...]
+    link: Link | None
+    cores: int
+
+
+def network_of(
+    options: argparse.Namespace, environ: Mapping[str, str], say: Callable[[str], None]
+) -> PlannedNetwork | None:
+    """Returns where the workers are, as the options or the environment say.
+
+    Args:
+        options: The options of `tfdist plan`.
+        environ: The environment, which may describe a cluster: then its links are measured.
+        say: Shows progress to the user.
+
+    Returns:
+        None in a task of a cluster that does not plan.
+
+    Raises:
+        UsageError: The description of the cluster is invalid, its tasks do not answer, or workers exceed the cores.
+    """
+    cores = usable_cores()
+    if options.simulate:
+        return PlannedNetwork(options.workers, options.topology.port, options.cores_per_worker or cores)
+    try:
+        config = cluster.detect(environ)
+    except ValueError as error:
+        raise UsageError(f"{error} Or unset it, and describe the network by --link.") from error
+    if config is not None and options.link is None and len(config.cluster.workers) > 1:
+        from tfdist.doctor.check_context import workers_on_own_host
+
+        link = measured_link(config, environ, cores, _TIMEOUT_OF_PEERS, say)
+        if link is None:
+            return None
+        own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
+        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, own)
+    if options.link is not None:
+        return PlannedNetwork(
+            options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores
+        )
+    workers = options.workers or tuple(sorted({1, cores}))
+    if max(workers) > cores:
+        raise UsageError(
+            f"Workers without --link are on this machine and share its cores. Received: --workers {max(workers)} on "
+            f"{counted(cores, 'core')}. Expected: at most one worker for each core, or the link of workers on other "
+            "machines, for example --link 1gbit,0.1ms."
+        )
+    return PlannedNetwork(workers, None, options.cores_per_worker or max(cores // max(workers), 1))
+
+
+def conditions_of(
+    options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
+) -> Conditions:
+    """Returns the conditions of a search.
+
+    Args:
+        options: The options of `tfdist plan`.
+        measured: The measured machine.
+        link: The connection of each worker.
+        workers: Their number.
+        shares_memory: Whether they are on one machine.
+
+    Raises:
+        UsageError: The memory of this machine is not known.
+    """
+    here = measured.machine.memory_bytes
+    if options.memory is None and not here:
+        raise UsageError(
+            "The memory of this machine is not known. Received: no --memory, on a system without /proc/meminfo. "
+            "Expected: the memory of a worker, for example --memory 16GiB."
+        )
+    return Conditions(
+        link,
+        options.memory or (here // workers if shares_memory else here),
+        cores=measured.machine.cores_per_worker,
+        devices=options.devices,
+        allow_compression=options.allow_compression,
+        allow_local_updates=options.allow_local_updates,
+        speeds=options.speeds if len(options.speeds) == workers else (),
+    )
+
+
+def loopback(measured: Measurements) -> Link:
+    """Returns the connection of two processes of this machine: that of the largest measured transfer."""
+    largest = max(measured.machine.transfers, key=lambda one: one.nbytes / max(one.seconds, 1e-9))
+    return Link(sent_bytes(largest.kind, largest.nbytes, 2) / max(largest.seconds, 1e-9))
