@@ -63,6 +63,10 @@ def test_simulation_in_which_nothing_fits(probe: str, capsys: pytest.CaptureFixt
             "The network of a simulation is its topology.",
         ),
         (
+            ["--simulate", "--topology", TOPOLOGY, "--workers", "2", "--speeds", "1,0.5"],
+            "Simulated workers are as fast as the measured one.",
+        ),
+        (
             ["--simulate", "--topology", TOPOLOGY, "--workers", "2", "--restart-time", "1min"],
             "A restart needs failures.",
         ),

@@ -95,6 +95,11 @@ def check_simulation_options(options: argparse.Namespace) -> None:
             "The network of a simulation is its topology. Received: --simulate and --link. Expected: --topology alone. "
             "Remove --link."
         )
+    if options.speeds:
+        raise UsageError(
+            "Simulated workers are as fast as the measured one. Received: --simulate and --speeds. Expected: one of "
+            "them. Remove --speeds."
+        )
     if options.restart_time is not None and options.mtbf is None:
         raise UsageError(
             "A restart needs failures. Received: --restart-time without --mtbf. Expected: both, for example --mtbf 30d."
