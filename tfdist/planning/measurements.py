@@ -139,7 +139,7 @@ class ProgramMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class TransferMeasurement:
-    """A collective between two processes of this machine, each on a core of its own, without a limit on the link.
+    """A collective between two processes of this machine, each on a separate core, without a limit on the link.
 
     Attributes:
         kind: `SUM`, `GATHER` or `EXCHANGE`.

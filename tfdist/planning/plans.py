@@ -72,8 +72,8 @@ class PlanFile:
         too_large: Plans that do not fit, `(plan, missing bytes)`.
         measurements: The JSON object of `Measurements`.
         link: `{"bytes_per_second": ..., "latency_seconds": ...}`.
-        simulation: The JSON object of a `Simulation`, or None. Then `plans` are those of its points, and `link` is that
-            of a host.
+        simulation: The JSON object of a `Simulation`, or None. It has its plans, so that nobody starts them by mistake;
+            `plans` is empty then, and `link` is that of a host.
     """
 
     plans: Sequence[Plan]

@@ -26,7 +26,7 @@ class ParameterServers:
 
     Attributes:
         servers: Their number.
-        asynchronous: Whether each worker's batch is an update of its own.
+        asynchronous: Whether each worker's batch is a separate update.
         method: How gradients are encoded, or `DENSE`.
     """
 

@@ -57,10 +57,10 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
     except ProbeError as error:
         _say(str(error))
         return _FAILURE_EXIT_CODE
-    if options.simulate:
-        return _simulate(options, measured)
     if options.allow_compression and all(one.method == DENSE for one in measured.program.exchanges):
         _say("the measurements have no compression methods: measure the program with --allow-compression")
+    if options.simulate:
+        return _simulate(options, measured)
     link = network.link or loopback(measured)
     plans: list[Plan] = []
     too_large: list[tuple[Plan, int]] = []
@@ -98,9 +98,9 @@ def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
 
     simulation = simulated(options, measured, plans_of)
     print(simulation_text(simulation))
-    points = sorted(simulation.points, key=lambda point: (point.workers, -point.samples_per_second))
+    # Without plans: `tfdist run --plan` must not start thousands of workers, and steps of other batches are no plans.
     link = dataclasses.asdict(options.topology.port)
-    _write(options, PlanFile([point.plan for point in points], [], measured.to_json(), link, simulation.to_json()))
+    _write(options, PlanFile([], [], measured.to_json(), link, simulation.to_json()))
     return 0 if simulation.points else _FAILURE_EXIT_CODE
 
 

@@ -12,7 +12,7 @@ from tfdist.planning.units import duration_seconds, positive_seconds
 from tfdist.utils.argument_checks import UsageError
 
 _MOST_PARTS = 64  # the smallest batch that is measured has a 64th of the rows
-_DEPENDENT = ("topology", "picture", "mtbf", "restart_time", "price_per_hour")
+_DEPENDENT = ("topology", "scaling", "sharded_files", "picture", "mtbf", "restart_time", "price_per_hour")
 
 
 def add_simulation_options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,6 @@ def add_simulation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scaling",
         choices=(WEAK, STRONG),
-        default=WEAK,
         help="weak: each worker computes the program's batch, so the global batch grows with the workers; strong: they "
         "divide it (default: weak)",
     )
@@ -72,7 +71,7 @@ def check_simulation_options(options: argparse.Namespace) -> None:
     Raises:
         UsageError: Options are missing, without effect, or a picture cannot be drawn.
     """
-    given = [f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)]
     if not options.simulate:
         if given:
             raise UsageError(
@@ -116,7 +115,7 @@ def probed_workers(options: argparse.Namespace) -> tuple[int, ...]:
 
     In weak scaling a worker computes the complete batch; in any case exchanges of more than two workers are measured.
     """
-    few = {1, 4} if options.scaling == WEAK else {1, 4, min(max(options.workers), _MOST_PARTS)}
+    few = {1, 4} if options.scaling != STRONG else {1, 4, min(max(options.workers), _MOST_PARTS)}
     return tuple(sorted(few))
 
 
@@ -130,7 +129,7 @@ def simulated(options: argparse.Namespace, measured: Measurements, find_plans: F
     cluster = SimulatedCluster(
         options.workers,
         options.topology,
-        scaling=options.scaling,
+        scaling=options.scaling or WEAK,
         files_are_sharded=options.sharded_files,
         failures=failures,
         price_per_hour=options.price_per_hour,
