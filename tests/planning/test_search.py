@@ -62,6 +62,18 @@ def test_ties_prefer_the_simpler_plan():
     assert plan_name(first) == "data parallel"
 
 
+def test_a_plan_that_is_two_per_cent_faster_is_not_worth_its_price():
+    measured = program(is_functional=False, slots=0)
+    steps = tuple(
+        dataclasses.replace(step, seconds=step.seconds * 0.98 / 0.9) if step.compiled else step
+        for step in measured.program.steps
+    )
+    measured = dataclasses.replace(measured, program=dataclasses.replace(measured.program, steps=steps))
+    first, second = plans(workers=1, measured=measured).plans
+    assert (plan_name(first), plan_name(second)) == ("one worker", "one worker, XLA")
+    assert second.step_seconds < first.step_seconds
+
+
 def test_a_slow_link_needs_compression_or_local_updates():
     best = plans(SLOW, allow_compression=True, measured=program(is_functional=False)).plans[0]
     assert best.compression == "powersgd:4"

@@ -20,7 +20,7 @@ _PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)
 _ACCUMULATED = (4,)
 _WAYS = (1, 2, 4)
 _MULTI_WORKER = "MultiWorkerMirroredStrategy"
-# The first defaults are those of the classes; the last is that of `docs/local_updates.md`, "Measured".
+# The defaults of the classes, and what `docs/local_updates.md` measures.
 _LOCAL_TRAININGS = (
     LocalTraining(20),
     LocalTraining(50, has_outer_optimizer=True),

@@ -96,9 +96,13 @@ def test_without_a_link_the_workers_are_here(script, capsys):
 def test_workers_on_this_machine_share_its_memory(script, capsys):
     plan("--workers", "2", "--memory", "650MB", script)
     assert "Do not fit into 650.0 MB of a worker" in capsys.readouterr().out
-    shared = program()
-    plan("--workers", "2", script, probe=Probe(shared))
-    assert "Do not fit" not in capsys.readouterr().out  # 4 GiB for each
+    measured = program()
+    machine = dataclasses.replace(measured.machine, memory_bytes=1_300_000_000)
+    measured = dataclasses.replace(measured, machine=machine)
+    plan("--workers", "2", script, probe=Probe(measured))
+    assert "Do not fit into 650.0 MB of a worker" in capsys.readouterr().out
+    plan("--workers", "2", "--link", "1gbit", script, probe=Probe(measured))
+    assert "Do not fit" not in capsys.readouterr().out
 
 
 def test_in_a_cluster_links_are_measured(script, monkeypatch, capsys):
