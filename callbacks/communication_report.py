@@ -6,48 +6,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
 from tfdist.callbacks.link_report import LinkReading
+from tfdist.callbacks.plan_comparison import PlanComparison, StepMeter
 from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations
 from tfdist.collectives.byte_counters import GRADIENTS
 from tfdist.keras_internals.epoch_iterator import last_step
-from tfdist.keras_internals.keras_callbacks import ListedCallback
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.training.strategy_protocol import training_strategy
 from tfdist.utils.argument_checks import check_whole_number
 from tfdist.utils.formatting import byte_unit, table_with_total
-
-
-class ExchangeTimingCallback(ListedCallback):
-    """A callback that can have the training step take the times of the gradient exchange.
-
-    The first such callback of a list starts the timing, and the last one stops it.
-
-    Attributes:
-        timing: Whether this callback asks for times.
-    """
-
-    timing = False
-
-    def begin_timing(self) -> None:
-        """Starts timing from zero. The step is traced again. Call this in `on_train_begin`."""
-        if self._timed_callbacks()[0] is self:
-            self._time(True)
-
-    def end_timing(self) -> None:
-        """Stops timing. Call this in `on_train_end`."""
-        if self._timed_callbacks()[-1] is self:
-            self._time(False)
-
-    def _timed_callbacks(self) -> list[Any]:
-        listed = self.neighbours or (self,)
-        return [other for other in listed if isinstance(other, ExchangeTimingCallback) and other.timing] or [None]
-
-    def _time(self, enabled: bool) -> None:
-        reduction = training_strategy(self.model.distribute_strategy).gradient_reduction
-        if reduction is not None:
-            reduction.measure_durations(enabled)
-            self.model.make_train_function(force=True)
 
 
 class CommunicationReport(ExchangeTimingCallback):
@@ -67,6 +36,9 @@ class CommunicationReport(ExchangeTimingCallback):
     method. Variables too small for a method are sent with its payload uncompressed, and count in its row. If a worker
     has several devices and there are other workers, only the bytes sent between workers count. Metrics, batch
     statistics and sample counts are sent too, but not counted.
+
+    Under a strategy of `tfdist.strategies.planned()` a line below the table compares the plan's prediction of a step
+    with what was measured; programs read it from `plan_comparison`.
 
     Put this callback before the callbacks that write logs (`CSVLogger`, `TensorBoard`): Keras calls callbacks in the
     order of the list, and they share the logs. `History` and the progress bar always come last.
@@ -115,11 +87,12 @@ class CommunicationReport(ExchangeTimingCallback):
         if every_steps is not None:
             check_whole_number("every_steps", every_steps, at_least=1, example=10)
         self.timing, self._print_table, self._every = timing, print_table, every_steps
-        # Lets Keras call `on_train_batch_end` from another thread. Without `every_steps` it does nothing.
+        # Lets Keras call `on_train_batch_end` from another thread. Without `every_steps` it only notes a number.
         self.async_safe = every_steps is None
         self._step = self._first_batch = 0
         self._at_begin = self._at_epoch_end = self._at_step = _Reading()
         self._of_training: _Reading | None = None
+        self._meter: StepMeter | None = None
         self._last_logs = _Reading().logs(timing)
         reject_unsupported_strategies()
 
@@ -128,6 +101,7 @@ class CommunicationReport(ExchangeTimingCallback):
         _check_strategy(strategy)
         self.warn_of_earlier_log_writers()
         self.begin_timing()
+        self._meter = StepMeter.of(strategy)
         self._step = 0
         self._at_begin = self._at_epoch_end = self._at_step = _Reading.of(strategy)
         self._of_training = None
@@ -135,11 +109,16 @@ class CommunicationReport(ExchangeTimingCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first_batch = batch
+        if self._meter is not None:
+            self._meter.begin_steps(batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        last = last_step(self.model, batch)
+        if self._meter is not None:
+            self._meter.end_steps(last)
         if self._every is None:
             return
-        before, self._step = self._step, self._step + last_step(self.model, batch) + 1 - self._first_batch
+        before, self._step = self._step, self._step + last + 1 - self._first_batch
         if self._step // self._every != before // self._every:
             reading = _Reading.of(self.model.distribute_strategy)
             self._report(reading.since(self._at_step), logs)
@@ -149,13 +128,21 @@ class CommunicationReport(ExchangeTimingCallback):
         reading = _Reading.of(self.model.distribute_strategy)
         self._report(reading.since(self._at_epoch_end), logs)
         self._at_epoch_end = reading
+        if self._meter is not None:
+            self._meter.end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         self._of_training = _Reading.of(strategy).since(self._at_begin)
         self.end_timing()
         if self._print_table and training_strategy(strategy).rank == 0:
-            sys.stdout.write(self.table() + "\n")
+            lines = [self.table(), *([] if self.plan_comparison is None else [str(self.plan_comparison)])]
+            sys.stdout.write("\n".join(lines) + "\n")
+
+    @property
+    def plan_comparison(self) -> PlanComparison | None:
+        """How the plan of `tfdist.strategies.planned()` compares with what was measured; None without a plan."""
+        return None if self._meter is None else self._meter.comparison()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the counts since training, the epoch and the last report began, for `FailureRecovery`."""

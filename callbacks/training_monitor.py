@@ -6,7 +6,7 @@ import os
 import secrets
 from typing import Any
 
-from tfdist.callbacks.communication_report import ExchangeTimingCallback
+from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
 from tfdist.callbacks.failure_recovery import FailureRecovery
 from tfdist.callbacks.scalar_sources import (
     DESCRIPTIONS,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tfdist.callbacks.plan_comparison import PlanComparison, RoundMeter
 from tfdist.callbacks.share_report import share_logs, share_table
 from tfdist.callbacks.strategy_support import describe_strategy
 from tfdist.keras_internals.keras_callbacks import ListedCallback
@@ -37,6 +38,9 @@ class WorkerReport(ListedCallback):
     The log of `tfdist` names it when it becomes slow, and names a worker that makes no step while the others train. In
     `Synchronous` mode without backup workers, a hint is logged if the others waited for the same worker during a
     quarter of the time.
+
+    Under a strategy of `tfdist.strategies.planned()` with parameter servers a line below the table compares the plan's
+    prediction of a step with what was measured after the first epoch; programs read it from `plan_comparison`.
 
     In the table, `late` counts the parts that rounds with backup workers have left out, and `held up s` is how long all
     others waited for this worker at the ends of rounds.
@@ -89,6 +93,7 @@ class WorkerReport(ListedCallback):
         self._of_training: list[Any] | None = None
         self._slow: set[int] = set()
         self._has_suggested = False
+        self._meter: RoundMeter | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         _check_strategy(self.model.distribute_strategy)
@@ -96,6 +101,7 @@ class WorkerReport(ListedCallback):
         self._at_begin = self._at_epoch_begin = self._stats()
         self._seconds = self._epoch_seconds = 0.0
         self._of_training, self._slow, self._has_suggested = None, set(), False
+        self._meter = RoundMeter.of(self.model.distribute_strategy)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._clock_from = time.monotonic()
@@ -114,12 +120,23 @@ class WorkerReport(ListedCallback):
             self._warn_of_slow(done, epoch)
         if not self._has_shares:
             self._suggest_backup_worker(done, seconds)
+        if self._meter is not None:
+            self._meter.end_epoch(seconds)
         self._at_epoch_begin, self._epoch_seconds = self._stats(), 0.0
 
     def on_train_end(self, logs: Any = None) -> None:
         self._of_training = self._since(self._at_begin)
         if self._print_table and self._is_chief:
-            sys.stdout.write(self.table() + "\n")
+            lines = [self.table(), *([] if self.plan_comparison is None else [str(self.plan_comparison)])]
+            sys.stdout.write("\n".join(lines) + "\n")
+
+    @property
+    def plan_comparison(self) -> PlanComparison | None:
+        """How the plan of `tfdist.strategies.planned()` compares with what was measured, under parameter servers.
+
+        None without a plan. Under other strategies `CommunicationReport` has it.
+        """
+        return None if self._meter is None else self._meter.comparison()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the statistics since training and the epoch began, for `FailureRecovery`."""

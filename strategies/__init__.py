@@ -15,6 +15,7 @@ from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
 from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy  # noqa: E402
+from tfdist.strategies.planned_strategy import planned  # noqa: E402
 
 __all__ = [
     "Asynchronous",
@@ -30,4 +31,5 @@ __all__ = [
     "ShardedState",
     "Synchronous",
     "auto_layout",
+    "planned",
 ]

@@ -43,13 +43,18 @@ def worker_resolver() -> Any:
     return resolver_of(config, num_accelerators={"GPU": _num_logical_gpus()})
 
 
+def is_started_by_launcher() -> bool:
+    """Whether `tfdist run` has started this process: then a chief's workers do not run the script."""
+    return _RUN_VARIABLE in os.environ
+
+
 def check_workers_run_the_script(spec: dict[str, Any]) -> None:
     """Checks that `tfdist run` has started workers that train, and not TensorFlow's server for a chief.
 
     Raises:
         ValueError: They would never connect to the chief.
     """
-    if "chief" in spec and _RUN_VARIABLE in os.environ:
+    if "chief" in spec and is_started_by_launcher():
         option = "--parameter-servers" if "ps" in spec else "--chief"
         fitting = "ParameterServerStrategy" if "ps" in spec else "ModelParallelStrategy"
         raise ValueError(

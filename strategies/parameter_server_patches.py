@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.losses import patch_losses
@@ -42,6 +43,7 @@ def patch_keras_once(strategy_class: Any) -> None:
         return num_parts(strategy.variable_partitioner, shape) if is_ours(strategy) else 1
 
     patch_optimizers_of_strategies(is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
+    patch_auto_jit_compile(is_ours)
     patch_losses(current_loss_step)
     patch_compiled_calls(is_ours, WorkerScope.compiles_calls, WorkerScope.current)
     patch_optimizer_update_step()

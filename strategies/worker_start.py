@@ -47,10 +47,37 @@ def compare_cpus(rank: int, num_workers: int, name: str) -> None:
         leave_xla_to_users(others)
 
 
+def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
+    """Checks that all workers have created their strategy by the same plan.
+
+    Args:
+        rank: The rank of this worker.
+        num_workers: The number of workers.
+        name: Of the plans in the key-value store of the cluster.
+        plan: What the workers must have in common, as text.
+
+    Raises:
+        ValueError: Another worker has another plan.
+    """
+    set_key_value(f"{name}/{rank}", plan)
+    plans = [wait_for_key_value(f"{name}/{worker}") for worker in range(num_workers)]
+    if others := [worker for worker, other in enumerate(plans) if other != plans[0]]:
+        raise ValueError(
+            f"The workers have different plans. Received: {plans[0]} on worker 0, and {plans[others[0]]} on worker "
+            f"{others[0]}. Expected: the same file on every host. Copy the plan of one host to all, or write it to a "
+            "directory that they share."
+        )
+
+
+def requested_workers() -> int | None:
+    """Returns the number of workers that `tfdist run` was to start; None under other launchers."""
+    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
+    return optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy)
+
+
 def default_micro_batches(workers: int) -> int:
     """Returns the quotient of requested and present workers, or 1 if that is not an integer."""
-    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
-    full = optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or workers
+    full = requested_workers() or workers
     return full // workers if full % workers == 0 else 1
 
 

@@ -22,10 +22,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
         "cluster collectives compression internals load_balancing local_updates model_parallel parameter_server "
-        "servers sharded_state training utils versions".split()
+        "planning servers sharded_state training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state"}),
+    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "planning", "sharded_state"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),

@@ -1,4 +1,4 @@
-"""`jit_compile="auto"` under a strategy: XLA compiles the steps of a model where that was measured to pay."""
+"""`jit_compile="auto"` under a strategy: XLA compiles the steps of a model where a plan says so, or by a rule."""
 
 import functools
 from collections.abc import Callable
@@ -45,9 +45,10 @@ def patch_auto_jit_compile(is_ours: Callable[[Any], bool]) -> None:
 def jit_compiles(model: Any, data: Any = None) -> bool:
     """Whether XLA is to compile the steps of a built model: as `compile` says, and for "auto", where it pays.
 
-    By `benchmarks/xla.py` it pays on CPUs for models with attention and without convolutions, of at least a million
-    trainable parameters. On GPUs nothing was measured. It does not pay if the samples of `data`, a batch, have no fixed
-    shape: XLA compiles every shape by itself, for seconds.
+    Under a strategy of `tfdist.strategies.planned()` the plan decides, for which steps of the program were measured.
+    Without a plan, by `benchmarks/xla.py`, it pays on CPUs for models with attention and without convolutions, of at
+    least a million trainable parameters. On GPUs nothing was measured. It never pays if the samples of `data`, a batch,
+    have no fixed shape: XLA compiles every shape by itself, for seconds.
     """
     if not isinstance(model.jit_compile, _Auto):
         return bool(model.jit_compile)
@@ -56,9 +57,23 @@ def jit_compiles(model: Any, data: Any = None) -> bool:
         return False
     if not compiles_on_cpus() or not supports_jit(model):
         return False
+    plan = model.distribute_strategy.plan
+    if plan is not None:
+        return bool(plan.jit_compile)
     layers = model._flatten_layers()
     kinds = {kind for layer in layers for kind in (_ATTENTION, _SLOWER) if isinstance(layer, kind)}
     return kinds == {_ATTENTION} and sum(map(_size, model.trainable_variables)) >= _MIN_PARAMETERS
+
+
+def jit_compiles_on_workers(model: Any) -> bool:
+    """Whether XLA is to compile what workers of parameter servers compute: as `compile` says; for "auto", as a plan.
+
+    Without a plan "auto" compiles nothing, as in Keras under parameter servers.
+    """
+    if not isinstance(model.jit_compile, _Auto):
+        return bool(model.jit_compile)
+    plan = model.distribute_strategy.plan
+    return plan is not None and bool(plan.jit_compile) and supports_jit(model)
 
 
 def rejects_xla(model: Any) -> bool:

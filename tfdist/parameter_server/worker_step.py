@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import values_of
+from tfdist.keras_internals.auto_jit_compile import jit_compiles_on_workers
 from tfdist.keras_internals.losses import means_of_outputs
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter
@@ -62,7 +63,7 @@ def compute(
     """
     counter = update_counter(model.optimizer)
     updates = tf.cast(counter.read_value(), tf.int64)
-    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=model.jit_compile)
+    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=jit_compiles_on_workers(model))
     sizes = [tf.shape(first_input(batch), out_type=tf.int64)[0] for batch in batches]
     all_samples = sizes[0] if total_samples is None else total_samples(tf.add_n(sizes))
     of_outputs = means_of_outputs(model)
@@ -103,7 +104,9 @@ def compute(
 
 def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Runs `model.test_step`; returns what it adds to the variables of the metrics, and its logs."""
-    scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=model.jit_compile)
+    scope = WorkerScope(
+        model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=jit_compiles_on_workers(model)
+    )
     of_outputs = means_of_outputs(model)
     values = scope.mean_values(of_outputs)
     with scope.step():

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.load_balancing.row_shares import RowShares
+from tfdist.planning.plans import Plan
 
 
 class TrainingStrategy(Protocol):
@@ -15,7 +16,12 @@ class TrainingStrategy(Protocol):
 
     The strategies derive from this class explicitly, so that `is_tfdist_strategy` reads no property. Use
     `training_strategy` to view any other strategy through the same interface.
+
+    Attributes:
+        plan: The plan by which `tfdist.strategies.planned()` created it; None if it was created by hand.
     """
+
+    plan: Plan | None = None
 
     @property
     def rank(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from tfdist import cluster
 from tfdist.launch.cli.node_options import read_node_options
+from tfdist.launch.cli.planned_processes import apply_plan
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
 from tfdist.launch.process_roles import (
     Role,
@@ -54,6 +55,7 @@ def execute(options: argparse.Namespace) -> int:
         # If the parent process ignored it, the kernel would discard the workers' exit codes.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     command = _worker_command(options)
+    environ = {**os.environ, **apply_plan(options)}
     node = read_node_options(options, os.environ)
     _check_no_cluster(os.environ, is_one_host=node is None)
     _check_roles(options)
@@ -90,9 +92,7 @@ def execute(options: argparse.Namespace) -> int:
                 policy = until_the_end.enter_context(joined)
             return AttemptLoop(
                 command,
-                WorkerEnvironments(
-                    os.environ, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker
-                ),
+                WorkerEnvironments(environ, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker),
                 console,
                 logs,
                 policy=policy,

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from tfdist.launch.cli.node_options import add_node_options
+from tfdist.launch.cli.planned_processes import add_plan_option
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
 from tfdist.launch.run_config import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
 from tfdist.utils.argument_checks import seconds, whole_number
@@ -37,6 +38,7 @@ examples:
   tfdist run --workers 2 --network host download_and_train.py
   tfdist run --chief --workers 4 train_in_stages.py
   tfdist run --workers 2 --parameter-servers 1 train.py
+  tfdist run --plan plan.json train.py
 
 All arguments after the script (or after -m MODULE) are passed to the script."""
 
@@ -48,10 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=whole_number(at_least=1, example=2),
-        required=True,
         metavar="N",
-        help="number of workers to start",
+        help="number of workers to start; required without --plan",
     )
+    add_plan_option(parser)
     parser.add_argument(
         "--chief",
         action="store_true",
@@ -171,7 +173,7 @@ def add_run_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tfdist run --workers N [options] (script.py | -m module) [arguments ...]",
+        usage="tfdist run (--workers N | --plan FILE) [options] (script.py | -m module) [arguments ...]",
         allow_abbrev=False,
     )
     add_options(parser)
