@@ -49,7 +49,7 @@ def test_help(capsys, arguments, expected):
         ),
         (["run", "--workers", "1", "--network", "lan", "script.py"], "--network: invalid choice: 'lan'"),
         (["run", "--workers", "1", "--speed", "script.py"], "unrecognized arguments: --speed"),
-        (["run", "--work", "1", "script.py"], "Unknown option. Received: --work. Expected: one of those in tfdist run"),
+        (["run", "--work", "1", "script.py"], "unrecognized arguments: --work"),
         (["run", "--workers", "1"], "The script is missing. Received: no script and no -m. Expected: tfdist run"),
         (["run", "--workers", "1", "-m"], "The module is missing. Received: -m . Expected: -m MODULE"),
         (["run", "--workers", "1", "none.py"], "The script does not exist. Received: 'none.py' in '/"),
