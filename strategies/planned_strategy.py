@@ -89,6 +89,13 @@ def planned(path: str | os.PathLike[str] | None = None) -> Any:
     else:
         strategy = _without_plan(config)
     strategy.plan = plan
+    if plan is not None and plan.gradient_accumulation_steps > 1 and strategy.rank == 0:
+        _log.warning(
+            "planned: the plan makes one update of %d batches, which the optimizer decides. Create it with "
+            "gradient_accumulation_steps=%d.",
+            plan.gradient_accumulation_steps,
+            plan.gradient_accumulation_steps,
+        )
     if isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.num_workers > 1:
         name = f"tfdist/plan/{strategy._collective_key_base}"
         compare_plans(strategy.rank, strategy.num_workers, name, _summary(plan))

@@ -41,7 +41,7 @@ def recorded(monkeypatch):
 
     def record(name):
         def create(**arguments):
-            return SimpleNamespace(name=name, arguments=arguments)
+            return SimpleNamespace(name=name, arguments=arguments, rank=0)
 
         create.__signature__ = inspect.signature(getattr(strategies, name))
         return create
@@ -194,6 +194,16 @@ def test_fewer_workers_use_their_own_plan_or_that_of_all(in_cluster, tmp_path, m
     shares = write_plans(tmp_path / "shares.json", plan(workers=3, arguments={"shares": [1, 1, 2]}))
     with pytest.raises(ValueError, match="nothing for the processes"):
         planned(shares)
+
+
+def test_accumulation_is_left_to_the_optimizer(in_cluster, tmp_path, caplog):
+    in_cluster(worker=2)
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        strategy = planned(write_plans(tmp_path / "plan.json", plan(gradient_accumulation_steps=4)))
+    assert strategy.arguments == {}
+    assert [record.getMessage().rpartition(". ")[2] for record in caplog.records] == [
+        "Create it with gradient_accumulation_steps=4."
+    ]
 
 
 def test_workers_with_different_plans(monkeypatch):

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
         "launch/run_config planning probe utils".split()
     ),
-    "launch/notebook": frozenset("cluster launch/cli launch/restart utils".split()),
+    "launch/notebook": frozenset("cluster launch/cli launch/restart planning utils".split()),
     "launch/rendezvous": frozenset(
         "cluster launch/processes launch/restart launch/process_roles launch/run_config transport utils".split()
     ),

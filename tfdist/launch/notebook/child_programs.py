@@ -1,17 +1,17 @@
-"""Programs of the processes that `from_notebook` starts: the launcher and its workers."""
+"""Programs of the processes that a notebook starts: the launcher and its workers, and the program to plan for."""
 
+import contextlib
 import json
-import linecache
 import os
-import pickle
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tfdist.launch.notebook import written_call
 from tfdist.launch.notebook.function_pickling import PicklingError, dump
-from tfdist.launch.notebook.worker_results import CALL, RankFiles
+from tfdist.launch.notebook.worker_results import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 from tfdist.utils.linux_syscalls import die_with_parent
 
@@ -39,12 +39,27 @@ def program(function: str, *arguments: Any) -> str:
     )
 
 
-def run_launcher(notebook_pid: int, arguments: list[str]) -> None:
-    """Runs `tfdist` with these arguments. The kernel ends it, and its workers, with the notebook's process."""
+def run_launcher(notebook_pid: int, arguments: list[str], printed: str = "") -> None:
+    """Runs `tfdist` with these arguments. The kernel ends it, and its workers, with the notebook's process.
+
+    Args:
+        notebook_pid: The notebook's process.
+        arguments: Of the command.
+        printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
+    """
     die_with_parent(notebook_pid)
     from tfdist.launch.cli.main import main
 
-    sys.exit(main(arguments))
+    if not printed:
+        sys.exit(main(arguments))
+    with open(printed, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        code = main(arguments)
+    sys.exit(code)
+
+
+def run_probed(directory: str) -> None:
+    """Calls the function as the program that `tfdist plan` measures."""
+    written_call.call_written(Path(directory))
 
 
 def run_worker(directory: str) -> None:
@@ -53,7 +68,7 @@ def run_worker(directory: str) -> None:
     files = RankFiles(Path(directory), int(os.environ["TFDIST_ATTEMPT"]), rank)
     sys.excepthook = _print_error
     try:
-        value = _call(Path(directory))
+        value = written_call.call_written(Path(directory))
     except Exception as error:
         trace = _user_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -66,19 +81,11 @@ def run_worker(directory: str) -> None:
         files.write_pickling_error(type(value).__qualname__, str(error))
 
 
-def _call(directory: Path) -> Any:
-    with open(directory / CALL, "rb") as file:
-        # Cell sources come first: loading the function may need them.
-        for name, lines in pickle.load(file).items():
-            linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
-        function, arguments = pickle.load(file)
-    return function(*arguments)
-
-
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this file, unless it has no others."""
+    """Returns a traceback without the frames of these modules, unless it has no others."""
     full = trace
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, sys.argv[0]):
+    own = (__file__, written_call.__file__, sys.argv[0])
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace or full
 

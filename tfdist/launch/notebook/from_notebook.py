@@ -1,6 +1,5 @@
 """from_notebook: calls a function of a notebook or a script in several workers."""
 
-import linecache
 import os
 import pickle
 import tempfile
@@ -10,10 +9,10 @@ from typing import Any, TypeVar
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.notebook.child_programs import program
-from tfdist.launch.notebook.function_pickling import PicklingError, dump, explain_pickling_error, import_cloudpickle
+from tfdist.launch.notebook.function_pickling import import_cloudpickle
 from tfdist.launch.notebook.launcher_process import NotebookLauncher
+from tfdist.launch.notebook.plan_from_notebook import NotebookPlans
 from tfdist.launch.notebook.worker_results import (
-    CALL,
     FAILURE,
     RankFiles,
     failed_launcher,
@@ -23,7 +22,9 @@ from tfdist.launch.notebook.worker_results import (
     read_failure,
     unpicklable_value,
 )
-from tfdist.utils import atomic_files
+from tfdist.launch.notebook.written_call import check_function, write_call
+from tfdist.planning.plan_choice import Processes, best_plan
+from tfdist.planning.plans import PlanFile
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
 
 Value = TypeVar("Value")
@@ -33,7 +34,8 @@ _NETWORKS = ("auto", "private", "host")
 def from_notebook(
     function: Callable[..., Value],
     *args: Any,
-    workers: int = 2,
+    workers: int | None = None,
+    plan: NotebookPlans | str | os.PathLike[str] | None = None,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
     network: str = "auto",
@@ -66,7 +68,10 @@ def from_notebook(
         function: Any callable that can be pickled with the objects it uses. Variables, models, datasets and strategies
             cannot be sent: create them in the function.
         *args: Positional arguments of the function.
-        workers: Number of workers, all on this host.
+        workers: Number of workers, all on this host. By default 2, or as many as the best plan of `plan` has.
+        plan: What `plan_from_notebook` has returned, or the path of a file of `tfdist plan --json`. The function
+            creates its strategy by `tfdist.strategies.planned()`. If the best plan has a chief, that process alone
+            calls the function, and the list has one value.
         max_restarts: How often to restart all workers after a failure, and to call the function again. With
             `FailureRecovery` the training resumes from the newest checkpoint.
         threads_per_worker: Threads of each worker. Defaults to the usable cores divided by `workers`.
@@ -80,7 +85,8 @@ def from_notebook(
 
     Raises:
         TypeError: If `function` is not callable, or it or an argument cannot be pickled.
-        ValueError: If an option is invalid, or this process is already a worker.
+        ValueError: If an option is invalid, the plan cannot be read or has none for this number of workers, or this
+            process is already a worker.
         tfdist.launch.WorkerError: If a worker failed, with its rank and its traceback. Also if a value cannot be
             pickled.
         ImportError: If cloudpickle is not installed (the extra `notebook`).
@@ -90,10 +96,21 @@ def from_notebook(
     import_cloudpickle()
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
-        _write_call(directory, function, args)
+        write_call(directory, function, args)
         script = directory / "worker.py"
         script.write_text(program("run_worker", folder))
-        options = ["--workers", str(workers), "--max-restarts", str(max_restarts), "--network", network]
+        options = ["--max-restarts", str(max_restarts), "--network", network]
+        if workers is None and plan is None:
+            workers = 2
+        if workers is not None:
+            options += ["--workers", str(workers)]
+        calls = workers or 1
+        if plan is not None:
+            path = directory / "plan.json" if isinstance(plan, NotebookPlans) else Path(plan)
+            if isinstance(plan, NotebookPlans):
+                plan.save(path)
+            calls = _calls_of_plan(path, workers) or calls
+            options += ["--plan", str(path)]
         options += ["--error-file", str(directory / FAILURE), "--grace", f"{grace_seconds:g}"]
         if threads_per_worker is not None:
             options += ["--threads-per-worker", str(threads_per_worker)]
@@ -103,50 +120,31 @@ def from_notebook(
             code = launcher.follow()
         if launcher.error:
             raise UsageError(launcher.error)
-        _raise_failure(code, directory, workers, launcher.last_lines)
-        return _values(directory, workers)
+        _raise_failure(code, directory, calls, launcher.last_lines)
+        return _values(directory, calls)
+
+
+def _calls_of_plan(path: Path, workers: int | None) -> int | None:
+    """Returns how many processes of a run by a plan call the function; None if there is no plan for these workers."""
+    best = best_plan(PlanFile.read(path), workers=workers)
+    if best is None:
+        return None
+    processes = Processes.of(best)
+    return 1 if processes.has_chief or processes.parameter_servers else processes.workers
 
 
 def _check_options(
     function: Any, workers: Any, max_restarts: Any, threads_per_worker: Any, network: Any, grace_seconds: Any
 ) -> None:
-    if not callable(function):
-        text = repr(function)
-        raise TypeError(
-            f"`function` is not callable. Received: {text if len(text) <= 80 else f'{text[:77]}...'} of type "
-            f"{type(function).__name__}. Expected: a function. Pass its name without parentheses: "
-            "from_notebook(train), not from_notebook(train())."
-        )
-    check_whole_number("workers", workers, at_least=1)
+    check_function(function, caller="from_notebook")
+    if workers is not None:
+        check_whole_number("workers", workers, at_least=1)
     check_whole_number("max_restarts", max_restarts, at_least=0)
     if threads_per_worker is not None:
         check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
     check_seconds("grace_seconds", grace_seconds)
     if network not in _NETWORKS:
         raise ValueError(f"Invalid `network`. Received: network={network!r}. Expected: one of {_NETWORKS}.")
-
-
-def _write_call(directory: Path, function: Any, arguments: tuple[Any, ...]) -> None:
-    try:
-        with atomic_files.replacing(directory / CALL, durable=False) as file:
-            pickle.dump(_cells(), file)
-            dump((function, arguments), file, tensors=False)
-    except PicklingError as error:
-        raise TypeError(
-            f"The function cannot be sent to the workers. Received: {explain_pickling_error(function, arguments)}. "
-            "Expected: a function whose arguments, closure and global variables can be pickled. Create such an object "
-            "in the function, which runs in each worker, or pass what it is created from: NumPy arrays, a path, "
-            "numbers."
-        ) from error
-
-
-def _cells() -> dict[str, list[str]]:
-    """Returns the source lines of notebook cells, which have no file, by their name in tracebacks."""
-    return {
-        name: entry[2]
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
-    }
 
 
 def _raise_failure(code: int, directory: Path, workers: int, last_lines: tuple[str, ...]) -> None:

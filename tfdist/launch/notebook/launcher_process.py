@@ -1,4 +1,4 @@
-"""The `tfdist run` process of `from_notebook`: shows its output in the cell and passes interrupts on to it."""
+"""The `tfdist` process of a notebook: shows its output in the cell and passes interrupts on to it."""
 
 import codecs
 import os
@@ -17,7 +17,7 @@ _LAST_LINES = 20
 _MAX_FORWARDED_INTERRUPTS = 2
 _PYTHON_NAMES = {"grace": "grace_seconds"}  # where it is not that of the command line
 _OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*) ([^\s;,()]*[^\s;,().])")
-_ERROR = "tfdist run: error: "
+_ERROR = re.compile(r"tfdist (run|plan): error: ")
 # TensorFlow 2.21 prints these lines at any TF_CPP_MIN_LOG_LEVEL.
 _INFORMATION = re.compile(r"\[\d+\] (I\d{4} [\d:.]+ +\d+ |WARNING: All log messages before absl::InitializeLog)")
 # The launcher repeats the last lines of a failed worker, which the cell has already shown.
@@ -31,6 +31,7 @@ class NotebookLauncher:
 
     Args:
         arguments: Arguments of `tfdist`.
+        printed: The path of a file for what the process itself prints to its standard output; empty: shows it.
 
     Raises:
         OSError: If the system cannot start another process.
@@ -39,12 +40,12 @@ class NotebookLauncher:
         error: The launcher's message about a wrong command, or an empty string.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, printed: str = "") -> None:
         environ = dict(os.environ)
         if environ.get("MPLBACKEND", "").startswith("module://"):
             del environ["MPLBACKEND"]  # a backend that draws into notebook cells
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program("run_launcher", os.getpid(), list(arguments))],
+            [sys.executable, "-c", program("run_launcher", os.getpid(), list(arguments), printed)],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -100,8 +101,8 @@ class NotebookLauncher:
         return code
 
     def _show(self, line: str, is_error: bool) -> None:
-        if line.startswith(_ERROR):
-            self.error = in_python(line.removeprefix(_ERROR))
+        if _ERROR.match(line):
+            self.error = in_python(_ERROR.sub("", line, count=1))
             return
         if is_error and line.startswith("["):
             if self._hides_information and _INFORMATION.match(line):

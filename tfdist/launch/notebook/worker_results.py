@@ -10,7 +10,6 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.utils import atomic_files
 from tfdist.utils.formatting import signal_name
 
-CALL = "call.pickle"
 FAILURE = "failure.json"
 _PREEMPTED = "a signal announced a preemption, and the workers saved and left. Run the cell again to resume"
 
