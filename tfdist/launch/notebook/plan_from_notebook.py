@@ -82,8 +82,8 @@ def plan_from_notebook(
         timeout_seconds: The limit of the measurements.
 
     Returns:
-        The plans: `plans` as `tfdist.planning.plans.Plan`, best first for each number of workers, and `too_large`, those
-        that do not fit into memory, with the missing bytes. `save(path)` writes the file for `tfdist run --plan`. The
+        The plans: `plans` as `tfdist.planning.plans.Plan`, best first for each number of workers, and `too_large` with
+        the missing bytes, those that do not fit into memory. `save(path)` writes the file for `tfdist run --plan`. The
         representation is the table.
 
     Raises:
