@@ -53,14 +53,15 @@ class StepMeter:
     """Measures the training steps of a process from the beginning of one to the beginning of the next.
 
     So the time includes the data and what other callbacks do after a step; evaluation and other work between epochs do
-    not count, nor does the last execution of an epoch. The first steps are left out, and the complete first epoch if
-    others follow, because it may trace the step for batches of another size.
+    not count, nor do the last execution of an epoch and the first one, which waits for workers that are still busy
+    between epochs. The first steps are left out, and the complete first epoch if others follow, because it may trace
+    the step for batches of another size.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy, self._plan = strategy, strategy.plan
         self._sent_before = _bytes_sent(strategy)
-        self._executions = self._epochs = self._steps = 0  # those of `_steps` are of finished epochs
+        self._executions = self._of_epoch = self._epochs = self._steps = 0  # `_steps`: of finished epochs
         self._began: tuple[int, float] | None = None  # the last execution: its first step, and when
         self._first = 0  # step of the epoch
         self._ended: deque[int] = deque(maxlen=_REORDERED)
@@ -75,10 +76,11 @@ class StepMeter:
         """Call this when the step function begins with `step`, counted in the epoch."""
         now = time.perf_counter()
         if self._began is None:
-            self._first = step
+            self._first, self._of_epoch = step, 0
         else:
             self._executions += 1
-            if self._executions > _WARM_UP_EXECUTIONS:
+            self._of_epoch += 1
+            if self._executions > _WARM_UP_EXECUTIONS and self._of_epoch > 1:
                 self._counted[min(self._epochs, 1)].add(step - self._began[0], now - self._began[1])
         self._began = step, now
 

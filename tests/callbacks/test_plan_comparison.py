@@ -61,9 +61,9 @@ def test_the_first_executions_are_left_out(clock):
 def test_the_first_epoch_is_left_out_if_others_follow(clock):
     meter = StepMeter.of(FakeStrategy(plan=plan()))
     epoch(meter, clock, [60.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0])
-    epoch(meter, clock, [2.0, 2.0])
+    epoch(meter, clock, [60.0, 2.0, 2.0])
     assert meter.comparison().measured_step_seconds == 1.0, "one step of the second epoch is not enough"
-    epoch(meter, clock, [2.0, 2.0, 2.0])
+    epoch(meter, clock, [60.0, 2.0, 2.0, 60.0])  # the first step waits for workers that begin the epoch later
     assert meter.comparison().measured_step_seconds == 2.0
 
 
