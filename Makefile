@@ -19,8 +19,9 @@ TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Variables of the user's shell that tests must not see.
-unexport TF_CONFIG PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Variables of the user's shell that tests must not see. Without bytecode files, each of the hundreds of processes that
+# tests start would compile tfdist again.
+unexport TF_CONFIG PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL ?= 3
@@ -74,7 +75,7 @@ browser:
 	    echo "No Chromium: the test that opens TensorBoard in a browser is skipped."
 
 test-long: $(STAMP) browser
-	$(BIN)/python -m pytest -m long
+	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,6 +11,14 @@ import pytest
 framework_imports.install()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+# Their tests check a run that an earlier file starts. At the same time they would only wait for the other test process.
+_LAST = ("test_cluster_training.py", "test_elastic_on_workers.py", "test_multi_worker_strategy.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves files whose run has been started by another file to the end."""
+    items.sort(key=lambda item: item.path.name in _LAST)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+import graph_optimizations
+
 _ALLOCATIONS_BEFORE_A_COLLECTION = 10_000  # Python's default: 700
 _FRAMEWORKS = frozenset({"keras", "tensorflow"})
 _OPTIONAL = frozenset({"IPython", "matplotlib", "scipy", "sklearn"})
@@ -44,6 +46,8 @@ class _Finder:
                 if collects:
                     gc.freeze()
                     gc.enable()
+            if name == "tensorflow":
+                graph_optimizations.install()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -113,7 +113,8 @@ def table(results: list[PairResult]) -> str:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TF_CONFIG")}
-    return {**kept, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONNOUSERSITE": "1"}
+    settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONNOUSERSITE": "1", "TEST_GRAPPLER": "twice"}
+    return {**kept, "KERAS_BACKEND": "tensorflow", **settings}
 
 
 def main() -> None:
