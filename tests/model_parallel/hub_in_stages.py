@@ -71,7 +71,7 @@ def main(name: str, results: Path) -> None:
     devices = [f"CPU:{index}" for index in range(8)]
     layout = auto_layout(build(), 2)
     strategy = ModelParallelStrategy(devices, pipeline=pipeline, data_parallel=2, layout_map=layout)
-    model, reference, logs = runs.fit_both(strategy, build, _compile, inputs, targets, epochs=5)
+    model, reference, logs = runs.fit_both(strategy, build, _compile, inputs, targets, epochs=5, traced=True)
     lines: list[str] = []
     strategy.summary(model, lines.append)
     found: dict[str, Any] = {

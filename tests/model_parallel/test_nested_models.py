@@ -77,6 +77,7 @@ def test_nested_models_are_cut(cuts: list[str] | None, columns: int, tmp_path: A
         runs.TARGETS,
         batch_size=40,
         sample_weight=runs.SAMPLE_WEIGHTS,
+        traced=True,
     )
     assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
     assert [one.path for one in model.weights] == [one.path for one in reference.weights]

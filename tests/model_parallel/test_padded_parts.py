@@ -122,14 +122,13 @@ def test_files_and_checkpoints_hold_complete_values(tmp_path: Path) -> None:
     assert difference(loaded.weights, model.weights) == 0.0
     assert difference(loaded.optimizer.variables, model.optimizer.variables) == 0.0
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "checkpoint")
-    other = trained(4, 2)
+    other, expected = trained(4, 2, tmp_path / "recovered"), trained(2, 2)
+    assert difference(other.weights, expected.weights) <= 1e-6
+    assert difference(other.optimizer.variables, expected.optimizer.variables) <= 1e-6
     tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
     assert difference(other.weights, model.weights) == 0.0
     assert difference(other.optimizer.variables, model.optimizer.variables) == 0.0
     other.load_weights(tmp_path / "model.keras")
-    resumed, expected = trained(4, 2, tmp_path / "recovered"), trained(2, 2)
-    assert difference(resumed.weights, expected.weights) <= 1e-6
-    assert difference(resumed.optimizer.variables, expected.optimizer.variables) <= 1e-6
 
 
 def test_automatic_layouts_pad_vocabularies_alone() -> None:

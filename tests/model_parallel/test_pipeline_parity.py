@@ -62,8 +62,9 @@ def test_transformer_with_everything(optimizer: Any, options: dict[str, Any], tm
         data,
         None,
         batch_size=None,
-        epochs=7,
+        epochs=3,
         validation_data=data,
+        traced=True,
     )
     assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5
     if options.get("columns") == 2:
