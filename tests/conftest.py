@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import framework_imports
+import graph_optimizations
 import pytest
 
 framework_imports.install()
@@ -13,6 +14,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # Their tests check a run that an earlier file starts. At the same time they would only wait for the other test process.
 _LAST = ("test_cluster_training.py", "test_elastic_on_workers.py", "test_multi_worker_strategy.py")
+# How often Grappler optimizes graphs, by directory or file; once by default. The directories compare trainings with
+# themselves, and look at files and messages; the files compare the bits of several processes with those of one.
+_GRAPPLER = {
+    **dict.fromkeys(("any_strategy", "callbacks", "data_position", "recovery"), "off"),
+    **dict.fromkeys(("test_stages.py", "test_sharded_stages.py"), "twice"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,6 +38,17 @@ def small_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def graph_passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Optimizes the graphs of a file as often as its table says: see `graph_optimizations`."""
+    passes = _GRAPPLER.get(request.path.name) or _GRAPPLER.get(request.path.parent.name)
+    if passes is None:
+        yield
+        return
+    with graph_optimizations.grappler(passes):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_late_signal() -> Iterator[None]:
     """Prevents a signal that arrived too late to end the `fit` of one test from ending that of the next."""
@@ -42,12 +60,9 @@ def no_late_signal() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cpus() -> list[str]:
     """Four logical CPU devices. Every test that uses TensorFlow in this process requests this fixture."""
-    import shared_iterator_functions
     import tensorflow as tf
-    import without_autotuning
 
-    without_autotuning.install()
-    shared_iterator_functions.install()
+    graph_optimizations.install()
     physical = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * 4)
     return [f"CPU:{index}" for index in range(len(tf.config.list_logical_devices("CPU")))]

@@ -28,8 +28,7 @@ print(json.dumps([*before, gc.isenabled(), sklearn.is_fake]))
 
 def seen(folder, *arguments):
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    environment = child_environment(folder, TEST_GRAPPLER="twice")  # the package is not TensorFlow
-    return json.loads(subprocess.check_output(command, env=environment, cwd=folder))
+    return json.loads(subprocess.check_output(command, env=child_environment(folder), cwd=folder))
 
 
 def test_optional_packages_are_hidden_only_while_a_framework_is_imported(tmp_path):

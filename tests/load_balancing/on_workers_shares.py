@@ -10,10 +10,8 @@ import keras
 import moving_shares
 import numpy as np
 import share_programs
-import shared_iterator_functions
 import tensorflow as tf
 import unequal_programs
-import without_autotuning
 
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
@@ -100,8 +98,6 @@ def static_shares(strategy):
 
 
 def main(folder: Path, programs) -> None:
-    without_autotuning.install()
-    shared_iterator_functions.install()
     rank = cluster.detect().rank
     device = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))

@@ -13,7 +13,6 @@ import keras
 import local_models
 import numpy as np
 import tensorflow as tf
-import without_autotuning
 from local_models import compiled, fit, weights
 
 from tfdist.callbacks import CommunicationReport, FailureRecovery
@@ -123,7 +122,6 @@ def resumed(folder, save):
 
 
 def main(folder, devices):
-    without_autotuning.install()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
     strategy = MultiWorkerMirroredStrategy()

@@ -19,7 +19,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-import without_autotuning
 from test_callbacks_in_stages import Interruption, train
 
 from tfdist.callbacks import FailureRecovery
@@ -193,7 +192,6 @@ def failures(folder: Path, pids: list[int]) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    without_autotuning.install()
     with workers(folder) as pids:
         found = resumes(folder) | failures(folder, pids)
     found["chief tensors"] = sorted(found["chief tensors"])

@@ -8,13 +8,11 @@ import keras
 import layout_models as models
 import numpy as np
 import pipeline_runs as runs
-import without_autotuning
 
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 
 
 def main(folder: Path) -> None:
-    without_autotuning.install()
     pipeline = Pipeline(stages=2, micro_batches=1)
     strategy = ModelParallelStrategy(pipeline=pipeline, layout_map=models.layout(2))
     model, reference, logs = runs.fit_both(

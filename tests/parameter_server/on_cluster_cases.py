@@ -16,7 +16,6 @@ import cluster_loss_cases  # noqa: F401
 import cluster_program_cases  # noqa: F401
 import cluster_synchronous_cases  # noqa: F401
 import cluster_variable_cases  # noqa: F401
-import without_autotuning
 from cluster_cases import CASES
 from comparison import plain
 
@@ -25,7 +24,6 @@ FOLDER = Path(sys.argv[1])
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    without_autotuning.install()  # also of the iterators that workers create
     results = {}
     for name in names:
         began, cpu = time.monotonic(), time.process_time()

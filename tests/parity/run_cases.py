@@ -24,10 +24,8 @@ import metric_cases  # noqa: F401
 import model_cases  # noqa: F401
 import numpy as np
 import optimizer_cases  # noqa: F401
-import shared_iterator_functions
 import static_size_cases  # noqa: F401
 import tensorflow as tf
-import without_autotuning
 from absl import app, flags
 from cases import CASES, Case
 from comparison import largest_difference, plain
@@ -42,8 +40,6 @@ _CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty
 
 
 def main(_: list[str]) -> None:
-    without_autotuning.install()
-    shared_iterator_functions.install()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value)
     workers = "TF_CONFIG" in os.environ

@@ -11,9 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import sharded_models
-import shared_iterator_functions
 import tensorflow as tf
-import without_autotuning
 
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
@@ -56,8 +54,6 @@ def read_alone(model, rank, end):
 
 
 def main(folder, devices):
-    without_autotuning.install()
-    shared_iterator_functions.install()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
     sharded = MultiWorkerMirroredStrategy(shard_optimizer_state=True)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import shared_iterator_functions
 import tensorflow as tf
-import without_autotuning
 from on_workers_compression import exchange
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
@@ -97,8 +95,6 @@ def static_sizes(strategy, folder):
 
 
 def main(folder: Path) -> None:
-    without_autotuning.install()
-    shared_iterator_functions.install()
     devices = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(devices[0], [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = MultiWorkerMirroredStrategy()

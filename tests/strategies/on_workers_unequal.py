@@ -8,10 +8,8 @@ from pathlib import Path
 import elastic_programs
 import keras
 import numpy as np
-import shared_iterator_functions
 import tensorflow as tf
 import unequal_programs
-import without_autotuning
 
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
@@ -74,8 +72,6 @@ def resumed(folder):
 
 
 def main(folder: Path) -> None:
-    without_autotuning.install()
-    shared_iterator_functions.install()
     rank = cluster.detect().rank
     device = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))

@@ -5,6 +5,8 @@ installed, each only for a feature that no test uses. Here they are not importab
 imported; before and afterwards, they are. Nor is garbage collected meanwhile: the imports create a million objects and
 discard few, and the objects that they create stay out of later collections, which are rarer than by default, too:
 tracing creates many objects that live as long as its graph.
+
+Once TensorFlow has been imported, it is prepared for trainings of few steps.
 """
 
 import gc
@@ -12,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-
-import graph_optimizations
 
 _ALLOCATIONS_BEFORE_A_COLLECTION = 10_000  # Python's default: 700
 _FRAMEWORKS = frozenset({"keras", "tensorflow"})
@@ -46,11 +46,20 @@ class _Finder:
                 if collects:
                     gc.freeze()
                     gc.enable()
-            if name == "tensorflow":
-                graph_optimizations.install()
+            if name == "tensorflow" and hasattr(module, "__version__"):  # not that of a test
+                _prepare_tensorflow()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _prepare_tensorflow() -> None:
+    """Makes short trainings cheaper in this process; see the modules."""
+    import shared_iterator_functions
+    import without_autotuning
+
+    shared_iterator_functions.install()
+    without_autotuning.install()
 
 
 def install() -> None:
