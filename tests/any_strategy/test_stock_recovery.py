@@ -14,7 +14,7 @@ from training import differences
 
 pytestmark = pytest.mark.usefixtures("cpus")
 # What each is about, other cases have, too: XLA, and the `fit` of one process.
-LONG = ("mirrored, one device, compiled", "one device", "none, compiled")
+LONG = ("mirrored, one device, compiled", "one device", "none, compiled", "one device, accumulating, compiled")
 KILLED = "mirrored, accumulating", "one device, accumulating, compiled"
 
 

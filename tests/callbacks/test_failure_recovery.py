@@ -79,6 +79,7 @@ def test_a_compressed_training_with_a_report_of_communication(tmp_path):
     assert any("bytes" in name for name in result) and same_table == table
 
 
+@pytest.mark.long  # by default tests/data_position/test_resumable_iterator.py resumes within two steps an execution
 def test_two_steps_an_execution(tmp_path):
     expected = train(tmp_path / "undisturbed", steps_per_execution=2, every_epochs=100)
     # Of 7 steps, after 6 with the last save after 4, and within the next epoch.

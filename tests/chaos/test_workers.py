@@ -21,6 +21,15 @@ TRAININGS = {
         ("workers", 2),
         [
             {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP", "after_save": 3},
+            {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the save after step 6
+            {"rank": 1, "at": "on_train_batch_end", "count": 7, "do": "SIGTERM"},
+        ],
+        [0, 3, 3, 11],
+    ),
+    "2 workers, more faults": (
+        ("workers", 2),
+        [
+            {"rank": 1, "at": "train_step", "count": 5, "do": "SIGSTOP", "after_save": 3},
             {"rank": 0, "at": "restore", "count": 1, "do": "SIGKILL"},
             {"rank": 1, "at": "fsync", "count": 1, "do": "ENOSPC"},  # of the save after step 6; found at the next
             {"rank": 1, "at": "fsync", "count": 1, "do": "SIGKILL"},  # of the same save

@@ -37,11 +37,9 @@ def _quiet(recwarn):
 ON_DEVICES = {
     "tfdist": [
         "arrays",
-        "dataset reshuffled",
         "dataset with uneven batches repeated",
         "dataset of unknown length, two steps an execution",
         "datasets of a function",
-        "PyDataset with its own order",
     ],
     "stock": ["dataset validated by itself", "distributed dataset"],
 }
@@ -51,11 +49,13 @@ LONG = {
         "arrays, two steps an execution",
         "dataset of unknown length over epochs",
         "dataset repeated in every epoch",
+        "dataset reshuffled",
         "dataset with the global seed",
         "dataset shuffled and kept",
         "dataset with validation",
         "PyDataset",
         "PyDataset over epochs",
+        "PyDataset with its own order",
     ],
     "stock": [
         "arrays",

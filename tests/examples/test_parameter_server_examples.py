@@ -25,6 +25,8 @@ def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:
     assert rows[2][3] == f"{3 * 1442:,}", output
 
 
+# By default the cases of tests/parameter_server train by federated averaging.
+@pytest.mark.long
 def test_clients_with_two_digits_each_learn_all_digits(tmp_path: Path) -> None:
     output = run(1, "federated.py", f"--data_dir={tmp_path}")
     last = re.search(

@@ -9,7 +9,7 @@ import pytest
 from child_environment import child_environment
 
 
-@pytest.mark.slow
+@pytest.mark.long  # what they check in one process, tests/parity checks on two replicas by default
 def test_keras_own_distribution_tests_pass():
     command = [sys.executable, str(Path(__file__).with_name("run_keras_tests.py"))]
     finished = subprocess.run(

@@ -58,7 +58,10 @@ def scaled():
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), initial_scale=64.0)
 
 
-@pytest.mark.parametrize("optimizer", [adam, decayed_average, accumulated, scaled])
+# By default tests/strategies/test_xla.py scales losses, tests/model_parallel/test_large_updates_in_stages.py averages.
+@pytest.mark.parametrize(
+    "optimizer", [adam, accumulated, *(pytest.param(one, marks=pytest.mark.long) for one in (decayed_average, scaled))]
+)
 def test_updates_equal_those_without_xla(cpus, updated, optimizer):
     arguments = {"steps_per_execution": 3} if optimizer is adam else {}
     without = train(cpus, optimizer, jit_compile=False)

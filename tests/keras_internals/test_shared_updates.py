@@ -70,9 +70,9 @@ def scaled():
     [
         (keras.optimizers.Adam, dense, {"steps_per_execution": 3}),
         (keras.optimizers.Adam, embedding, {}),
-        (scheduled, dense, {}),
         (accumulated, dense, {}),
-        (scaled, dense, {}),
+        pytest.param(scheduled, dense, {}, marks=pytest.mark.long),
+        pytest.param(scaled, dense, {}, marks=pytest.mark.long),
     ],
 )
 def test_replicas_share_an_update_bit_for_bit(cpus, traces, monkeypatch, optimizer, build, arguments):

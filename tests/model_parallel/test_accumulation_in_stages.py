@@ -7,6 +7,7 @@ import numpy as np
 import pipeline_runs as runs
 import pytest
 import tensorflow as tf
+from one_process import in_one_process
 from pipeline_runs import difference, difference_of_columns, strategy_of
 
 from tfdist.callbacks import GradientAccumulation
@@ -28,12 +29,12 @@ def fitted(strategy: Any, optimizer: Any, batch_size: int, x: Any = runs.X[:48],
     return model
 
 
-@pytest.mark.parametrize("by_callback", [False, True])
+@pytest.mark.parametrize("by_callback", [pytest.param(False, marks=pytest.mark.long), True])
 def test_micro_steps_equal_a_step_on_a_large_batch(by_callback: bool) -> None:
     callbacks = [GradientAccumulation(3)] if by_callback else []
     steps = None if by_callback else 3
     model = fitted(strategy_of(2, 2), lambda: with_everything(steps), 8, epochs=3, callbacks=callbacks)
-    reference = fitted(tf.distribute.get_strategy(), lambda: with_everything(None), 24, epochs=3)
+    reference = in_one_process(lambda strategy: fitted(strategy, lambda: with_everything(None), 24, epochs=3))
     assert int(model.optimizer.iterations.numpy()) == 6
     assert difference(model.weights, reference.weights) <= 1e-6 and difference_of_columns(model) == 0.0
 

@@ -77,6 +77,7 @@ def test_columns_of_one_stage_equal_mirrored_replicas(count: int, compression: A
     assert found.keys() == expected.keys() and any(key.endswith("residual") for key in found)
 
 
+@pytest.mark.long  # the tests below train in such columns, and that above compares sums with those of replicas
 def test_two_stages_in_two_columns_converge_like_uncompressed_ones() -> None:
     compressed, exact = (built(columns_of(2, 2, method), adam) for method in ("int4", None))
     losses, expected = fit(compressed, epochs=15), fit(exact, epochs=15)

@@ -158,7 +158,7 @@ class Gated(layers.Layer):
         return x + self.down(ops.multiply(0.5 * self.up(x), keras.activations.gelu(gate, approximate=True)))
 
 
-@pytest.mark.parametrize("kind", ["dense", "einsum", "scaled"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("einsum", marks=pytest.mark.long), "scaled"])
 def test_gated_blocks(kind: str) -> None:
     """Products of split values stay split, if code computes them element by element from nothing else."""
 

@@ -29,7 +29,7 @@ def _sum(y: Any, y_pred: Any) -> Any:
         (Scalar(), runs.WEIGHTS),
         (Scalar(reduction="mean_with_sample_weight"), runs.WEIGHTS),
         (Scalar(reduction="sum"), runs.WEIGHTS * 0.1),
-        (Scalar(reduction="sum"), None),
+        pytest.param(Scalar(reduction="sum"), None, marks=pytest.mark.long),
         (_sum, runs.WEIGHTS),
     ],
     ids=["mean", "weighted mean", "sum", "sum without weights", "sum function"],
@@ -123,7 +123,7 @@ class LearnedWeights(keras.Model):
 
 
 @pytest.mark.parametrize("columns", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("kind", [Documented, LearnedWeights])
+@pytest.mark.parametrize("kind", [pytest.param(Documented, marks=pytest.mark.long), LearnedWeights])
 def test_own_losses_update_metrics_and_train_variables(kind: type, columns: int) -> None:
     def build() -> keras.Model:
         inputs = keras.Input((12,))

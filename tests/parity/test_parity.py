@@ -23,12 +23,15 @@ _LEFT_OUT = set(
     "metrics_of_regressors own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples "
     "sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
 )
-# Contained in other cases (accumulation, arrays, overflows), or by default on two workers. `make matrix` runs XLA.
+# Contained in other cases (accumulation, arrays, overflows), or by default on two workers or parameter servers, or
+# under schedules of GradientAccumulation. `make matrix` runs XLA.
 _LONG_ON_REPLICAS = set(
-    "accumulation_by_callback adam class_weights compiled_by_xla convolutions_without_samples "
+    "accumulation_by_callback accumulation_that_changes adam batch_logs class_weights compiled_by_xla "
+    "convolutions_without_samples "
     "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch "
     "lookups_without_samples loss_scale loss_scale_overflow_on_one_replica masked_sequences run_eagerly "
-    "stateful_layers static_sizes step_of_the_guide steps_per_execution sum_reduction".split()
+    "on_batch_methods regularizers seeded_shuffle_and_cache stateful_layers static_sizes step_of_the_guide "
+    "steps_per_execution sum_reduction texts".split()
 )
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "

@@ -87,7 +87,9 @@ def half_done(cpus):
     return trained
 
 
-@pytest.mark.parametrize(("old", "new"), [((4, 2), (2, 4)), ((2, 4), (4, 2)), ((4, 2), (2, 2))])
+@pytest.mark.parametrize(
+    ("old", "new"), [((4, 2), (2, 4)), pytest.param((2, 4), (4, 2), marks=pytest.mark.long), ((4, 2), (2, 2))]
+)
 def test_an_update_that_is_half_done_is_completed(cpus, half_done, old, new):
     """From a number of replicas and of micro-steps per update to another one."""
     saved, expected = half_done(*old)

@@ -23,7 +23,9 @@ _COVERED = {
     "averages",
     "clipnorm",
     "clipvalue",
+    "global_clipnorm",
     "lion",
+    "rmsprop",
 }
 
 
@@ -58,8 +60,7 @@ def test_two_replicas_compute_what_they_do_with_whole_state(cpus, name):
     ("name", "replicas"),
     [
         ("everything", 3),
-        ("adam", 4),
-        *(pytest.param(*of, marks=pytest.mark.long) for of in [("everything", 4), ("adam", 3)]),
+        *(pytest.param(*of, marks=pytest.mark.long) for of in [("everything", 4), ("adam", 3), ("adam", 4)]),
     ],
 )
 def test_more_replicas(cpus, name, replicas):

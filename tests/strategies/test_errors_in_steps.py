@@ -58,9 +58,7 @@ def unequal_variables(model, strategy):
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "accumulated"), [("mirrored", (0, 0, 3, 3), 2), ("one worker", (2, 2), None)]
-)
+@pytest.mark.parametrize(("kind", "steps", "accumulated"), [("mirrored", (0, 0, 3, 3), 2), ("one worker", (2,), None)])
 def test_training_continues_after_an_error_on_the_last_replica(cpus, kind, steps, accumulated):
     strategy = STRATEGIES[kind](cpus)
     model = compiled(strategy, gradient_accumulation_steps=accumulated)

@@ -35,17 +35,17 @@ def in_parts(cpus, count):
 # Cases that depend on how a step is computed; tests/parity covers the others.
 _CASES = """
 added_losses generative_adversarial_networks accumulation_with_clipping_ema_decay_and_schedule
-compute_loss_of_the_users_own convolutions_without_samples custom_train_step embedding_with_accumulation
-masked_sequences mean_with_sample_weight on_batch_methods run_eagerly_without_samples sum_reduction
-synchronized_batch_normalization
+compute_loss_of_the_users_own custom_train_step embedding_with_accumulation masked_sequences mean_with_sample_weight
+run_eagerly_without_samples synchronized_batch_normalization
 """.split()
-# The last lines: contained in others (added losses, adversarial networks, parts without rows), and on two replicas.
+# The last lines: contained in others (added losses, adversarial networks, parts without rows), and on two replicas or
+# workers.
 _LONG = """
 class_weights constraints embedding_with_global_clipnorm last_batch_of_one_sample last_partial_batch
 loss_function_that_averages loss_scale loss_scale_overflow_on_one_replica own_losses_and_logs regularizers run_eagerly
 sample_weights seeded_shuffle_and_cache steps_per_execution texts
-endpoint_layers float8 lookups_without_samples loss_scale_overflow_in_an_accumulation many_inputs_and_outputs
-two_optimizers_in_a_step
+convolutions_without_samples endpoint_layers float8 lookups_without_samples loss_scale_overflow_in_an_accumulation
+many_inputs_and_outputs on_batch_methods sum_reduction two_optimizers_in_a_step
 """.split()
 
 
