@@ -82,6 +82,21 @@ def test_a_checkpoint_restores_shares_and_measurements():
     assert [int(end) for _, end in restored.bounds(64)] == [int(end) for _, end in shares.bounds(64)]
 
 
+def test_the_first_steps_after_a_restore_are_not_measured():
+    """They compile and allocate, as those of a new training do."""
+    shares = moved()
+    for _ in range(2):  # which are ignored, as rows have moved
+        step(shares, [0.2, 0.2, 0.2], [12, 2, 2])
+    restored = shares_of(options=LoadBalancing(every_steps=1, smoothing=0.0))
+    restored.restore(shares.saved())
+    before = restored.stats()[0].share
+    for _ in range(2):
+        step(restored, [9.0, 0.1, 0.1], [12, 2, 2])
+    assert restored.stats()[0].share == before
+    step(restored, [9.0, 0.1, 0.1], [12, 2, 2])
+    assert restored.stats()[0].share < before
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -6,6 +6,7 @@ import pytest
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.share_planning import (
     SECONDS,
+    SECONDS_PER_ROW,
     SHARE,
     STEPS,
     WAITED_SECONDS,
@@ -78,6 +79,21 @@ def test_a_worker_whose_first_share_is_no_row_gets_some_and_is_measured():
     workers.state = initial_state([1, 1000])
     workers.run(300)
     assert workers.shares[0] == pytest.approx(0.5, abs=0.04)
+
+
+def test_a_worker_without_a_measurement_counts_as_the_slowest_one():
+    workers = Workers([1.0, 1.0], options=LoadBalancing(every_steps=1), noise=0.0)
+    workers.state = initial_state([1, 1000])
+    workers.run(3)  # of which two are ignored
+    assert workers.state[SHARE].tolist() == [32, 32]
+
+
+def test_earlier_measurements_have_the_weight_of_the_smoothing():
+    options, rows = LoadBalancing(every_steps=1, smoothing=0.75), np.array([10.0, 10.0])
+    state = initial_state([1, 1])
+    for seconds in ([9.0, 9.0], [9.0, 9.0], [0.1, 0.1], [0.2, 0.1]):  # the first two are ignored
+        state = after_step(state, np.array(seconds), rows, [1, 1], options)
+    np.testing.assert_allclose(state[SECONDS_PER_ROW], [0.75 * 0.01 + 0.25 * 0.02, 0.01], rtol=1e-12)
 
 
 def test_a_single_stall_moves_nothing():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.parameter_server.batch_split import split, split_all
+from tfdist.parameter_server.batch_split import split, split_all, split_by
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -31,6 +31,12 @@ def test_no_row_of_batches_of_different_sizes_is_lost():
     parts = split_all(batches, 3)
     rows = [[piece[0][:, 0].numpy().tolist() for piece in part] for part in parts]
     assert rows == [[[0, 1, 2], [7], [8]], [[3, 4], [9]], [[5, 6]]]
+
+
+def test_a_part_has_no_pieces_without_rows():
+    batches = [(tf.zeros([4, 2]),), (tf.zeros([1, 2]),)]
+    parts = split_by(batches, lambda rows: [0, rows - rows // 4, rows // 4])
+    assert [[len(piece[0]) for piece in part] for part in parts] == [[], [3, 1], [1]]
 
 
 def test_rows_of_sparse_tensors():

@@ -1,0 +1,32 @@
+"""Workers note the exchanges that they have started, and name those that have not."""
+
+import pytest
+
+from tfdist.local_updates import exchange_progress
+from tfdist.local_updates.exchange_progress import ExchangeProgress
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The key-value store of the cluster."""
+    store = {}
+    monkeypatch.setattr(exchange_progress, "set_key_value", store.__setitem__)
+    monkeypatch.setattr(exchange_progress, "delete_key_value", store.__delitem__)
+    monkeypatch.setattr(exchange_progress, "wait_for_key_until", lambda key, seconds: key in store)
+    return store
+
+
+def test_a_second_call_names_the_workers_that_have_not_started(store):
+    first, second, third = (ExchangeProgress("exchanges", rank, 3) for rank in range(3))
+    assert first.late_workers(0) == ""  # it has just started, as perhaps all have
+    assert first.late_workers(0) == "worker 1, worker 2"
+    assert second.late_workers(0) == ""
+    assert first.late_workers(0) == "worker 2"
+    assert third.late_workers(0) == first.late_workers(0) == ""
+
+
+def test_notes_that_all_workers_have_passed_are_deleted(store):
+    progress = ExchangeProgress("exchanges", 0, 2)
+    for exchange in range(5):
+        progress.late_workers(exchange)
+    assert sorted(store) == ["exchanges/3/0", "exchanges/4/0"]
