@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "planning servers sharded_state training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "planning", "sharded_state"}),
+    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),

@@ -8,7 +8,6 @@ import tensorflow as tf
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.collectives.all_reduce import ReplicaReduction
 from tfdist.load_balancing.row_shares import RowShares
-from tfdist.planning.plans import Plan
 
 
 class TrainingStrategy(Protocol):
@@ -21,7 +20,7 @@ class TrainingStrategy(Protocol):
         plan: The plan by which `tfdist.strategies.planned()` created it; None if it was created by hand.
     """
 
-    plan: Plan | None = None
+    plan: Any = None
 
     @property
     def rank(self) -> int:
