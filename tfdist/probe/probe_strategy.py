@@ -59,6 +59,18 @@ class ProbeStrategy(MultiWorkerMirroredStrategy):
         with alone(self.extended):
             return super().distribute_datasets_from_function(dataset_fn, options)
 
+    def summary(self, model: Any, print_fn: Callable[[str], Any] | None = None) -> None:
+        """Does nothing: this process has no stages that `ModelParallelStrategy` would print."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            "The program uses something of its strategy that does not exist while it is measured. Received: "
+            f"{name!r}. Expected: attributes of `tf.distribute.Strategy` and MultiWorkerMirroredStrategy before the "
+            "first `fit`. Write `strategy = tfdist.strategies.planned()`, or use it after `fit`."
+        )
+
 
 def stand_in_for_all(strategy: ProbeStrategy) -> None:
     """Makes the program use `strategy` for every strategy that it creates from now on, and in every scope."""

@@ -57,24 +57,24 @@ class ProbeRequest:
 class ProgramProbe:
     """Measures a model."""
 
-    def __init__(self, request: ProbeRequest, strategy: ProbeStrategy, say: Callable[[str], None]) -> None:
-        """Prepares measurements; `say` is called with what is measured next."""
-        self._request, self._strategy, self._say = request, strategy, say
+    def __init__(self, request: ProbeRequest, strategy: ProbeStrategy, enter_stage: Callable[[str], None]) -> None:
+        """Prepares measurements; `enter_stage` is called with what is measured next."""
+        self._request, self._strategy, self._enter_stage = request, strategy, enter_stage
 
     def measure(self, model: Any, fit: Callable[..., Any], arguments: Mapping[str, Any]) -> ProgramMeasurement:
         """Measures `model` on the data of its `fit`, which was called with `arguments`."""
-        self._say("reads the first batches of the data")
+        self._enter_stage("reads the first batches of the data")
         data = first_batches(model, fit, arguments)
         process_bytes = resident_bytes()
         steps = WorkerSteps(self._strategy, model, fit, data)
         counts = sorted(set(self._request.workers) | {1})
         members = next((count for count in counts if count > 1), 2)
         rows = _rows(data, members)
-        self._say(f"trains on {rows} of {data.rows} samples to see the gradients")
+        self._enter_stage(f"trains on {rows} of {data.rows} samples to see the gradients")
         observed = steps.observe(members, rows)
         start_seconds = time.time() - self._request.started
         measured = self._steps(steps, data, counts, compiled=False)
-        self._say("times the forward pass and the update")
+        self._enter_stage("times the forward pass and the update")
         update_seconds = steps.update_seconds(members, observed.updates)
         alone = next(step.seconds for step in measured if step.rows == rows)
         computing = max(alone - update_seconds, 0.0)
@@ -88,7 +88,7 @@ class ProgramProbe:
         graph = graph_of_stages(model, self._strategy, _inputs(data, data.rows))
         layers: tuple[LayerMeasurement, ...] = ()
         if graph is not None:
-            self._say("times the layers")
+            self._enter_stage("times the layers")
             layers = layer_table(graph, _inputs(data, data.rows), computation, may_measure=self._request.has_time)
         trainable = model.trainable_variables
         return ProgramMeasurement(
@@ -118,8 +118,10 @@ class ProgramProbe:
         by_rows = {_rows(data, count): count for count in sorted(counts)}
         found = []
         for rows, members in sorted(by_rows.items()):
-            self._say(f"times steps on {rows} samples{' compiled by XLA' if compiled else ''}")
+            self._enter_stage(f"times steps on {rows} samples{' compiled by XLA' if compiled else ''}")
             found.append(steps.measure(members, rows, compiled=compiled))
+            if compiled and not self._request.has_time:
+                return []
         return found
 
     def _compiled_steps(self, steps: WorkerSteps, data: FirstBatches, counts: Sequence[int]) -> list[StepMeasurement]:
@@ -137,7 +139,7 @@ class ProgramProbe:
             for members in (2, _MOST_MEMBERS) if max(counts) > 2 else (2,):
                 if method != DENSE and not self._request.has_time:
                     continue
-                self._say(f"times the exchange of gradients, {method}, {members} workers")
+                self._enter_stage(f"times the exchange of gradients, {method}, {members} workers")
                 found.append(measure_exchange(self._strategy, updates, method, members, error))
                 error = found[-1].gradient_error
         return found

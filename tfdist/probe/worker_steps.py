@@ -164,4 +164,5 @@ class WorkerSteps:
 def _identity(gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.identity(gradient)
-    return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
+    shape = tf.constant(gradient.dense_shape.numpy(), gradient.dense_shape.dtype)
+    return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), shape)
