@@ -57,6 +57,14 @@ def test_a_step_is_timed_without_its_waits_and_reported_in_the_next_one(timer, o
     assert run(tf.constant(2.0)).numpy().tolist() == [seconds, 7.0]
 
 
+def test_the_length_of_a_wait_is_left_out(timer, monkeypatch):
+    """The first reading is 2 s, each further one twice as late; the second begins a wait, the third ends it."""
+    monkeypatch.setattr(step_timer, "_nanoseconds", lambda _, number: np.int64(2 ** int(number) * 10**9))
+    run = tf.function(lambda data: step(timer, data, waits=True), autograph=False)
+    run(tf.constant(1.0))
+    assert run(tf.constant(2.0)).numpy().tolist() == [(16 - 2) - (8 - 4), 7.0]
+
+
 def test_a_step_without_an_update_stores_nothing(timer):
     run = tf.function(lambda data: step(timer, data, gradients=False), autograph=False)
     run(tf.constant(1.0))
