@@ -41,7 +41,7 @@ def plan(
         shares_cores: Whether all workers share this machine's cores; else each has one.
     """
     command = [sys.executable, "-m", "tfdist.launch", "plan", "--allow-compression", "--json", str(file)]
-    command += [] if shares_cores else ["--cores-per-worker", "1"]
+    command += [] if shares_cores or probe else ["--cores-per-worker", "1"]
     command += ["--workers", ",".join(map(str, workers))]
     command += ["--link", f"{rate // 1000}kbit"] if rate else []
     command += ["--probe", str(probe)] if probe else [str(_PROGRAM), model, str(_BATCH_OF)]

@@ -60,7 +60,7 @@ class Candidate:
 
 
 def candidates(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
-    """Yields all plans that make sense, whether or not they fit into memory."""
+    """Yields all plans that make sense, also those that do not fit into memory."""
     if measured.program.rows < workers * conditions.devices:
         return  # some of them would compute nothing
     yield from _data_parallel(measured, conditions, workers)
@@ -74,9 +74,8 @@ def candidates(measured: Measurements, conditions: Conditions, workers: int) -> 
 
 def methods(measured: Measurements, conditions: Conditions) -> list[str]:
     """Returns the measured methods that the user allows, `DENSE` first."""
-    if not conditions.allow_compression:
-        return [DENSE]
-    return [DENSE, *dict.fromkeys(one.method for one in measured.program.exchanges if one.method != DENSE)]
+    others = [one.method for one in measured.program.exchanges] if conditions.allow_compression else []
+    return list(dict.fromkeys([DENSE, *others]))
 
 
 def _data_parallel(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
@@ -87,9 +86,11 @@ def _data_parallel(measured: Measurements, conditions: Conditions, workers: int)
         for method in methods(measured, conditions) if workers > 1 else [DENSE]:
             plain = DataParallel(method, compiled)
             variants: list[tuple[DataParallel, dict[str, Any], int]] = [(plain, {}, 0)]
-            for parts in _MICRO_BATCHES:
-                if program.rows >= parts * workers * conditions.devices:
-                    variants.append((dataclasses.replace(plain, micro_batches=parts), {"micro_batches": parts}, 1))
+            variants += [
+                (dataclasses.replace(plain, micro_batches=parts), {"micro_batches": parts}, 1)
+                for parts in _MICRO_BATCHES
+                if program.rows >= parts * workers * conditions.devices
+            ]
             if workers > 1:
                 variants.append((dataclasses.replace(plain, one_bucket=True), {"bucket_bytes": 0}, 1))
                 if program.slot_bytes and method.partition(":")[0] not in ("powersgd", "randomk", "topk"):
@@ -103,8 +104,9 @@ def _data_parallel(measured: Measurements, conditions: Conditions, workers: int)
             best = predict_data_parallel(measured, conditions, workers, plain)
             for options, arguments, complexity in variants:
                 predicted = predict_data_parallel(measured, conditions, workers, options)
-                is_better = predicted.step_seconds < best.step_seconds or predicted.memory_bytes < best.memory_bytes
-                if options == plain or is_better:
+                saves = options.shard_state or best.memory_bytes > conditions.memory_bytes
+                is_smaller = saves and predicted.memory_bytes < best.memory_bytes
+                if options == plain or predicted.step_seconds < best.step_seconds or is_smaller:
                     yield Candidate(
                         PlannedStrategy(_MULTI_WORKER, _compressed(method) | arguments),
                         method,

@@ -46,7 +46,7 @@ def to_lines(
     too_large: Sequence[tuple[Plan, int]],
     *,
     rows: int,
-    link: Link,
+    link: Link | None,
     memory_bytes: int,
     shown: int = 10,
     script: str = "train.py",
@@ -57,14 +57,16 @@ def to_lines(
         plans: Those that fit, best first.
         too_large: Those that do not, with the missing bytes.
         rows: Samples of a global batch.
-        link: The connection of each worker.
+        link: The connection of each worker; None: they are on one machine.
         memory_bytes: Of a worker.
         shown: How many plans are shown.
         script: The name of the program.
     """
     of_all = [*plans, *(plan for plan, _ in too_large)]
     workers = of_all[0].workers if of_all else 0
-    connected = f", each with {format_rate(link.bytes_per_second)} and {format_seconds(link.latency_seconds)}"
+    connected = " on this machine"
+    if link is not None:
+        connected = f", each with {format_rate(link.bytes_per_second)} and {format_seconds(link.latency_seconds)}"
     best = plans[:shown]
     lines = [
         f"{counted(workers, 'worker')}{connected if workers > 1 else ''}; {counted(rows, 'sample')} in a step; "

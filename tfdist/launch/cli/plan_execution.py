@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tfdist.launch.cli.plan_network import conditions_of, loopback, network_of
+from tfdist.launch.cli.plan_network import LOOPBACK, conditions_of, network_of
 from tfdist.launch.cli.simulation_options import check_simulation_options, probed_workers, simulated
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE, Measurements
@@ -61,7 +61,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
         _say("the measurements have no compression methods: measure the program with --allow-compression")
     if options.simulate:
         return _simulate(options, measured)
-    link = network.link or loopback(measured)
+    link = network.link or LOOPBACK
     plans: list[Plan] = []
     too_large: list[tuple[Plan, int]] = []
     for workers in network.workers:
@@ -78,7 +78,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             found.plans,
             found.too_large,
             rows=measured.program.rows,
-            link=link,
+            link=network.link,
             memory_bytes=conditions.memory_bytes,
             shown=shown,
             script=script[0] if script else "train.py",

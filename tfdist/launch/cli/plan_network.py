@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from tfdist import cluster
 from tfdist.launch.cli.cluster_links import measured_link
 from tfdist.planning.conditions import Conditions
-from tfdist.planning.link_costs import Link, sent_bytes
+from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import Measurements
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import usable_cores
 from tfdist.utils.formatting import counted
+
+LOOPBACK = Link(bytes_per_second=1e12)
+"""No limit: what transfers between two processes of one machine cost is in their measured seconds."""
 
 _TIMEOUT_OF_PEERS = 60.0
 
@@ -106,9 +109,3 @@ def conditions_of(
         allow_local_updates=options.allow_local_updates,
         speeds=options.speeds if len(options.speeds) == workers else (),
     )
-
-
-def loopback(measured: Measurements) -> Link:
-    """Returns the connection of two processes of this machine: that of the largest measured transfer."""
-    largest = max(measured.machine.transfers, key=lambda one: one.nbytes / max(one.seconds, 1e-9))
-    return Link(sent_bytes(largest.kind, largest.nbytes, 2) / max(largest.seconds, 1e-9))
