@@ -12,6 +12,7 @@ from network_run.variants import BY_NAME, FIT, Variant
 
 _PROGRAM = Path(__file__).parent / "program.py"
 _BENCHMARKS = Path(__file__).resolve().parents[1]
+_TIMEOUT = "150"  # that all methods are measured
 _BATCH_OF = 2  # how many batches of a worker are a global batch
 
 
@@ -40,7 +41,8 @@ def plan(
         probe: The file of an earlier plan of this model, whose measurements are used.
         shares_cores: Whether all workers share this machine's cores; else each has one.
     """
-    command = [sys.executable, "-m", "tfdist.launch", "plan", "--allow-compression", "--json", str(file)]
+    command = [sys.executable, "-m", "tfdist.launch", "plan", "--allow-compression", "--timeout", _TIMEOUT]
+    command += ["--json", str(file)]
     command += [] if shares_cores or probe else ["--cores-per-worker", "1"]
     command += ["--workers", ",".join(map(str, workers))]
     command += ["--link", f"{rate // 1000}kbit"] if rate else []

@@ -57,8 +57,12 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
     except ProbeError as error:
         _say(str(error))
         return _FAILURE_EXIT_CODE
-    if options.allow_compression and all(one.method == DENSE for one in measured.program.exchanges):
+    known = {one.method for one in measured.program.exchanges}
+    if options.allow_compression and known == {DENSE}:
         _say("the measurements have no compression methods: measure the program with --allow-compression")
+    elif options.allow_compression and not known.issuperset(METHODS):
+        missing = ", ".join(method for method in METHODS if method not in known)
+        _say(f"The time was too short for all measurements. These methods are not planned: {missing}. Raise --timeout.")
     if options.simulate:
         return _simulate(options, measured)
     link = network.link or LOOPBACK
