@@ -41,10 +41,11 @@ def test_short_epochs_have_no_local_updates():
 
 def test_the_fastest_is_first_but_for_ties():
     found = plans(allow_compression=True, allow_local_updates=True).plans
-    fastest = min(plan.step_seconds for plan in found)
-    assert found[0].step_seconds <= fastest * (1 + TIE)
-    for index, plan in enumerate(found):
-        assert plan.step_seconds <= (1 + TIE) * min(later.step_seconds for later in found[index:])
+    # The time of a chief is not measured.
+    compared = [plan.step_seconds * (1.25 if plan.has_chief or plan.parameter_servers else 1) for plan in found]
+    assert any(plan.has_chief for plan in found)
+    for index, seconds in enumerate(compared):
+        assert seconds <= (1 + TIE) * min(compared[index:])
 
 
 def test_ties_prefer_the_simpler_plan():
