@@ -11,6 +11,7 @@ from one_process import in_one_process
 
 pytestmark = pytest.mark.usefixtures("cpus")
 TABLE = options_together.table()
+TOLERANCE = 5e-6  # Float32 sums of 36 steps in another order; weights are below 4.
 NUMBERED = {names: number for number, names in enumerate(TABLE)}
 
 
@@ -55,7 +56,7 @@ def test_options_work_together(workers, names):
     weights, losses = in_one_process(lambda _: options_together.trained(names, alone=True))
     if options_together.equals_one_process(names):
         for name, value in weights.items():
-            np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(first[name], value, rtol=0, atol=TOLERANCE, err_msg=name)
     else:
         assert first["losses"][-1] < 0.8 * first["losses"][0]
         assert losses[-1] < 0.8 * losses[0], "so does that of one process"
