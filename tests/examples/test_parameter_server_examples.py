@@ -15,6 +15,8 @@ def run(servers: int, *script: str) -> str:
     return run_example(*script, options=("--workers", "2", "--parameter-servers", str(servers)))
 
 
+# By default the cases of tests/parameter_server train in rounds, and count the parts of workers.
+@pytest.mark.long
 def test_digits_are_learnt_in_rounds(tmp_path: Path) -> None:
     output = run(1, "parameter_server.py", "--mode=synchronous", "--epochs=3", f"--data_dir={tmp_path}")
     last = re.search(r"^\[chief\] digits, synchronous: ([\d.]+) % held-out accuracy$", output, re.MULTILINE)
