@@ -19,3 +19,8 @@ def unique_path(strategy: Any, variable: Any) -> str:
         if paths[path]() is variable:
             return path
     raise AssertionError("unreachable")
+
+
+def trained_variables(strategy: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns by `unique_path` the variables that a built optimizer updates; none of one that is not built."""
+    return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}

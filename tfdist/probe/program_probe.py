@@ -159,7 +159,7 @@ def _split(step: StepMeasurement, forward_part: float, update_seconds: float) ->
 
 
 def _samples(arguments: Mapping[str, Any], data: FirstBatches) -> int | None:
-    first = next(iter(keras.tree.flatten(arguments.get("x"))), None)
+    first: Any = next(iter(keras.tree.flatten(arguments.get("x"))), None)
     is_array = hasattr(first, "shape") and hasattr(first, "dtype") and not arguments.get("validation_split")
     if is_array and arguments.get("steps_per_epoch") is None and len(first.shape):
         return int(first.shape[0])

@@ -72,7 +72,7 @@ class SeenGradients:
     def is_complete(self) -> bool:
         """Whether a step has updated variables."""
         first = next(iter(self._kept.values()), None)
-        return bool(first) and all(_is_set(variables) for variables, *_ in first)
+        return first is not None and all(_is_set(variables) for variables, *_ in first)
 
     def stop_keeping(self) -> None:
         """Leaves the gradients as they are from now on."""

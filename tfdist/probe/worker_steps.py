@@ -9,8 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.recorded_reduction import Recorder
+from tfdist.collectives.recorded_reduction import KeptGradients, Recorder
 from tfdist.keras_internals.model_state import optimizers_of
+from tfdist.keras_internals.variable_paths import trained_variables
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
@@ -56,7 +57,8 @@ class WorkerSteps:
         seen = SeenGradients()
         self._compile(False)
         reduction = self._strategy.act_as_worker_of(members)
-        reduction.seen = seen
+        if isinstance(reduction, KeptGradients):
+            reduction.seen = seen
         recorder = reduction.recorder = Recorder()
         timed_steps: list[tuple[float, Sequence[float]]] = []
         began: list[float] = []
@@ -129,12 +131,11 @@ class WorkerSteps:
     def update_seconds(self, members: int, updates: Sequence[UpdateGradients]) -> float:
         """Returns the time of the optimizers' updates by these gradients."""
         self._strategy.act_as_worker_of(members)
-        variables = {one.path: one for one in self._model.trainable_variables}
         total = 0.0
         for update in updates:
             for optimizer in optimizers_of(self._model):
-                known = {one.path for one in getattr(optimizer, "_trainable_variables", ())}
-                if set(update.paths) <= known and set(update.paths) <= set(variables):
+                variables = trained_variables(self._strategy, optimizer)
+                if set(update.paths) <= set(variables):
                     total += self._update_seconds(optimizer, update, [variables[path] for path in update.paths])
                     break
         return total
