@@ -130,6 +130,25 @@ def test_accumulation_exchanges_once():
     assert four.link_seconds < four.step_seconds < plain.step_seconds / 3
 
 
+def test_a_program_that_accumulates_exchanges_less_often():
+    measured = program()
+    accumulating = dataclasses.replace(measured, program=dataclasses.replace(measured.program, exchanges_per_step=0.25))
+    link = on(Link.ethernet(1e8))
+    each, some = (predict_data_parallel(one, link, 2, DataParallel()) for one in (measured, accumulating))
+    assert some.wire_bytes == each.wire_bytes / 4 and some.step_seconds < each.step_seconds / 3
+    each, some = (predict_local_updates(one, link, 2, LocalTraining(20)) for one in (measured, accumulating))
+    assert some.wire_bytes == pytest.approx(each.wire_bytes / 4, rel=0.05)
+
+
+def test_what_is_exchanged_beside_gradients():
+    measured = program()
+    others = tuple(Collective(SUM, 64, 0) for _ in range(5))
+    more = dataclasses.replace(measured, program=dataclasses.replace(measured.program, other_collectives=others))
+    first, second = (predict_data_parallel(one, on(Link(1e9, 0.01)), 2, DataParallel()) for one in (measured, more))
+    # Five in place of one: each waits for a message of the other worker.
+    assert second.step_seconds - first.step_seconds == pytest.approx(4 * 0.0105, rel=0.05)
+
+
 def test_balanced_rows_help_workers_of_different_speeds_only():
     def seconds(speeds, balanced):
         options = DataParallel(is_balanced=balanced)

@@ -82,7 +82,7 @@ def bucket_costs(
         compute = exchange.compute_seconds * size / total / cores
         copies = sum(_copy_seconds(one, members, transfers) for one in bucket)
         sent = sum(occupied_seconds(one.kind, one.nbytes, members, link) for one in bucket)
-        waits = sum(_wait_seconds(one, members, link, transfers) for one in bucket)
+        waits = sum(wait_seconds(one, members, link, transfers) for one in bucket)
         costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
     return costs
 
@@ -128,7 +128,8 @@ def _copy_seconds(one: Collective, members: int, transfers: TransferCosts) -> fl
     return count * transfers.core_seconds(kind, nbytes, members)
 
 
-def _wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
+def wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
+    """Returns how long a collective takes beside the time in which it occupies the link: latencies and one piece."""
     kind, _, nbytes = pieces(one, members)
     return messages(kind, members) * link.of(kind).latency_seconds + transfers.seconds(kind, nbytes, members)
 

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.planning.conditions import Conditions
-from tfdist.planning.group_exchanges import bucket_costs, by_bucket, exchange_of, ready_parts, wire_bytes
-from tfdist.planning.link_costs import collective_seconds
+from tfdist.planning.group_exchanges import bucket_costs, by_bucket, exchange_of, ready_parts, wait_seconds, wire_bytes
 from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Collective, ExchangeMeasurement, Measurements
 from tfdist.planning.memory_costs import exchange_bytes, replica_bytes
 from tfdist.planning.overlap import exchanged_seconds
@@ -14,9 +13,10 @@ from tfdist.planning.step_costs import StepCost, addition_seconds, scaled, step_
 from tfdist.planning.stragglers import expected_slowest
 from tfdist.planning.transfer_costs import TransferCosts
 
-# Beside gradients a step of `fit` exchanges two short tensors: whether any worker has data, and metrics
-# (`docs/architecture.md`, "The life of a gradient"). They have at most some hundred bytes.
-_SHORT_EXCHANGES, _SHORT_BYTES = 2, 256
+# In each step of `fit` workers ask whether any of them has data (`docs/architecture.md`, "Local updates"), by a scalar.
+_QUESTION = Collective(SUM, 4, 0)
+# What else was not measured: the states of metrics, of at most some hundred bytes.
+_METRICS = Collective(SUM, 256, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +95,17 @@ def predict_data_parallel(
         sent += wire_bytes(returned.collectives, workers)
         link_seconds += sum(cost.link_seconds for cost in costs)
         core += sum(cost.core_seconds for cost in costs)
-    short = _SHORT_EXCHANGES * short_exchange_seconds(conditions, transfers, workers)
-    seconds = (end + update + (options.accumulated - 1) * gradients_end) / options.accumulated + short
+    share = program.exchanges_per_step / options.accumulated  # the program may accumulate, too
+    others = [_QUESTION, *(program.other_collectives or (_METRICS,))]
+    beside = sum(wait_seconds(one, workers, conditions.link, transfers) for one in others)
+    seconds = gradients_end + share * (end - gradients_end) + update / options.accumulated + beside
     seconds = max(expected_slowest(seconds, step.deviation_seconds, workers), program.data_seconds)
     return Prediction(
         seconds,
         gradients_end + update / options.accumulated,
-        core / options.accumulated,
-        link_seconds / options.accumulated,
-        sent / options.accumulated,
+        core * share,
+        link_seconds * share,
+        sent * share,
         memory,
     )
 
@@ -146,14 +148,6 @@ def _gradient_seconds(measured: Measurements, step: StepCost, options: DataParal
     additions = options.micro_batches - (options.accumulated == 1)
     gradients = options.micro_batches * (step.forward_seconds + step.backward_seconds)
     return gradients + additions * addition_seconds(measured.program, step)
-
-
-def short_exchange_seconds(conditions: Conditions, transfers: TransferCosts, workers: int) -> float:
-    """Returns the time of a sum of a few numbers, in which a worker mostly waits."""
-    kind = GATHER if workers == 2 else SUM
-    return collective_seconds(kind, _SHORT_BYTES, workers, conditions.link) + transfers.seconds(
-        kind, _SHORT_BYTES, workers
-    )
 
 
 def _to_owners(exchange: ExchangeMeasurement) -> ExchangeMeasurement:

@@ -40,7 +40,7 @@ class LocalTraining:
     compiled: bool = False
 
 
-def exchanges_of_epoch(steps: int, sync_every: int) -> float:
+def exchanges_of_epoch(steps: int, sync_every: float) -> float:
     """Returns how often all variables are exchanged in an epoch: at its end, too, except just after an exchange.
 
     >>> exchanges_of_epoch(200, 100), exchanges_of_epoch(250, 100)
@@ -70,10 +70,11 @@ def predict_local_updates(
     whole = exchanged_seconds(0.0, [0.0] * len(costs), costs)
     core = sum(cost.core_seconds for cost in costs)
     link = sum(cost.link_seconds for cost in costs)
-    rounds = per_step = 1 / options.sync_every
+    # Updates are counted, of which a program that accumulates gradients makes fewer than steps.
+    rounds = per_step = min(program.exchanges_per_step, 1.0) / options.sync_every
     if program.samples:
         steps_of_epoch = max(program.samples // program.rows, 1)
-        rounds = exchanges_of_epoch(steps_of_epoch, options.sync_every) / steps_of_epoch
+        rounds = exchanges_of_epoch(steps_of_epoch, 1 / per_step) / steps_of_epoch
     waited = whole
     if options.overlap_steps:
         meanwhile = options.overlap_steps * alone * options.fragments
