@@ -13,7 +13,7 @@ from tfdist.launch.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 # A command ends at the end of its line or code, at its script, or at a comment.
-COMMAND = re.compile(r"tfdist (run|doctor|checkpoints)\b([^`\n#]*?)(?=[`\n#]| [\w/.]+\.py| -m |$)", re.MULTILINE)
+COMMAND = re.compile(r"tfdist (run|plan|doctor|checkpoints)\b([^`\n#]*?)(?=[`\n#]| [\w/.]+\.py| -m |$)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 TARGET = re.compile(r"(?:`|^|&& )make (?:PYTHON=\S+ )?([a-z][a-z-]*)", re.MULTILINE)
 SCRIPT = re.compile(r"\b(?:examples|benchmarks)/[\w/]+\.py\b")
@@ -49,7 +49,7 @@ def test_commands_exist(path: Path) -> None:
 
 def test_commands_are_found() -> None:
     commands = [command for path in FILES for command in COMMAND.findall(path.read_text(encoding="utf-8"))]
-    assert len(commands) > 30 and {name for name, _ in commands} == {"run", "doctor", "checkpoints"}
+    assert len(commands) > 30 and {name for name, _ in commands} == {"run", "plan", "doctor", "checkpoints"}
 
 
 @pytest.mark.parametrize(
