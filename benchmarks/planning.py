@@ -36,8 +36,11 @@ _METHODS, _WORKERS, _STEPS = (None, "int8", "powersgd:4"), (2, 3, 4), 24  # of m
 _COMPILED = "fit dense, XLA"  # XLA is measured without compression, and with the method of the best plan
 
 
-def compare(model: str, links: Sequence[str], plan: schedule.Schedule) -> list[dict[str, Any]]:
-    """Plans and measures a model on each link; returns a cell for each."""
+def compare(
+    model: str, links: Sequence[str], turns: schedule.Schedule, earlier: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Plans and measures a model on each link; returns a cell for each. Times of `earlier` cells are not measured."""
+    kept = {cell["link"]: cell["measured"] for cell in earlier if cell["model"] == model}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         _log(f"{model}: plans")
@@ -50,11 +53,13 @@ def compare(model: str, links: Sequence[str], plan: schedule.Schedule) -> list[d
             for link in links
         }
         predicted = {link: predictions.seconds_by_variant(document) for link, document in planned.items()}
-        chosen = {next(iter(of_link)) for of_link in predicted.values() if of_link}
-        names = [f"fit {name}" for name in ("dense", *variants.METHODS, "powersgd:1")]
-        names = list(dict.fromkeys([*names, _COMPILED, *sorted(chosen)]))
-        shown = [variants.BY_NAME[name] for name in names if name in variants.BY_NAME]
-        measured = _measured(model, shown, links, plan, folder)
+        missing = [link for link in links if link not in kept]
+        if missing:
+            chosen = {next(iter(predicted[link])) for link in missing}
+            names = [f"fit {name}" for name in ("dense", *variants.METHODS, "powersgd:1")]
+            names = list(dict.fromkeys([*names, _COMPILED, *sorted(chosen)]))
+            shown = [variants.BY_NAME[name] for name in names if name in variants.BY_NAME]
+            kept |= _measured(model, shown, missing, turns, folder)
     return [
         {
             "model": model,
@@ -63,7 +68,7 @@ def compare(model: str, links: Sequence[str], plan: schedule.Schedule) -> list[d
             "predicted": predicted[link],
             "order": list(predicted[link]),
             "best_plan": planned[link]["plans"][0],
-            "measured": {name: summary["median_seconds"] for name, summary in measured[link]["variants"].items()},
+            "measured": kept[link],
             "measurements": planned[link]["measurements"],
         }
         for link in links
@@ -71,15 +76,20 @@ def compare(model: str, links: Sequence[str], plan: schedule.Schedule) -> list[d
 
 
 def _measured(
-    model: str, shown: list[variants.Variant], links: Sequence[str], plan: schedule.Schedule, folder: Path
-) -> dict[str, Any]:
+    model: str, shown: list[variants.Variant], links: Sequence[str], turns: schedule.Schedule, folder: Path
+) -> dict[str, dict[str, float]]:
+    """Returns by link and variant the median time of a step."""
     with (
         Network(2) as network,
         WorkerProcesses(variants.TENSORFLOW, sys.executable, network, model, folder) as workers,
     ):
         workers.call("make", names=[variant.name for variant in shown])
         schedule.warm_up({variants.TENSORFLOW: workers}, shown, _log)
-        return schedule.measure({variants.TENSORFLOW: workers}, network, shown, links, plan, _log)
+        found = schedule.measure({variants.TENSORFLOW: workers}, network, shown, links, turns, _log)
+    return {
+        link: {name: summary["median_seconds"] for name, summary in of_link["variants"].items()}
+        for link, of_link in found.items()
+    }
 
 
 def memory(models: Sequence[str]) -> list[dict[str, Any]]:
@@ -125,6 +135,7 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", choices=tuple(variants.GRID_LINKS), default=list(variants.GRID_LINKS))
     parser.add_argument("--rounds", type=int, default=2, help="turns of each variant on each link")
     parser.add_argument("--turn-seconds", type=float, default=0.6, help="seconds of a turn with fast steps")
+    parser.add_argument("--replan", action="store_true", help="plan again, and keep measured step times")
     parser.add_argument("--results", type=Path, default=_FILE)
     parser.add_argument("--from-json", action="store_true", help="read the results instead of measuring")
     arguments = parser.parse_args()
@@ -137,13 +148,15 @@ def main() -> int:
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
 
     for model in arguments.models if "grid" in wanted else ():
-        found = compare(model, arguments.links, turns)
+        found = compare(model, arguments.links, turns, results.get("grid", []) if arguments.replan else [])
         names = {(cell["model"], cell["link"]) for cell in found}
         kept = [cell for cell in results.get("grid", []) if (cell["model"], cell["link"]) not in names]
         results["grid"] = [*kept, *found]
         write()
     if "unseen" in wanted:
-        results["unseen"] = [cell for model in _UNSEEN_MODELS for cell in compare(model, [_UNSEEN_LINK], turns)]
+        earlier = results.get("unseen", []) if arguments.replan else []
+        found = [cell for model in _UNSEEN_MODELS for cell in compare(model, [_UNSEEN_LINK], turns, earlier)]
+        results["unseen"] = found
         write()
     if "memory" in wanted:
         results["memory"] = memory(arguments.models)
