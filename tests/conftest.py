@@ -18,7 +18,7 @@ _LAST = ("test_cluster_training.py", "test_elastic_on_workers.py", "test_multi_w
 # themselves, and look at files and messages; the files compare the bits of several processes with those of one.
 _GRAPPLER = {
     **dict.fromkeys(("any_strategy", "callbacks", "data_position", "recovery"), "off"),
-    **dict.fromkeys(("test_stages.py", "test_sharded_stages.py"), "twice"),
+    **dict.fromkeys(("test_stages.py", "test_sharded_stages.py", "test_stock_recovery.py"), "twice"),
 }
 
 
