@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce, ReplicaLauncher
+from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 
 class LoopbackLauncher(ReplicaLauncher):
@@ -19,14 +20,27 @@ class LoopbackLauncher(ReplicaLauncher):
 
     adds_up = False
 
+    def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
+        super().__init__(group_key, group_size, keys, device, options)
+        # Read from a variable, so that TensorFlow cannot see that members are equal, and decode one of them only.
+        with tf.init_scope(), tf.device(self.host):
+            self._copies = ResourceVariable(group_size, dtype=tf.int32, trainable=False, name="copies")
+
     def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
         return tensor * tf.cast(self.size, tensor.dtype) if self.adds_up else tf.identity(tensor)
 
     def gather(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
-        return tf.concat([tensor] * self.size, axis=0)
+        return self._repeated(tensor)
 
     def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
-        return tf.repeat(tensor[:1], self.size, axis=0)
+        return self._repeated(tensor[:1])
+
+    def _repeated(self, tensor: tf.Tensor) -> tf.Tensor:
+        times = tf.concat([[self._copies], tf.ones([tensor.shape.rank - 1], tf.int32)], axis=0)
+        repeated = tf.tile(tensor, times)
+        rows = tensor.shape[0]
+        repeated.set_shape([None if rows is None else self.size * rows, *tensor.shape[1:]])
+        return repeated
 
     def join(self) -> None:
         """Does nothing: there is nobody to wait for."""
