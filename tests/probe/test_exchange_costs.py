@@ -16,7 +16,7 @@ ROWS = RANDOM.normal(size=(3, 8)).astype("float32")
 
 
 @pytest.fixture(scope="module")
-def strategy():
+def strategy(cpus):
     return ProbeStrategy()
 
 
