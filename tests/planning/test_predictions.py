@@ -11,6 +11,7 @@ from tfdist.planning.predict_data_parallel import DataParallel, predict_data_par
 from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel
 from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
+from tfdist.planning.shared_cores import on_shared_cores
 from tfdist.planning.step_costs import step_of
 
 GIGABIT, FAST = Link.ethernet(1e9, 1e-4), Link(1e12)
@@ -31,6 +32,15 @@ def test_one_worker_takes_the_measured_step():
     predicted = predict_data_parallel(measured, on(GIGABIT), 1, DataParallel())
     assert predicted.step_seconds == pytest.approx(measured.program.steps[1].seconds)
     assert predicted.wire_bytes == 0
+
+
+def test_workers_beyond_the_cores_share_them():
+    measured = program()
+    cores = measured.machine.cores // measured.machine.cores_per_worker
+    assert on_shared_cores(measured, cores) is measured
+    shared = on_shared_cores(measured, 3 * cores)
+    times = [predict_data_parallel(one, on(FAST), 2, DataParallel("int8")).step_seconds for one in (measured, shared)]
+    assert times[1] == pytest.approx(3 * times[0])
 
 
 def test_a_step_between_measured_numbers_of_rows():

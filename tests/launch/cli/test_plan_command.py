@@ -89,8 +89,9 @@ def test_without_a_link_the_workers_are_here(script, capsys):
     assert probe.calls[0][1]["workers"] == (1, 2) and probe.calls[0][1]["cores_per_worker"] == 1
     printed = capsys.readouterr().out
     assert printed.startswith("1 worker; 64 samples in a step") and "$ python " in printed
-    with pytest.raises(UsageError, match="Workers without --link are on this machine"):
-        plan("--workers", "8", script)
+    plan("--workers", "8", script, probe=probe)  # which share two cores
+    assert probe.calls[1][1]["cores_per_worker"] == 1
+    assert capsys.readouterr().out.startswith("8 workers on this machine; 64 samples in a step")
 
 
 def test_workers_on_this_machine_share_its_memory(script, capsys):

@@ -15,6 +15,7 @@ from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
+from tfdist.planning.shared_cores import on_shared_cores
 from tfdist.planning.simulation_table import simulation_text
 from tfdist.probe.probe_errors import ProbeError
 from tfdist.utils import atomic_files
@@ -76,7 +77,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             )
             continue
         conditions = conditions_of(options, measured, link, workers, shares_memory=network.link is None)
-        found = find_plans(measured, conditions, workers)
+        found = find_plans(measured if network.link else on_shared_cores(measured, workers), conditions, workers)
         shown = _SHOWN if len(network.workers) == 1 else max(_SHOWN // len(network.workers), 3)
         lines = to_lines(
             found.plans,

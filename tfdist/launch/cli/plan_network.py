@@ -11,7 +11,6 @@ from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import Measurements
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import usable_cores
-from tfdist.utils.formatting import counted
 
 LOOPBACK = Link(bytes_per_second=1e12)
 """No limit: what transfers between two processes of one machine cost is in their measured seconds."""
@@ -48,7 +47,7 @@ def network_of(
         None in a task of a cluster that does not plan.
 
     Raises:
-        UsageError: The description of the cluster is invalid, its tasks do not answer, or workers exceed the cores.
+        UsageError: The description of the cluster is invalid, or its tasks do not answer.
     """
     cores = usable_cores()
     if options.simulate:
@@ -70,12 +69,6 @@ def network_of(
             options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores
         )
     workers = options.workers or tuple(sorted({1, cores}))
-    if max(workers) > cores:
-        raise UsageError(
-            f"Workers without --link are on this machine and share its cores. Received: --workers {max(workers)} on "
-            f"{counted(cores, 'core')}. Expected: at most one worker for each core, or the link of workers on other "
-            "machines, for example --link 1gbit,0.1ms."
-        )
     return PlannedNetwork(workers, None, options.cores_per_worker or max(cores // max(workers), 1))
 
 
