@@ -144,6 +144,9 @@ def main() -> int:
     wanted = () if arguments.from_json else arguments.parts
 
     def write() -> None:
+        for cell in (*results.get("grid", ()), *results.get("unseen", ())):
+            if "measurements" in cell:
+                results.setdefault("measurements", {})[cell["model"]] = cell.pop("measurements")
         results["machine"] = machine_info()
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
 
