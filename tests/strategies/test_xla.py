@@ -162,3 +162,17 @@ def test_uniform_numbers_are_those_without_xla(dtype):
 
     by_xla = tf.function(lambda seed: call_compiled(lambda given: [drop(given)], [seed]), autograph=False)(seed)[0]
     np.testing.assert_array_equal(by_xla, tf.function(drop)(seed))
+
+
+def test_rows_of_tables_are_compressed_with_xla_too(cpus):
+    sent = []
+    for compiled in (False, True):
+        strategy = MirroredStrategy(cpus[:2], compression="int8")
+        with strategy.scope():
+            layers = [keras.layers.Embedding(512, 16), keras.layers.Flatten(), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss, jit_compile=compiled)
+        model.fit(TOKENS, LABELS, batch_size=SAMPLES, verbose=0)
+        sent.append({method: count.wire_bytes for method, count in strategy.communication_by_method.items()})
+    assert sent[0] == sent[1] and "uncompressed" not in sent[1]

@@ -107,3 +107,16 @@ def from_words(words: tf.Tensor, dtype: tf.DType, count: int, length: int) -> tf
         words = tf.reshape(words, [count, length, dtype.size // 4])
     rows = tf.reshape(tf.bitcast(words, dtype), [count, -1 if dtype.size < 4 else length])
     return rows[:, :length] if dtype.size < 4 else rows
+
+
+def with_shape(gradient: Any, shape: Sequence[int]) -> Any:
+    """Returns a gradient of the variable's shape; the inferred one depends on the data for which a replica is traced.
+
+    What XLA compiles returns rows of a table without the table's shape, without which they would not be compressed.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient.set_shape(shape)
+        return gradient
+    if gradient.dense_shape is not None and tf.get_static_value(gradient.dense_shape) is not None:
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(shape), gradient.indices.dtype))

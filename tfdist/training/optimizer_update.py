@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReductionContext
-from tfdist.compression.gradient_tensors import all_finite, divided, zeros_unless
+from tfdist.compression.gradient_tensors import all_finite, divided, with_shape, zeros_unless
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
@@ -230,9 +230,7 @@ def _reduce(
         contributes = None
     if divisor is not None:
         gradients = [divided(gradient, divisor) for gradient in gradients]
-    for gradient, shape in zip(gradients, optimizer.shapes, strict=True):
-        if not isinstance(gradient, tf.IndexedSlices):
-            gradient.set_shape(shape)  # The inferred shape depends on the data for which a replica is traced.
+    gradients = [with_shape(gradient, shape) for gradient, shape in zip(gradients, optimizer.shapes, strict=True)]
     with context.of_gradients(contributes, optimizer.paths), shared_operations():
         return sum_over_replicas(gradients) if sharded is None else sharded.scatter(gradients, context)
 
