@@ -92,12 +92,13 @@ def _measured(
     }
 
 
-def memory(models: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns predicted and measured memory of a worker, by model and method."""
+def memory(models: Sequence[str], measurements: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns predicted and measured memory of a worker, by model and method; `measurements` are of earlier probes."""
     rows = []
     with tempfile.TemporaryDirectory() as text:
         for model in models:
-            document = predictions.plan(Path(text) / "plan.json", model)
+            probe = predictions.probe_file(Path(text), measurements[model]) if model in measurements else None
+            document = predictions.plan(Path(text) / "plan.json", model, probe=probe)
             for method in _METHODS:
                 one = predictions.data_parallel(document, method)
                 measured = predictions.train(document, one, model, Path(text), _STEPS)["memory_bytes"]
@@ -162,7 +163,7 @@ def main() -> int:
         results["unseen"] = found
         write()
     if "memory" in wanted:
-        results["memory"] = memory(arguments.models)
+        results["memory"] = memory(arguments.models, results.get("measurements", {}))
         write()
     if "workers" in wanted:
         results["workers"] = more_workers("mlp")

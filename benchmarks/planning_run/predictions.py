@@ -13,6 +13,7 @@ from network_run.variants import BY_NAME, FIT, Variant
 _PROGRAM = Path(__file__).parent / "program.py"
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _TIMEOUT = "150"  # that all methods are measured
+_FORMAT = 1  # of the files of `tfdist plan --json`
 _BATCH_OF = 2  # how many batches of a worker are a global batch
 
 
@@ -49,6 +50,14 @@ def plan(
     command += ["--probe", str(probe)] if probe else [str(_PROGRAM), model, str(_BATCH_OF)]
     subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=600)
     return dict(json.loads(file.read_text()))
+
+
+def probe_file(folder: Path, measurements: dict[str, Any]) -> Path:
+    """Writes measurements as a file for `--probe`."""
+    file = folder / "probe.json"
+    document = {"format": _FORMAT, "plans": [], "too_large": [], "measurements": measurements, "link": {}}
+    file.write_text(json.dumps(document))
+    return file
 
 
 def variant_of(one: dict[str, Any]) -> Variant | None:
