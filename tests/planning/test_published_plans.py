@@ -16,7 +16,7 @@ MEMORY_BYTES = 2**40
 
 @pytest.fixture(scope="module")
 def cells():
-    """By model and link: the variants of `fit` in the order of their plans, and their predicted and measured seconds."""
+    """By model and link: the predicted seconds of `fit` in the order of the plans, and the measured ones."""
     document = results("planning")
     found = {}
     for cell in (*document["grid"], *document["unseen"]):
