@@ -163,12 +163,15 @@ class MachineMeasurement:
         cores_per_worker: Cores on which the program was measured.
         memory_bytes: Memory that may be used.
         transfers: At least three sizes of each kind.
+        connection_bytes: By how much the memory of a process with TensorFlow's server, which has exchanged tensors of
+            16 MiB, exceeds that of a process without; 0 if it was not measured.
     """
 
     cores: int
     cores_per_worker: int
     memory_bytes: int
     transfers: tuple[TransferMeasurement, ...]
+    connection_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ def predict_data_parallel(
         memory -= program.slot_bytes * (1 - 1 / workers)
     if options.one_bucket:
         exchange, dense = _merged(exchange), _merged(dense)
-    memory += exchange_bytes(exchange, dense)
+    memory += exchange_bytes(exchange, dense) + measured.machine.connection_bytes
     costs = bucket_costs(exchange, dense, conditions.link, transfers, conditions.cores)
     gradients_end = _gradient_seconds(measured, step, options) + drawn
     begin = gradients_end - step.backward_seconds

@@ -83,6 +83,7 @@ def predict_local_updates(
     deviation = step.deviation_seconds / math.sqrt(options.sync_every)
     memory = replica_bytes(program, rows / conditions.devices, conditions.devices) + exchange_bytes(exchange, dense)
     memory += program.gradient_bytes * (2 if options.has_outer_optimizer else 1)  # anchors, and the outer slot
+    memory += measured.machine.connection_bytes
     return Prediction(
         max(expected_slowest(seconds, deviation, workers), program.data_seconds),
         alone,

@@ -108,7 +108,7 @@ def predict_model_parallel(measured: Measurements, conditions: Conditions, optio
     seconds = max(seconds, program.data_seconds)  # the chief draws all data, beside the workers
     held = activation_bytes(program)
     outputs = sum(layer.activation_bytes for layer in program.layers) or 1
-    memory = max(
+    memory = measured.machine.connection_bytes + max(
         program.process_bytes
         + share * copy_bytes(program)
         + live_micro_batches(index, options.stages, options.micro_batches, "1f1b")

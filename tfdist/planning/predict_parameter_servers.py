@@ -85,6 +85,7 @@ def predict_parameter_servers(
     link_seconds = server_seconds(pull + share, workers, options.servers, link.bytes_per_second)
     served = max(workers / options.servers, 1.0) * copies / conditions.cores
     memory = replica_bytes(program, rows) - program.slot_bytes + pushed.state_bytes + share
+    memory += measured.machine.connection_bytes
     if options.asynchronous:
         own = gradients + core + calls + (pull + share) / link.bytes_per_second
         update = step.update_seconds / options.servers  # the servers apply the pushes of all workers

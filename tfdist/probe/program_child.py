@@ -15,6 +15,7 @@ import keras
 
 from tfdist.probe.probe_strategy import ProbeStrategy, stand_in_for_all
 from tfdist.probe.program_probe import ProbeRequest, ProgramProbe
+from tfdist.probe.resident_memory import resident_bytes
 
 # What this process writes to its parent: one JSON object a line, with one of these keys.
 STAGE, RESULT, RAISED, NO_FIT = "stage", "result", "raised", "no_fit"
@@ -48,9 +49,10 @@ def main(argv: list[str]) -> None:
     """
     channel, request, script = Channel(int(argv[0])), ProbeRequest(**json.loads(argv[1])), argv[2:]
     strategy = ProbeStrategy()
+    bare_bytes = resident_bytes()
     stand_in_for_all(strategy)
     probe = ProgramProbe(request, strategy, lambda text: channel.send(STAGE, text))
-    _measure_first_fit(probe, channel)
+    _measure_first_fit(probe, channel, bare_bytes)
     sys.argv = list(script)
     sys.path.insert(0, str(Path(script[0]).resolve().parent))
     channel.send(STAGE, "runs the program up to its first `fit`")
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> None:
     channel.end(NO_FIT, ending)
 
 
-def _measure_first_fit(probe: ProgramProbe, channel: Channel) -> None:
+def _measure_first_fit(probe: ProgramProbe, channel: Channel, bare_bytes: int) -> None:
     """Makes the first `fit` of any model the measurement, after which the process ends."""
     fit = keras.Model.fit
     signature = inspect.signature(fit)
@@ -83,7 +85,7 @@ def _measure_first_fit(probe: ProgramProbe, channel: Channel) -> None:
             traceback.print_exc()
             channel.end(RAISED, _described(error))
         channel.send(STAGE, f"has measured the model in {time.monotonic() - began:.1f} s")
-        channel.end(RESULT, dataclasses.asdict(result))
+        channel.end(RESULT, {"program": dataclasses.asdict(result), "bare_bytes": bare_bytes})
 
     keras.Model.fit = measured_fit
 

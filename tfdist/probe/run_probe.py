@@ -57,11 +57,13 @@ def measure(
         "timeout_seconds": max(timeout_seconds - _TRANSFER_SECONDS, timeout_seconds / 2),
         "started": time.time(),
     }
-    program = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, own, timeout_seconds)
+    result = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, own, timeout_seconds)
     left = timeout_seconds - (time.monotonic() - began)
     one_core = {**environ, **ThreadShare(1, 1, None, os.environ).environment()}
-    machine = MachineMeasurement(cores, own, _memory_bytes(), _measure_transfers(one_core, left, timeout_seconds))
-    document = {"program": program, "machine": {**machine.__dict__, "transfers": ()}, "versions": _versions()}
+    transfers, connected_bytes = _measure_transfers(one_core, left, timeout_seconds)
+    connection_bytes = max(connected_bytes - result["bare_bytes"], 0)
+    machine = MachineMeasurement(cores, own, _memory_bytes(), transfers, connection_bytes)
+    document = {"program": result["program"], "machine": {**machine.__dict__, "transfers": ()}, "versions": _versions()}
     measured = Measurements.from_json(document)
     return Measurements(measured.program, machine, measured.versions)
 
@@ -105,7 +107,10 @@ def _measure_program(
         )
 
 
-def _measure_transfers(environ: Mapping[str, str], seconds: float, limit: float) -> tuple[TransferMeasurement, ...]:
+def _measure_transfers(
+    environ: Mapping[str, str], seconds: float, limit: float
+) -> tuple[tuple[TransferMeasurement, ...], int]:
+    """Returns the transfers, and the largest resident memory of a process that has made them."""
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     with ReservedPorts(_LOCAL_WORKERS) as reserved:
         addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
@@ -123,7 +128,7 @@ def _measure_transfers(environ: Mapping[str, str], seconds: float, limit: float)
         MeasuringProcess(module, [], environments[1], cores=cores[1]),
     ):
         for message in first.messages(max(seconds, 1.0)):
-            return tuple(TransferMeasurement(**one) for one in message)
+            return tuple(TransferMeasurement(**one) for one in message["transfers"]), message["peak_bytes"]
         if first.timed_out:
             raise _too_slow(limit, "two processes measured their transfers")
         raise ProbeError(

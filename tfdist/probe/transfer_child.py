@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce_algorithms import CollectiveGroup
 from tfdist.collectives.byte_counters import GRADIENTS
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM
+from tfdist.probe.resident_memory import peak_bytes
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _SIZES = {
@@ -30,14 +31,14 @@ _UNTIL_KILLED_SECONDS = 60.0
 
 
 def main(argv: list[str]) -> None:
-    """Times the collectives; the chief writes a JSON list of `TransferMeasurement`s to the descriptor `argv[0]`."""
+    """Times the collectives; the chief writes them and its memory, a JSON object, to the descriptor `argv[0]`."""
     strategy = MultiWorkerMirroredStrategy()
     launcher = strategy.extended.replica_operations.launchers[0]
     group = CollectiveGroup(launcher, label=GRADIENTS)
     found = [_timed(group, kind, nbytes) for kind, sizes in _SIZES.items() for nbytes in sizes]
     if strategy.rank == 0:
         with os.fdopen(int(argv[0]), "w") as file:
-            json.dump(found, file)
+            json.dump({"transfers": found, "peak_bytes": peak_bytes()}, file)
     time.sleep(_UNTIL_KILLED_SECONDS)  # a process that exits makes the other's server report an error
 
 
