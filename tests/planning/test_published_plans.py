@@ -64,6 +64,11 @@ def test_step_times_are_as_predicted(cells, models):
     assert statistics.quantiles(errors, n=10)[-1] <= 0.25
 
 
+def test_memory_is_as_predicted():
+    for row in results("planning")["memory"]:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.15), row["what"]
+
+
 def test_more_workers_take_as_long_as_predicted():
     for row in results("planning")["workers"]:
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.20), row["what"]
