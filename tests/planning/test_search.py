@@ -42,10 +42,12 @@ def test_short_epochs_have_no_local_updates():
 def test_the_fastest_is_first_but_for_ties():
     found = plans(allow_compression=True, allow_local_updates=True).plans
     # The time of a chief is not measured.
-    compared = [plan.step_seconds * (1.25 if plan.has_chief or plan.parameter_servers else 1) for plan in found]
-    assert any(plan.has_chief for plan in found)
-    for index, seconds in enumerate(compared):
-        assert seconds <= (1 + TIE) * min(compared[index:])
+    have_chief = [plan.has_chief or plan.parameter_servers > 0 for plan in found]
+    assert any(have_chief) and have_chief == sorted(have_chief)
+    for kind in (False, True):
+        compared = [plan.step_seconds for plan, has_chief in zip(found, have_chief, strict=True) if has_chief == kind]
+        for index, seconds in enumerate(compared):
+            assert seconds <= (1 + TIE) * min(compared[index:])
 
 
 def test_ties_prefer_the_simpler_plan():
@@ -119,7 +121,9 @@ def test_reasons_name_what_bounds_the_step():
     reasons = {plan_name(plan): plan.reason for plan in plans(SLOW, workers=2, allow_compression=True).plans}
     assert reasons["data parallel"].startswith("the link is busy 34.0 s of 34.")
     assert reasons["data parallel, int8"].endswith("; sends 1/3.9 of the dense gradients")
-    assert plans(Link(1e12), workers=2).plans[0].reason.startswith("computation takes")
+    unlimited = {plan_name(plan): plan.reason for plan in plans(Link(1e12), workers=2).plans}
+    assert unlimited["data parallel"].startswith("encoding and copies take the cores")
+    assert any(reason.startswith("computation takes") for reason in unlimited.values())
 
 
 def test_prices_are_said():

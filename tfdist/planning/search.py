@@ -13,8 +13,6 @@ from tfdist.planning.step_costs import is_measured
 
 TIE = 0.05
 """Plans whose predicted times differ by less are equally good: two runs of one benchmark differ by as much."""
-_WITHOUT_CHIEF = 0.25
-"""By how much plans with a chief have to be faster: its own time, which is not measured, is not predicted."""
 
 
 class FoundPlans(NamedTuple):
@@ -32,10 +30,9 @@ class FoundPlans(NamedTuple):
 def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> FoundPlans:
     """Returns all sensible plans: none if there are more devices than samples in a batch.
 
-    They are ordered by samples in a second. Parameter servers and stages, whose chief is not measured, have to be a
-    quarter faster than others. Among plans within 5 % of the fastest one that is left, the simplest is first: exact
-    before inexact, data parallel before parameter servers and stages, fewer options before more, then the smaller error
-    of a gradient.
+    They are ordered by samples in a second. Parameter servers and stages, whose chief's own time is not measured,
+    follow all others. Among plans within 5 % of the fastest one that is left, the simplest is first: exact before
+    inexact, fewer options before more, then the smaller error of a gradient.
 
     Args:
         measured: The program and this machine.
@@ -57,19 +54,27 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
 
 def ordered(measured: Measurements, found: Sequence[Candidate]) -> list[Candidate]:
     """Returns the best first; see `find_plans`."""
-    left = sorted(found, key=lambda one: (_compared_seconds(one), _complexity(measured, one)))
+    measured_whole = [one for one in found if not _has_chief(one)]
+    return [
+        *_by_speed(measured, measured_whole),
+        *_by_speed(measured, [one for one in found if _has_chief(one)]),
+    ]
+
+
+def _by_speed(measured: Measurements, found: Sequence[Candidate]) -> list[Candidate]:
+    left = sorted(found, key=lambda one: (one.prediction.step_seconds, _complexity(measured, one)))
     result = []
     while left:
-        limit = _compared_seconds(left[0]) * (1 + TIE)
-        tied = [one for one in left if _compared_seconds(one) <= limit]
-        chosen = min(tied, key=lambda one: (_complexity(measured, one), _compared_seconds(one)))
+        limit = left[0].prediction.step_seconds * (1 + TIE)
+        tied = [one for one in left if one.prediction.step_seconds <= limit]
+        chosen = min(tied, key=lambda one: (_complexity(measured, one), one.prediction.step_seconds))
         result.append(chosen)
         left.remove(chosen)
     return result
 
 
-def _compared_seconds(one: Candidate) -> float:
-    return one.prediction.step_seconds * (1 + _WITHOUT_CHIEF * (one.has_chief or one.servers > 0))
+def _has_chief(one: Candidate) -> bool:
+    return one.has_chief or one.servers > 0
 
 
 def _complexity(measured: Measurements, one: Candidate) -> tuple[bool, bool, int, float]:
