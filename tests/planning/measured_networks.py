@@ -1,9 +1,8 @@
 """Measurements of the benchmark's MLP, made of its published step times with two workers."""
 
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
+
+from planned_programs import results
 
 from tfdist.planning.measurements import (
     DENSE,
@@ -18,8 +17,8 @@ from tfdist.planning.measurements import (
     StepMeasurement,
     TransferMeasurement,
 )
+from tfdist.planning.shared_cores import on_shared_cores
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GRADIENT_BYTES = 40_083_496
 ROWS = 64  # of a worker, `benchmarks/workloads.py`
 METHODS = (DENSE, "int8", "powersgd:4")
@@ -29,15 +28,13 @@ _BUCKETS = (16_867_368, 16_785_408, 6_430_720)
 
 def median_seconds(workers: int, link: str, variant: str) -> float:
     """A published step time of the MLP."""
-    name = "network.json" if workers == 2 else f"network-{workers}.json"
-    variants = _published(name)["workloads"]["mlp"]["links"][link]["variants"]
+    variants = _published(workers)["workloads"]["mlp"]["links"][link]["variants"]
     return float(variants["dense" if variant == DENSE else variant]["median_seconds"])
 
 
 def achieved_bytes_per_second(workers: int, link: str) -> float:
     """What a plain transfer reaches on a link."""
-    name = "network.json" if workers == 2 else f"network-{workers}.json"
-    return float(_published(name)["workloads"]["mlp"]["links"][link]["achieved_bits_per_second"]) / 8
+    return float(_published(workers)["workloads"]["mlp"]["links"][link]["achieved_bits_per_second"]) / 8
 
 
 def from_two_workers(core_share: float = 1.0) -> Measurements:
@@ -77,7 +74,7 @@ def from_two_workers(core_share: float = 1.0) -> Measurements:
         start_seconds=5.0,
     )
     machine = MachineMeasurement(2, 1, 16 * 10**9, transfers)
-    return _slowed(Measurements(program, machine, {}), 1 / core_share)
+    return on_shared_cores(Measurements(program, machine, {}), round(machine.cores / core_share))
 
 
 def _dense(members: int) -> ExchangeMeasurement:
@@ -98,22 +95,5 @@ def _compressed(method: str, nbytes: int, members: int, code: float) -> Exchange
     return ExchangeMeasurement(method, members, max(code, 0.0), tuple(collectives), GRADIENT_BYTES, 0.01)
 
 
-def _slowed(measured: Measurements, factor: float) -> Measurements:
-    program, machine = measured.program, measured.machine
-    names = ("seconds", "deviation_seconds", "forward_seconds", "update_seconds")
-    steps = tuple(
-        dataclasses.replace(step, **{name: factor * getattr(step, name) for name in names}) for step in program.steps
-    )
-    exchanges = tuple(
-        dataclasses.replace(one, compute_seconds=factor * one.compute_seconds) for one in program.exchanges
-    )
-    transfers = tuple(
-        dataclasses.replace(one, seconds=factor * one.seconds, core_seconds=factor * one.core_seconds)
-        for one in machine.transfers
-    )
-    program = dataclasses.replace(program, steps=steps, exchanges=exchanges)
-    return dataclasses.replace(measured, program=program, machine=dataclasses.replace(machine, transfers=transfers))
-
-
-def _published(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
+def _published(workers: int) -> dict[str, Any]:
+    return results("network" if workers == 2 else f"network-{workers}")

@@ -49,7 +49,7 @@ def regrets(cells, models):
 def test_the_chosen_plan_is_nearly_the_fastest(cells, models):
     found = sorted(regrets(cells, models))
     assert found[-1] <= 1.25
-    assert sum(one > 1.10 for one in found) <= 1  # of 12
+    assert sum(one > 1.10 for one in found) <= len(found) // 12
 
 
 @pytest.mark.parametrize("models", [("cnn", "mlp", "text"), ("lstm", "gan")])

@@ -19,7 +19,10 @@ from tfdist.utils.linux_syscalls import die_with_parent
 
 _CHUNK_BYTES = 1 << 16
 _STDERR = 2
-_CLUSTER_VARIABLES = ("TF_CONFIG", "TFDIST_RUN_ID", "TFDIST_ATTEMPT", "TFDIST_FULL_WORKERS")
+# Those by which `tfdist.cluster.detect` finds a cluster, also Slurm's and Kubernetes', and those of `tfdist run`.
+_CLUSTER_VARIABLES = frozenset(
+    "TF_CONFIG SLURM_STEP_ID TFDIST_NUM_WORKERS TFDIST_SERVICE TFDIST_RUN_ID TFDIST_ATTEMPT TFDIST_FULL_WORKERS".split()
+)
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 

@@ -56,7 +56,6 @@ def main(argv: list[str]) -> None:
     sys.argv = list(script)
     sys.path.insert(0, str(Path(script[0]).resolve().parent))
     channel.send(STAGE, "runs the program up to its first `fit`")
-    ending = ""
     try:
         with strategy.scope():
             runpy.run_path(script[0], run_name="__main__")
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         traceback.print_exc()
         channel.end(RAISED, _described(error))
-    channel.end(NO_FIT, ending)
+    channel.end(NO_FIT, script[0])
 
 
 def _measure_first_fit(probe: ProgramProbe, channel: Channel, bare_bytes: int) -> None:

@@ -53,6 +53,7 @@ def test_plans_for_each_number_of_workers(script, capsys, tmp_path):
     arguments = ("--workers", "2,8", "--link", "1gbit,0.1ms", "--json", str(file))
     assert plan(*arguments, script, "--epochs", "3", probe=probe) == 0
     printed = capsys.readouterr().out
+    assert f"$ tfdist run --chief --workers 8 {script} --epochs 3" in printed
     assert "2 workers, each with 941.5 Mbit/s and 100 µs" in printed and "8 workers, each with" in printed
     assert f"$ tfdist run --chief --workers 8 {script}" in printed
     assert max(map(len, printed.replace(script, "train.py").splitlines())) <= 120
@@ -187,3 +188,15 @@ def test_measurements_without_compression(script, capsys):
 def test_units():
     assert memory_bytes("1.5GB") == 1_500_000_000 and memory_bytes("512MiB") == 512 * 2**20
     assert link("300mbit,0.5ms").latency_seconds == 0.0005
+
+
+def test_missing_measurements_of_xla_are_named(script, capsys):
+    measured = program()
+    steps = tuple(step for step in measured.program.steps if not step.compiled)
+    probe = Probe(dataclasses.replace(measured, program=dataclasses.replace(measured.program, steps=steps)))
+    plan(script, probe=probe)
+    assert "Steps that XLA compiles are not planned" in capsys.readouterr().err
+    plan("--no-xla", script, probe=probe)
+    assert "XLA" not in capsys.readouterr().err
+    plan(script)
+    assert "XLA" not in capsys.readouterr().err

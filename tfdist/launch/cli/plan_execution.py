@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,11 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
     elif options.allow_compression and not known.issuperset(METHODS):
         missing = ", ".join(method for method in METHODS if method not in known)
         _say(f"The time was too short for all measurements. These methods are not planned: {missing}. Raise --timeout.")
+    if not options.no_xla and not any(step.compiled for step in measured.program.steps):
+        _say(
+            "Steps that XLA compiles are not planned: the time was too short, or XLA cannot compile the model. Raise "
+            "--timeout, or give --no-xla."
+        )
     if options.simulate:
         return _simulate(options, measured)
     link = network.link or LOOPBACK
@@ -86,7 +92,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             link=network.link,
             memory_bytes=conditions.memory_bytes,
             shown=shown,
-            script=script[0] if script else "train.py",
+            script=shlex.join(script) if script else "train.py",
         )
         print("\n".join(["", *lines] if plans or too_large else lines))
         plans += found.plans
