@@ -41,12 +41,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"utils"}),
     "cluster": frozenset({"utils"}),
     "transport": frozenset({"utils"}),
-    "launch": frozenset({"launch/cli", "launch/notebook"}),  # launch/__init__.py and __main__.py
+    "launch": frozenset(
+        "launch/cli launch/engines launch/function_call launch/notebook".split()
+    ),  # launch/__init__.py and __main__.py
     "launch/cli": frozenset(
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
         "launch/run_config planning probe utils".split()
     ),
-    "launch/notebook": frozenset("cluster launch/cli launch/restart planning utils".split()),
+    "launch/notebook": frozenset("launch/cli launch/function_call planning utils".split()),
+    "launch/engines": frozenset("cluster launch/function_call launch/run_config utils".split()),
+    "launch/function_call": frozenset("cluster launch/cli launch/restart utils".split()),
     "launch/rendezvous": frozenset(
         "cluster launch/processes launch/restart launch/process_roles launch/run_config transport utils".split()
     ),

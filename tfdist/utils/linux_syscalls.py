@@ -38,12 +38,19 @@ def become_subreaper() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when the *thread* that forked it ends. Call this between fork and exec."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """Has the kernel send a signal to this process when the *thread* that forked it ends.
+
+    Args:
+        parent_pid: The process that forked this one. If it is gone already, the signal comes at once.
+        number: The signal.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     # If the parent died before the call, the signal never comes.
     if os.getppid() != parent_pid:
-        os._exit(1)
+        if number == signal.SIGKILL:
+            os._exit(1)
+        os.kill(os.getpid(), number)
 
 
 def pidfd_open(pid: int) -> int | None:

@@ -12,8 +12,8 @@ import pytest
 from notebook_cells import forget_clusters
 
 from tfdist.launch import from_notebook
-from tfdist.launch.notebook.function_pickling import _PROCESS_BOUND, _TENSOR, _loaded
-from tfdist.launch.notebook.launcher_process import in_python
+from tfdist.launch.function_call.function_pickling import _PROCESS_BOUND, _TENSOR, _loaded
+from tfdist.launch.function_call.launcher_process import in_python
 
 pytest.importorskip("cloudpickle", reason="needs the extra `notebook`")
 LIMIT_SECONDS = 240

@@ -44,7 +44,7 @@ def commands(monkeypatch):
             return self.code
 
     Launcher.seen = []
-    monkeypatch.setattr(module, "NotebookLauncher", Launcher)
+    monkeypatch.setattr(module, "LauncherProcess", Launcher)
     return Launcher
 
 

@@ -1,28 +1,18 @@
 """from_notebook: calls a function of a notebook or a script in several workers."""
 
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfdist.cluster import PREEMPTED_EXIT_CODE
-from tfdist.launch.notebook.child_programs import program
-from tfdist.launch.notebook.function_pickling import import_cloudpickle
-from tfdist.launch.notebook.launcher_process import NotebookLauncher
+from tfdist.launch.function_call.child_programs import program
+from tfdist.launch.function_call.function_pickling import import_cloudpickle
+from tfdist.launch.function_call.launcher_process import LauncherProcess
+from tfdist.launch.function_call.rank_files import FAILURE, read_failure, read_results
+from tfdist.launch.function_call.worker_results import raise_failure, values_by_rank
+from tfdist.launch.function_call.written_call import check_function, pickle_call, write_call
 from tfdist.launch.notebook.plan_from_notebook import NotebookPlans
-from tfdist.launch.notebook.worker_results import (
-    FAILURE,
-    RankFiles,
-    failed_launcher,
-    failed_worker,
-    last_attempt,
-    no_value,
-    read_failure,
-    unpicklable_value,
-)
-from tfdist.launch.notebook.written_call import check_function, write_call
 from tfdist.planning.plan_choice import Processes, best_plan
 from tfdist.planning.plans import PlanFile
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
@@ -96,7 +86,7 @@ def from_notebook(
     import_cloudpickle()
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
-        write_call(directory, function, args)
+        write_call(directory, pickle_call(function, args))
         script = directory / "worker.py"
         script.write_text(program("run_worker", folder))
         options = ["--max-restarts", str(max_restarts), "--network", network]
@@ -116,12 +106,13 @@ def from_notebook(
             options += ["--threads-per-worker", str(threads_per_worker)]
         if log_dir is not None:
             options += ["--log-dir", os.fspath(log_dir)]
-        with NotebookLauncher(["run", *options, str(script)]) as launcher:
+        with LauncherProcess(["run", *options, str(script)]) as launcher:
             code = launcher.follow()
         if launcher.error:
             raise UsageError(launcher.error)
-        _raise_failure(code, directory, calls, launcher.last_lines)
-        return _values(directory, calls)
+        results = read_results(directory)
+        raise_failure(code, read_failure(directory), results, workers=calls, last_lines=launcher.last_lines)
+        return values_by_rank(results, calls)
 
 
 def _calls_of_plan(path: Path, workers: int | None) -> int | None:
@@ -145,29 +136,3 @@ def _check_options(
     check_seconds("grace_seconds", grace_seconds)
     if network not in _NETWORKS:
         raise ValueError(f"Invalid `network`. Received: network={network!r}. Expected: one of {_NETWORKS}.")
-
-
-def _raise_failure(code: int, directory: Path, workers: int, last_lines: tuple[str, ...]) -> None:
-    if code == 0:
-        return
-    failure = read_failure(directory)
-    if failure is None or code == PREEMPTED_EXIT_CODE:
-        raise failed_launcher(code, last_lines)
-    rank = failure["cause"]["rank"]
-    error = None if rank is None else RankFiles(directory, failure["attempt"], rank).error()
-    raise failed_worker(failure, error, workers)
-
-
-def _values(directory: Path, workers: int) -> list[Any]:
-    attempt = last_attempt(directory)
-    ranks = [RankFiles(directory, attempt, rank) for rank in range(workers)]
-    for rank, files in enumerate(ranks):
-        if reason := files.pickling_error():
-            raise unpicklable_value(rank, reason)
-        if not files.value.exists():
-            raise no_value(rank)
-    values = []
-    for files in ranks:
-        with open(files.value, "rb") as file:
-            values.append(pickle.load(file))
-    return values

@@ -9,11 +9,11 @@ from typing import Any
 
 from tfdist.launch.cli.plan_options import link as checked_link
 from tfdist.launch.cli.plan_options import memory_bytes as checked_memory
-from tfdist.launch.notebook.child_programs import program
-from tfdist.launch.notebook.function_pickling import import_cloudpickle
-from tfdist.launch.notebook.launcher_process import NotebookLauncher
-from tfdist.launch.notebook.worker_results import WorkerError
-from tfdist.launch.notebook.written_call import check_function, write_call
+from tfdist.launch.function_call.child_programs import program
+from tfdist.launch.function_call.function_pickling import import_cloudpickle
+from tfdist.launch.function_call.launcher_process import LauncherProcess
+from tfdist.launch.function_call.worker_results import WorkerError
+from tfdist.launch.function_call.written_call import check_function, pickle_call, write_call
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
@@ -98,7 +98,7 @@ def plan_from_notebook(
     import_cloudpickle()
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
-        write_call(directory, function, args)
+        write_call(directory, pickle_call(function, args))
         script, document, table = (directory / name for name in ("function.py", "plan.json", "table.txt"))
         script.write_text(program("run_probed", folder))
         options = ["--workers", ",".join(map(str, numbers)), "--devices", str(devices), "--json", str(document)]
@@ -108,7 +108,7 @@ def plan_from_notebook(
             options += [] if value is None else [name, str(value)]
         flags = {"--allow-compression": allow_compression, "--allow-local-updates": allow_local_updates}
         options += [name for name, value in {**flags, "--no-xla": not with_xla}.items() if value]
-        with NotebookLauncher(["plan", *options, str(script)], printed=str(table)) as launcher:
+        with LauncherProcess(["plan", *options, str(script)], printed=str(table)) as launcher:
             code = launcher.follow()
         if launcher.error:
             raise UsageError(launcher.error)

@@ -1,11 +1,12 @@
 """The call of a function as a file, which a process of workers, or of a probe, reads."""
 
+import io
 import linecache
 import pickle
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.notebook.function_pickling import PicklingError, dump, explain_pickling_error
+from tfdist.launch.function_call.function_pickling import PicklingError, dump, explain_pickling_error
 from tfdist.utils import atomic_files
 
 _NAME = "call.pickle"
@@ -26,16 +27,16 @@ def check_function(function: Any, *, caller: str) -> None:
         )
 
 
-def write_call(directory: Path, function: Any, arguments: tuple[Any, ...]) -> None:
-    """Writes a call into a directory.
+def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
+    """Returns a call for `write_call`.
 
     Raises:
         TypeError: The function or an argument cannot be pickled; the message names it.
     """
+    file = io.BytesIO()
+    pickle.dump(_cells(), file)
     try:
-        with atomic_files.replacing(directory / _NAME, durable=False) as file:
-            pickle.dump(_cells(), file)
-            dump((function, arguments), file, tensors=False)
+        dump((function, arguments), file, tensors=False)
     except PicklingError as error:
         raise TypeError(
             f"The function cannot be sent to the workers. Received: {explain_pickling_error(function, arguments)}. "
@@ -43,6 +44,13 @@ def write_call(directory: Path, function: Any, arguments: tuple[Any, ...]) -> No
             "in the function, which runs in each worker, or pass what it is created from: NumPy arrays, a path, "
             "numbers."
         ) from error
+    return file.getvalue()
+
+
+def write_call(directory: Path, call: bytes) -> None:
+    """Writes a call of `pickle_call` into a directory, for `call_written`."""
+    with atomic_files.replacing(directory / _NAME, durable=False) as file:
+        file.write(call)
 
 
 def _cells() -> dict[str, list[str]]:

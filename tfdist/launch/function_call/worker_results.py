@@ -1,21 +1,18 @@
-"""What the workers of `from_notebook` leave: files with values and errors, and the `WorkerError` of a failure."""
+"""The values of the workers that called a function, or the `WorkerError` of a failure."""
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import IO, Any
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tfdist.cluster import PREEMPTED_EXIT_CODE
-from tfdist.utils import atomic_files
+from tfdist.launch.function_call.rank_files import RankResult
 from tfdist.utils.formatting import signal_name
 
-FAILURE = "failure.json"
 _PREEMPTED = "a signal announced a preemption, and the workers saved and left. Run the cell again to resume"
 
 
 class WorkerError(RuntimeError):
-    """A function that `from_notebook` called has failed in a worker.
+    """A function that `from_notebook`, or the call of an engine, has called in workers has failed.
 
     >>> try:
     ...     raise WorkerError("Worker 1 of 2 failed: KeyError: 'x'", rank=1)
@@ -98,72 +95,49 @@ def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
     return WorkerError("\n".join([f"The launcher of the workers ended: {how}", *(f"  {line}" for line in last_lines)]))
 
 
-class RankFiles:
-    """The result of one rank in one attempt: a value, the reason why it cannot be pickled, or an error.
-
-    Each file appears complete or not at all.
+def raise_failure(
+    exit_code: int,
+    failure: Mapping[str, Any] | None,
+    results: Mapping[tuple[int, int], RankResult],
+    *,
+    workers: int,
+    last_lines: Sequence[str],
+) -> None:
+    """Raises the error of a run that has failed.
 
     Args:
-        directory: Directory of the call, readable by this user only.
-        attempt: Number of the attempt, from 0.
-        rank: Rank of the worker.
+        exit_code: Of the launcher.
+        failure: The launcher's error file, or None if it wrote none.
+        results: By attempt and rank.
+        workers: Number of workers.
+        last_lines: What the launcher said last.
+
+    Raises:
+        WorkerError: If the exit code is not 0.
     """
-
-    def __init__(self, directory: Path, attempt: int, rank: int) -> None:
-        self._stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
-
-    @property
-    def value(self) -> Path:
-        """The pickled value."""
-        return self._stem.with_suffix(".value")
-
-    def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes the value.
-
-        Args:
-            dump: Writes it to a binary file. If it raises, no file remains.
-        """
-        with self._replacing(self.value) as file:
-            dump(file)
-
-    def write_pickling_error(self, kind: str, reason: str) -> None:
-        """Writes the type of a value that cannot be pickled, and the reason."""
-        self._write_json(".pickling-error", {"type": kind, "reason": reason})
-
-    def write_error(self, kind: str, message: str, traceback: str) -> None:
-        """Writes the exception that the function raised."""
-        self._write_json(".error", {"type": kind, "message": message, "traceback": traceback})
-
-    def pickling_error(self) -> dict[str, Any] | None:
-        """Returns `type` and `reason`, or None if there is no such file."""
-        return _read_json(self._stem.with_suffix(".pickling-error"))
-
-    def error(self) -> dict[str, Any] | None:
-        """Returns `type`, `message` and `traceback`, or None if there is no such file."""
-        return _read_json(self._stem.with_suffix(".error"))
-
-    def _replacing(self, path: Path) -> AbstractContextManager[IO[bytes]]:
-        path.parent.mkdir(exist_ok=True)
-        return atomic_files.replacing(path, durable=False)
-
-    def _write_json(self, suffix: str, content: dict[str, Any]) -> None:
-        with self._replacing(self._stem.with_suffix(suffix)) as file:
-            file.write(json.dumps(content).encode())
+    if exit_code == 0:
+        return
+    if failure is None or exit_code == PREEMPTED_EXIT_CODE:
+        raise failed_launcher(exit_code, tuple(last_lines))
+    result = results.get((failure["attempt"], failure["cause"]["rank"]))
+    raise failed_worker(failure, None if result is None else result.error, workers)
 
 
-def read_failure(directory: Path) -> dict[str, Any] | None:
-    """Returns the launcher's error file of the last failed attempt (see `error_file.py`), or None."""
-    return _read_json(directory / FAILURE)
+def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) -> list[Any]:
+    """Returns the values of the last attempt.
 
+    Args:
+        results: By attempt and rank.
+        calls: How many processes have called the function.
 
-def last_attempt(directory: Path) -> int:
-    """Returns the number of the last attempt in which a worker has written a file, or 0."""
-    return max((int(path.name.partition("-")[2]) for path in directory.glob("attempt-*")), default=0)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return dict(content)
+    Raises:
+        WorkerError: If a value is missing or could not be pickled.
+    """
+    attempt = max((attempt for attempt, _ in results), default=0)
+    last = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
+    for rank, result in enumerate(last):
+        if result.pickling_error is not None:
+            raise unpicklable_value(rank, result.pickling_error)
+        if result.value is None:
+            raise no_value(rank)
+    return [pickle.loads(result.value) for result in last if result.value is not None]

@@ -1,4 +1,4 @@
-"""The `tfdist` process of a notebook: shows its output in the cell and passes interrupts on to it."""
+"""The `tfdist` process of a function call: shows its output and passes interrupts on to it."""
 
 import codecs
 import os
@@ -7,9 +7,9 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.launch.notebook.child_programs import program
+from tfdist.launch.function_call.child_programs import program
 
 _CHUNK_BYTES = 65_536
 _POLL_SECONDS = 0.2
@@ -24,14 +24,22 @@ _INFORMATION = re.compile(r"\[\d+\] (I\d{4} [\d:.]+ +\d+ |WARNING: All log messa
 _QUOTED, _BEFORE_QUOTED = "tfdist:   | ", " Its last lines:"
 
 
-class NotebookLauncher:
+def _print(line: str, is_error: bool) -> None:
+    print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+class LauncherProcess:
     """A `tfdist` process, killed when the `with` block ends, or by the kernel when this process or thread ends.
 
-    It is the leader of a session, so that an interrupt of the notebook's process group reaches only the notebook.
+    It is the leader of a session, so that an interrupt of this process's group reaches only this one.
 
     Args:
         arguments: Arguments of `tfdist`.
         printed: The path of a file for what the process itself prints to its standard output; empty: shows it.
+        directory: If given, the kernel does not kill the process when this one dies, but sends SIGTERM, so that workers
+            can save; it then removes this directory.
+        environ: Its environment; None: that of this process.
+        show: Called with each line of its output, and with whether it was an error stream's. By default prints it.
 
     Raises:
         OSError: If the system cannot start another process.
@@ -40,12 +48,25 @@ class NotebookLauncher:
         error: The launcher's message about a wrong command, or an empty string.
     """
 
-    def __init__(self, arguments: Sequence[str], *, printed: str = "") -> None:
-        environ = dict(os.environ)
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        printed: str = "",
+        directory: str = "",
+        environ: Mapping[str, str] | None = None,
+        show: Callable[[str, bool], None] = _print,
+    ) -> None:
+        environ = dict(os.environ if environ is None else environ)
         if environ.get("MPLBACKEND", "").startswith("module://"):
             del environ["MPLBACKEND"]  # a backend that draws into notebook cells
+        source = (
+            program("run_orphaned_launcher", os.getpid(), list(arguments), directory)
+            if directory
+            else program("run_launcher", os.getpid(), list(arguments), printed)
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program("run_launcher", os.getpid(), list(arguments), printed)],
+            [sys.executable, "-c", source],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -55,10 +76,11 @@ class NotebookLauncher:
         )
         level = environ.get("TF_CPP_MIN_LOG_LEVEL", "0")
         self._hides_information = level.isdigit() and int(level) > 0
+        self._shown = show
         self._last_lines: list[str] = []
         self.error = ""
 
-    def __enter__(self) -> "NotebookLauncher":
+    def __enter__(self) -> "LauncherProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,10 +96,13 @@ class NotebookLauncher:
         """The last lines that the launcher itself printed."""
         return tuple(self._last_lines)
 
-    def follow(self) -> int:
+    def follow(self, poll: Callable[[], None] = lambda: None) -> int:
         """Shows the output until the process has ended.
 
         The first interrupt ends the workers with SIGTERM, the second kills them, the third kills the launcher.
+
+        Args:
+            poll: Called a few times a second.
 
         Returns:
             The exit code, or minus the number of the signal that killed the process.
@@ -89,7 +114,7 @@ class NotebookLauncher:
         with _Streams(self._process, self._show) as streams:
             while True:
                 try:
-                    streams.show_all()
+                    streams.show_all(poll)
                     code = self._process.wait()
                     break
                 except KeyboardInterrupt as interrupt:
@@ -99,6 +124,10 @@ class NotebookLauncher:
         if interrupts:
             raise KeyboardInterrupt from None
         return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process unless it has ended."""
+        self._process.send_signal(number)
 
     def _show(self, line: str, is_error: bool) -> None:
         if _ERROR.match(line):
@@ -112,7 +141,7 @@ class NotebookLauncher:
                 return
             line = in_python(line).removesuffix(_BEFORE_QUOTED)
             self._last_lines = [*self._last_lines, line][-_LAST_LINES:]
-        print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+        self._shown(line, is_error)
 
 
 class _Streams:
@@ -135,11 +164,12 @@ class _Streams:
     def __exit__(self, *_: object) -> None:
         self._selector.close()
 
-    def show_all(self) -> None:
+    def show_all(self, poll: Callable[[], None]) -> None:
         """Shows lines until both streams are closed, or the process has ended and there is nothing to read."""
         while self._selector.get_map():
             has_ended = self._process.poll() is not None
             ready = self._selector.select(_POLL_SECONDS)
+            poll()
             for key, _ in ready:
                 self._read(key.fd, is_error=key.data)
             if has_ended and not ready:  # a remaining child process holds the pipe open
@@ -161,7 +191,7 @@ class _Streams:
 
 
 def in_python(line: str) -> str:
-    """Rewrites the launcher's options as arguments of `from_notebook`.
+    """Rewrites the launcher's options as arguments of `from_notebook` and of the calls of engines.
 
     >>> in_python("scripts that need the internet: --network host; after --grace 5 (--max-restarts 1)")
     "scripts that need the internet: network='host'; after grace_seconds=5 (max_restarts=1)"

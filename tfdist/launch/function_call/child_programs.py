@@ -1,17 +1,19 @@
-"""Programs of the processes that a notebook starts: the launcher and its workers, and the program to plan for."""
+"""Programs of the processes that a call of a function starts: launcher, workers, and the program to plan for."""
 
 import contextlib
 import json
 import os
+import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tfdist.launch.notebook import written_call
-from tfdist.launch.notebook.function_pickling import PicklingError, dump
-from tfdist.launch.notebook.worker_results import RankFiles
+from tfdist.launch.function_call import written_call
+from tfdist.launch.function_call.function_pickling import PicklingError, dump
+from tfdist.launch.function_call.rank_files import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 from tfdist.utils.linux_syscalls import die_with_parent
 
@@ -26,34 +28,54 @@ def program(function: str, *arguments: Any) -> str:
     >>> print(program("run_worker", "directory"))
     import sys
     sys.path[:] = [...]
-    from tfdist.launch.notebook.child_programs import run_worker
+    from tfdist.launch.function_call.child_programs import run_worker
     run_worker('directory')
     """
     return "\n".join(
         [
             "import sys",
             f"sys.path[:] = {sys.path!r}",
-            f"from tfdist.launch.notebook.child_programs import {function}",
+            f"from tfdist.launch.function_call.child_programs import {function}",
             f"{function}({', '.join(map(repr, arguments))})",
         ]
     )
 
 
-def run_launcher(notebook_pid: int, arguments: list[str], printed: str = "") -> None:
-    """Runs `tfdist` with these arguments. The kernel ends it, and its workers, with the notebook's process.
+def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> None:
+    """Runs `tfdist` with these arguments. The kernel kills it, and its workers, with the caller's process.
 
     Args:
-        notebook_pid: The notebook's process.
+        caller_pid: The process that started this one, such as a notebook's.
         arguments: Of the command.
         printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
     """
-    die_with_parent(notebook_pid)
+    die_with_parent(caller_pid)
     from tfdist.launch.cli.main import main
 
     if not printed:
         sys.exit(main(arguments))
     with open(printed, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         code = main(arguments)
+    sys.exit(code)
+
+
+def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str) -> None:
+    """Runs `tfdist` likewise, but ends it with SIGTERM when the caller's process dies: the workers can save.
+
+    Args:
+        caller_pid: The process that started this one, such as a worker of an engine.
+        arguments: Of the command.
+        directory: Directory of the call, which the caller removes. This process does so if the caller has died.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher handles it
+    try:
+        die_with_parent(caller_pid, signal.SIGTERM)
+        from tfdist.launch.cli.main import main
+
+        code = main(arguments)
+    finally:
+        if os.getppid() != caller_pid:
+            shutil.rmtree(directory, ignore_errors=True)
     sys.exit(code)
 
 

@@ -1,0 +1,174 @@
+"""The call of a function on the workers of an engine: what the user asked for, and what each place is told."""
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.launch.function_call.written_call import check_function, pickle_call
+from tfdist.utils.argument_checks import check_seconds, check_whole_number
+
+START_TIMEOUT_SECONDS = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceAddress:
+    """Where a place is.
+
+    Args:
+        host: Its address, at which all other places reach it.
+        port: A TCP port that was free there; place 0's is that of the rendezvous.
+        hostname: Its name, for messages.
+        pid: The process of the engine.
+    """
+
+    host: str
+    port: int
+    hostname: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.hostname} ({self.host}, process {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceTask:
+    """What one place does.
+
+    Args:
+        run: Identifies the round, to stop it.
+        rank: Number of the place.
+        call: The pickled call.
+        arguments: Arguments of `tfdist`, without the program's name, paths of the place, and script.
+        token: The secret of the rendezvous.
+        grace_seconds: Seconds from SIGTERM to SIGKILL.
+    """
+
+    run: str
+    rank: int
+    call: bytes = dataclasses.field(repr=False)
+    arguments: tuple[str, ...]
+    token: str = dataclasses.field(repr=False)
+    grace_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCall:
+    """The call of a function on the workers of an engine.
+
+    Args:
+        payload: The pickled call.
+        workers: Number of workers, and of places.
+        parameter_servers: Number of parameter servers, which run beside the workers.
+        has_chief: Whether a chief runs in place 0, beside its worker, and calls the function alone.
+        max_restarts: How often all workers may be restarted.
+        threads_per_worker: Threads of each worker; None: those that the engine gives a place.
+        log_dir: Directory for the workers' output on their hosts, or None.
+        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
+        start_timeout_seconds: How long to wait for places and for workers.
+        token: The secret of the rendezvous.
+        round: Number of the round, from 0.
+    """
+
+    payload: bytes = dataclasses.field(repr=False)
+    workers: int
+    parameter_servers: int = 0
+    has_chief: bool = False
+    max_restarts: int = 0
+    threads_per_worker: int | None = None
+    log_dir: str | None = None
+    grace_seconds: float = 5.0
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    round: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        caller: str,
+        workers: Any,
+        parameter_servers: Any = 0,
+        chief: Any = False,
+        max_restarts: Any = 0,
+        threads_per_worker: Any = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        grace_seconds: Any = 5.0,
+        start_timeout_seconds: Any = START_TIMEOUT_SECONDS,
+    ) -> "EngineCall":
+        """Checks the arguments of `caller`, such as "on_ray", and pickles the call.
+
+        Raises:
+            TypeError: If `function` is not callable, or it or an argument cannot be pickled.
+            ValueError: If an option is invalid.
+            ImportError: If cloudpickle is not installed.
+        """
+        check_function(function, caller=caller)
+        check_whole_number("workers", workers, at_least=1)
+        check_whole_number("parameter_servers", parameter_servers, at_least=0)
+        check_whole_number("max_restarts", max_restarts, at_least=0)
+        if threads_per_worker is not None:
+            check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
+        check_seconds("grace_seconds", grace_seconds)
+        check_seconds("start_timeout_seconds", start_timeout_seconds)
+        if chief and parameter_servers:
+            raise ValueError(
+                f"Parameter servers have a chief already. Received: chief={chief!r} with parameter_servers="
+                f"{parameter_servers}. Expected: one of them. Remove `chief` for ParameterServerStrategy, "
+                "`parameter_servers` for ModelParallelStrategy."
+            )
+        return cls(
+            pickle_call(function, arguments),
+            workers,
+            parameter_servers,
+            bool(chief),
+            max_restarts,
+            threads_per_worker,
+            None if log_dir is None else os.fspath(Path(log_dir).absolute()),
+            float(grace_seconds),
+            float(start_timeout_seconds),
+        )
+
+    @property
+    def calls(self) -> int:
+        """How many processes call the function: all workers, or the chief."""
+        return 1 if self.has_chief or self.parameter_servers else self.workers
+
+    @property
+    def run(self) -> str:
+        """Identifies the round in the places."""
+        return f"{self.token[:8]}-{self.round}"
+
+    def next_round(self, max_restarts: int) -> "EngineCall":
+        """Returns the call for another round, with so many restarts left."""
+        return dataclasses.replace(self, max_restarts=max_restarts, round=self.round + 1)
+
+    def task(self, rank: int, addresses: Sequence[PlaceAddress], *, threads: int | None = None) -> PlaceTask:
+        """Returns what a place does.
+
+        Args:
+            rank: Number of the place.
+            addresses: Of all places, in order.
+            threads: The cores that the engine gives each place; None: unknown.
+        """
+        nodes = len(addresses)
+        arguments = ["run", "--workers", "1", "--network", "host", "--max-restarts", str(self.max_restarts)]
+        arguments += ["--grace", f"{self.grace_seconds:g}", "--start-timeout", f"{self.start_timeout_seconds:g}"]
+        if nodes > 1:
+            rendezvous = addresses[0]
+            host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
+            arguments += ["--nodes", str(nodes), "--node-rank", str(rank), "--rendezvous", f"{host}:{rendezvous.port}"]
+            arguments += ["--address", addresses[rank].host]
+        if self.has_chief:
+            arguments.append("--chief")
+        if self.parameter_servers:
+            arguments += ["--parameter-servers", str(self.parameter_servers)]
+        if (count := self.threads_per_worker or threads) is not None:
+            arguments += ["--threads-per-worker", str(count)]
+        if self.log_dir is not None:
+            arguments += ["--log-dir", self.log_dir]
+        return PlaceTask(self.run, rank, self.payload, tuple(arguments), self.token, self.grace_seconds)

@@ -1,0 +1,156 @@
+"""A place: a process of an engine that supervises one worker, as one node of several."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
+from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask
+from tfdist.launch.function_call.child_programs import program
+from tfdist.launch.function_call.launcher_process import LauncherProcess
+from tfdist.launch.function_call.rank_files import FAILURE, RankResult, read_failure, read_results
+from tfdist.launch.function_call.written_call import write_call
+from tfdist.launch.run_config import TOKEN_VARIABLE
+from tfdist.utils.cores_and_ports import ReservedPorts
+
+# From the end of the grace period to the end of the launcher, which then kills its workers.
+_KILL_SECONDS = 5.0
+# Variables of `srun`, which are those of the engine's process: its tasks are not the workers.
+_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_PROCID")
+_SAID = "tfdist: "
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceResult:
+    """How a round ended in a place.
+
+    Args:
+        rank: Number of the place.
+        exit_code: Of the launcher; negative: the signal that killed it.
+        results: By attempt and rank, of the workers of this place.
+        failure: The launcher's error file of the last failed attempt, or None.
+        last_lines: What the launcher said last.
+        usage_error: The launcher's message about a wrong command, or an empty string.
+    """
+
+    rank: int
+    exit_code: int
+    results: dict[tuple[int, int], RankResult]
+    failure: dict[str, Any] | None
+    last_lines: tuple[str, ...]
+    usage_error: str = ""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the round ended because a place was lost or announced its end, not by the function."""
+        return self.exit_code in (LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE)
+
+    @property
+    def failed_attempts(self) -> int:
+        """Number of attempts of this round that have failed."""
+        return 0 if self.failure is None else int(self.failure["attempt"]) + 1
+
+
+def place_address(host: str) -> PlaceAddress:
+    """Returns the address of this place, with a free port.
+
+    Args:
+        host: The address at which other places reach this host.
+    """
+    with ReservedPorts(1) as reserved:
+        return PlaceAddress(host, reserved.ports[0], socket.gethostname(), os.getpid())
+
+
+class _RunningPlaces:
+    """The rounds that run in this process, and those that another thread has asked to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped: set[str] = set()
+
+    def stop(self, run: str) -> None:
+        with self._lock:
+            self._stopped.add(run)
+
+    def is_stopped(self, run: str) -> bool:
+        with self._lock:
+            return run in self._stopped
+
+
+_places = _RunningPlaces()
+
+
+def stop_places(run: str) -> None:
+    """Ends the round in this process, from any thread: the workers can save and leave, and are then killed.
+
+    Args:
+        run: `EngineCall.run`. A place of this round that starts later ends at once.
+    """
+    _places.stop(run)
+
+
+def run_place(
+    task: PlaceTask,
+    *,
+    show: Callable[[str], None] = print,
+    should_stop: Callable[[], bool] = lambda: False,
+    environ: Mapping[str, str] | None = None,
+) -> PlaceResult:
+    """Supervises the worker of a place until the round ends.
+
+    The launcher is a child of this process. If this process or thread dies, the kernel sends it SIGTERM; the worker can
+    save, and nothing is left.
+
+    Args:
+        task: What to do.
+        show: Shows a line of the worker, behind its rank ("[1] ..."), and in place 0 also those of the launcher.
+        should_stop: Asked a few times a second: whether the workers have to save and leave.
+        environ: Variables to set in addition, such as the devices that the engine gives.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="tfdist-place-"))
+    try:
+        write_call(directory, task.call)
+        script = directory / "worker.py"
+        script.write_text(program("run_worker", str(directory)))
+        arguments = [*task.arguments, "--error-file", str(directory / FAILURE), str(script)]
+        variables = {name: value for name, value in os.environ.items() if name not in _STEP_VARIABLES}
+        variables |= {TOKEN_VARIABLE: task.token, **(environ or {})}
+
+        def show_once(line: str, is_error: bool) -> None:
+            # The launchers of all places say the same.
+            if task.rank == 0 or not line.startswith(_SAID):
+                show(line)
+
+        with LauncherProcess(arguments, directory=str(directory), environ=variables, show=show_once) as launcher:
+            stop = _Stop(task, launcher, should_stop)
+            code = launcher.follow(stop.poll)
+        return PlaceResult(
+            task.rank, code, read_results(directory), read_failure(directory), launcher.last_lines, launcher.error
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Stop:
+    """Ends a launcher when it should stop: SIGTERM, and SIGKILL if it does not end in time."""
+
+    def __init__(self, task: PlaceTask, launcher: LauncherProcess, should_stop: Callable[[], bool]) -> None:
+        self._task, self._launcher, self._should_stop = task, launcher, should_stop
+        self._kill_at: float | None = None
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._launcher.send_signal(signal.SIGKILL)
+        elif _places.is_stopped(self._task.run) or self._should_stop():
+            self._launcher.send_signal(signal.SIGTERM)
+            self._kill_at = now + self._task.grace_seconds + _KILL_SECONDS

@@ -1,0 +1,90 @@
+"""Rounds: all places of a call at once. When places are lost, the driver asks the engine for another round."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.launch.engines.engine_call import EngineCall
+from tfdist.launch.engines.place import PlaceResult
+from tfdist.launch.function_call.worker_results import WorkerError, raise_failure, values_by_rank
+from tfdist.utils.argument_checks import UsageError
+from tfdist.utils.formatting import counted
+
+
+class LostPlaceError(Exception):
+    """The engine has lost places of a round; the others have been stopped.
+
+    Args:
+        message: Which places were lost, and how, as a clause: "place 1 (host-b) was lost: …".
+        results: Of the places that have answered.
+    """
+
+    def __init__(self, message: str, results: Sequence[PlaceResult] = ()) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
+def run_rounds(
+    call: EngineCall,
+    run_round: Callable[[EngineCall], Sequence[PlaceResult]],
+    *,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> list[Any]:
+    """Runs rounds until one ends by the function, and returns its values by rank.
+
+    Args:
+        call: What to call.
+        run_round: Asks the engine for places, runs the call in them, and returns their results. It raises
+            `LostPlaceError` if the engine has lost places, after stopping the others.
+        say: Shows the user why there is another round.
+
+    Raises:
+        WorkerError: If the function has failed, or places were lost more often than `max_restarts` allows.
+        UsageError: If the launcher rejects an option.
+    """
+    while True:
+        try:
+            results = run_round(call)
+            lost = _interruption(results)
+        except LostPlaceError as error:
+            results, lost = error.results, str(error)
+        if not lost:
+            return _values(call, results)
+        left = call.max_restarts - max([1, *(result.failed_attempts for result in results)])
+        if left < 0:
+            raise WorkerError(
+                f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
+                "last until the function returns. Give `max_restarts`, with FailureRecovery in the function, to go on "
+                "in other places."
+            )
+        say(f"tfdist: {lost}; restarting in new places ({counted(left, 'restart')} left)")
+        call = call.next_round(left)
+
+
+def _interruption(results: Sequence[PlaceResult]) -> str:
+    """Returns why the round ended, if it did not end by the function, or an empty string."""
+    interrupted = [result for result in results if result.is_interrupted]
+    if not interrupted:
+        return ""
+    names = ", ".join(f"place {result.rank}" for result in interrupted)
+    lines = interrupted[0].last_lines
+    return f"{names} left before the function returned" + (f" ({lines[-1]})" if lines else "")
+
+
+def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
+    for result in results:
+        if result.usage_error:
+            raise UsageError(result.usage_error)
+    merged = {key: rank_result for result in results for key, rank_result in result.results.items()}
+    failed = [result for result in results if result.exit_code != 0]
+    if failed:
+        # All nodes write the same error file; a place that only lost its peers may have none.
+        described = next((result for result in failed if result.failure is not None), failed[0])
+        raise_failure(
+            described.exit_code,
+            described.failure,
+            merged,
+            workers=call.workers,
+            last_lines=described.last_lines,
+        )
+    return values_by_rank(merged, call.calls)
