@@ -112,7 +112,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert str(metadata.get_payload()).startswith("# tfdist")
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *{"tensorflow", "cpu", "cuda"},
+        *{"tensorflow", "cpu", "cuda", "ray", "spark", "dask"},
         *{"examples", "notebook", "plan", "test", "benchmark", "docs", "dev"},
     }
 

@@ -1,4 +1,4 @@
-"""The call of a function on the workers of an engine: what the user asked for, and what each place is told."""
+"""The call of a function on the workers of an engine: what the user asked for, and what each place does."""
 
 import dataclasses
 import os

@@ -54,8 +54,8 @@ def run_rounds(
         if left < 0:
             raise WorkerError(
                 f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
-                "last until the function returns. Give `max_restarts`, with FailureRecovery in the function, to go on "
-                "in other places."
+                "last until the function returns. Give `max_restarts`, with FailureRecovery in the function, to "
+                "continue in other places."
             )
         say(f"tfdist: {lost}; restarting in new places ({counted(left, 'restart')} left)")
         call = call.next_round(left)
