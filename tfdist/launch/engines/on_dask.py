@@ -1,0 +1,199 @@
+"""on_dask: calls a function in new processes beside the workers of a Dask cluster."""
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from tfdist.launch.engines.dask_cluster import (
+    ANSWER_SECONDS,
+    PLACE_KEY,
+    DaskWorker,
+    ReplacedWorkerError,
+    client_in_use,
+    describe_worker,
+    import_distributed,
+    run_beside_tasks,
+    run_task,
+    task_has_ended,
+)
+from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall
+from tfdist.launch.engines.place import PlaceResult, stop_places
+from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.function_call.worker_results import WorkerError
+
+Value = TypeVar("Value")
+_POLL_SECONDS, _LOOK_SECONDS, _STOP_SECONDS = 0.1, 1.0, 10.0  # the last one after the grace period
+
+
+def on_dask(
+    function: Callable[..., Value],
+    *args: Any,
+    client: Any = None,
+    workers: int,
+    parameter_servers: int = 0,
+    chief: bool = False,
+    max_restarts: int = 0,
+    resources: Mapping[str, float] | None = None,
+    threads_per_worker: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    grace_seconds: float = 5.0,
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+) -> list[Value]:
+    """Calls a function in new processes, each beside another Dask worker, and returns its values, by rank.
+
+    It does on the hosts of Dask what `from_notebook` does on this one. It takes Dask workers that have a free thread,
+    which it occupies, and no process of another such call. In a task of Dask it secedes from the worker's threads.
+
+    The loss of a Dask worker ends the run; with `max_restarts` the function is called again beside those that there are
+    then, and with `FailureRecovery` the training resumes. An interrupt, or the end of the client, ends the processes
+    with SIGTERM, so that `FailureRecovery` can save, and kills them after `grace_seconds`.
+
+    >>> from tfdist.launch import on_dask
+    >>> weights = on_dask(train, client, workers=4)  # doctest: +SKIP
+
+    Args:
+        function: Any callable that can be pickled with the objects it uses.
+        *args: Positional arguments of the function, after the client, if that is not given by name.
+        client: A `distributed.Client`. Defaults to the current one.
+        workers: Number of workers.
+        parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
+        chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        max_restarts: How often to restart all workers after a failure, and to call the function again.
+        resources: What each process takes of its Dask worker's resources, such as `{"GPU": 1}`.
+        threads_per_worker: Threads of each worker. Defaults to those of its Dask worker.
+        log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
+        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
+        start_timeout_seconds: How long to wait for free Dask workers, and then for the processes to start.
+
+    Returns:
+        The function's return value in each worker, by rank; with a chief, its one value.
+
+    Raises:
+        TypeError: If `function` or `client` is not one, or something cannot be pickled.
+        ValueError: If an option is invalid, or there is no client.
+        TimeoutError: If there were not enough free Dask workers in time; it says how many there were.
+        tfdist.launch.WorkerError: If a worker failed, with its rank and its traceback, or a Dask worker was lost.
+        ImportError: If Dask is not installed (the extra `dask`), or tfdist is not on the hosts of Dask.
+    """
+    if client is None and args and isinstance(args[0], import_distributed().Client):
+        client, args = args[0], args[1:]
+    call = EngineCall.of(
+        function,
+        args,
+        caller="on_dask",
+        workers=workers,
+        parameter_servers=parameter_servers,
+        chief=chief,
+        max_restarts=max_restarts,
+        threads_per_worker=threads_per_worker,
+        log_dir=log_dir,
+        grace_seconds=grace_seconds,
+        start_timeout_seconds=start_timeout_seconds,
+    )
+    with client_in_use(client) as used:
+        return run_rounds(call, lambda call: _Round(used, call, dict(resources or {})).run())
+
+
+class _Round:
+    """The places of one round, by the address of their Dask worker, in order of rank."""
+
+    def __init__(self, client: Any, call: EngineCall, resources: Mapping[str, float]) -> None:
+        self._client, self._call, self._resources = client, call, resources
+        self._futures: dict[str, Any] = {}
+        self._has_ended = task_has_ended()
+
+    def run(self) -> list[PlaceResult]:
+        """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
+        try:
+            self._start()
+            while self._pending() and self._pending() <= self._known() and not self._pending("error"):
+                self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
+            self._stop()
+            return self._results()
+        finally:
+            try:
+                with contextlib.suppress(OSError):  # without a scheduler, Dask's workers close and end their places
+                    self._stop()
+            finally:
+                self._client.cancel(list(self._futures.values()))
+
+    def _start(self) -> None:
+        """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what others need."""
+        needed, seconds = self._call.workers, self._call.start_timeout_seconds
+        limit = time.monotonic() + seconds
+        with self._client.as_current():
+            lock = import_distributed().Lock(PLACE_KEY)
+        while True:
+            with lock:
+                found = self._describe(self._known())
+                free = sorted(name for name, worker in found.items() if worker.is_free)[:needed]
+                if len(free) == needed:
+                    self._submit({name: found[name] for name in free})
+                    self._wait(seconds, until=functools.partial(self._are_taken, free))
+                    return
+            if time.monotonic() >= limit:
+                rest = f", {self._resources}" if self._resources else ""
+                raise TimeoutError(
+                    f"There are too few free Dask workers. Received: {len(found)} in the cluster, {len(free)} of them "
+                    f"with a free thread{rest} and no process of another call, after {seconds:g} s. Expected: "
+                    f"workers={needed}. Start more, by cluster.scale({needed}) or cluster.adapt(minimum={needed}), or "
+                    "give more `start_timeout_seconds`."
+                )
+            self._wait(_LOOK_SECONDS)
+
+    def _submit(self, chosen: Mapping[str, DaskWorker]) -> None:
+        addresses = [worker.address for worker in chosen.values()]
+        for rank, (name, worker) in enumerate(chosen.items()):
+            self._futures[name] = self._client.submit(
+                run_task,
+                self._call.task(rank, addresses, threads=worker.threads),
+                worker.address.pid,
+                key=f"{PLACE_KEY}-{self._call.run}-{rank}",
+                workers=[name],
+                resources=self._resources or None,
+                pure=False,
+            )
+
+    def _stop(self) -> None:
+        """Ends the places that have not ended, and waits for them."""
+        if self._pending() and (running := self._pending() & self._known()):
+            run_beside_tasks(self._client, running, stop_places, self._call.run)
+            limit = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
+            while self._pending() & running and time.monotonic() < limit:
+                time.sleep(_POLL_SECONDS)
+
+    def _results(self) -> list[PlaceResult]:
+        results, lost = [], []
+        for rank, (name, future) in enumerate(self._futures.items()):
+            try:
+                results.append(future.result(timeout=0.1 if name in self._pending() else ANSWER_SECONDS))
+            except (TimeoutError, concurrent.futures.CancelledError, ReplacedWorkerError):
+                lost.append(f"place {rank} was lost with Dask worker {name}")
+            except Exception as error:
+                raise WorkerError(f"Place {rank} failed in Dask worker {name}: {error!r}", rank=rank) from error
+        if lost:
+            raise LostPlaceError(", ".join(lost), results)
+        return results
+
+    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and not until():
+            if self._has_ended():
+                raise concurrent.futures.CancelledError("The task of Dask that has called `on_dask` was cancelled.")
+            time.sleep(_POLL_SECONDS)
+
+    def _pending(self, *statuses: str) -> set[str]:
+        return {name for name, future in self._futures.items() if future.status in (statuses or ("pending", "lost"))}
+
+    def _known(self) -> set[str]:
+        return set(self._client.sync(self._client.scheduler.identity, callback_timeout=ANSWER_SECONDS)["workers"])
+
+    def _describe(self, names: Collection[str]) -> dict[str, DaskWorker]:
+        return run_beside_tasks(self._client, names, describe_worker, self._resources)
+
+    def _are_taken(self, names: Collection[str]) -> bool:
+        return not any(worker.is_free for worker in self._describe(names).values())
