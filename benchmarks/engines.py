@@ -43,6 +43,7 @@ def train(directory: str, is_killed: bool) -> tuple[float, list[Any]]:
     import signal
     import time
     from pathlib import Path
+    from typing import Any
 
     import keras
     import numpy as np
