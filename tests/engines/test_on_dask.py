@@ -1,0 +1,276 @@
+"""`on_dask` on a LocalCluster: the results of `tfdist run`, refusals, losses and interrupts, and that nothing is left."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import dask_functions as functions
+import numpy as np
+import pytest
+from child_environment import child_environment
+from launched_runs import launch
+
+from tfdist.launch import WorkerError, on_dask
+
+distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
+psutil = pytest.importorskip("psutil")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory):
+    """The directory of temporary files of this process and of Dask's."""
+    directory = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ) - set(child_environment()):
+            patch.delenv(name)
+        for name, value in child_environment(HERE, TMPDIR=str(directory)).items():
+            patch.setenv(name, value)
+        patch.setattr("tempfile.tempdir", None)
+        yield directory
+
+
+@contextlib.contextmanager
+def cluster_of(workers, **options):
+    options = {"threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": 0, **options}
+    with distributed.LocalCluster(n_workers=workers, **options) as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def shared_client(temporary):
+    with cluster_of(2) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared_client, temporary):
+    """A client of two Dask workers; afterwards they have no child, no new port, no task, and there is no file."""
+    pids = set(shared_client.run(os.getpid).values())
+    before = ports(pids)
+    yield shared_client
+    eventually(lambda: not any(shared_client.run(tasks_of).values()), "tasks in Dask workers")
+    assert [child.cmdline() for pid in pids & set(psutil.pids()) for child in psutil.Process(pid).children()] == []
+    assert not list(temporary.glob("tfdist-*"))
+    if pids == set(shared_client.run(os.getpid).values()):
+        assert ports(pids) == before
+
+
+def ports(pids):
+    connections = [connection for pid in pids for connection in psutil.Process(pid).net_connections("tcp")]
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def tasks_of(dask_worker):
+    return list(map(str, dask_worker.state.tasks))
+
+
+def eventually(condition, what, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The weights of `tfdist run`."""
+    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host")
+    run = launch(tmp_path_factory.mktemp("reference"), HERE / "dask_functions.py", options=options).assert_complete()
+    return list(run.arrays("0.npz").values())
+
+
+def assert_identical(values, reference):
+    for weights, _ in values:
+        assert [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in reference]
+
+
+def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
+    values = on_dask(functions.train, client, str(tmp_path), workers=2)
+    assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
+    assert_identical(values, reference)
+    assert np.abs(reference[0]).max() > 0
+
+
+def test_values_by_rank_and_the_output_of_workers(client, capfd):
+    assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
+    assert on_dask(functions.task_and_threads, 10, client=client, workers=1) == [("worker", 0, "1")]
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if line.startswith("[")) == ["[0] task 0", "[0] task 0", "[1] task 1"]
+
+
+def test_a_chief_alone_returns_a_value(client):
+    assert on_dask(functions.task_and_threads, 10, workers=2, chief=True) == [("chief", 0, "1")]
+
+
+def test_the_error_has_the_rank_and_the_users_lines(client):
+    with pytest.raises(WorkerError, match=r"Worker 1 of 2 failed: KeyError: 'no such column'") as caught:
+        on_dask(functions.fail_in_one, "no such column", client=client, workers=2)
+    assert caught.value.rank == 1 and "raise KeyError(message)" in caught.value.traceback
+
+
+def test_too_few_workers_are_counted(client):
+    with pytest.raises(TimeoutError, match=r"Received: 2 in the cluster, 2 of them .* Expected: workers=3\."):
+        on_dask(functions.task_and_threads, 1, client=client, workers=3, start_timeout_seconds=1)
+    with pytest.raises(TimeoutError, match=r"Received: 2 in the cluster, 0 of them with a free thread, {'GPU': 1}"):
+        on_dask(functions.task_and_threads, 1, workers=1, resources={"GPU": 1}, start_timeout_seconds=0.5)
+
+
+def test_calls_at_a_time_take_turns(client):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(on_dask, functions.task_and_threads, scale, client=client, workers=2) for scale in (1, 2, 3)
+        ]
+        assert [call.result(120)[1][1] for call in calls] == [1, 2, 3]
+
+
+def test_a_task_of_dask_leaves_its_thread_to_the_places(client):
+    assert client.submit(functions.call_in_task, 2, pure=False).result(60) == [("worker", 0, "1"), ("worker", 1, "1")]
+
+
+def test_a_task_of_slurm_is_no_cluster(client):
+    variables = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+    variables |= {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    client.run(set_variables, variables)
+    try:
+        assert on_dask(functions.task_and_threads, 1, workers=2) == [("worker", 0, "1"), ("worker", 1, "1")]
+        assert on_dask(functions.task_and_threads, 1, workers=1) == [("worker", 0, "1")]
+    finally:
+        client.run(set_variables, dict.fromkeys(variables))
+
+
+def set_variables(variables):
+    for name, value in variables.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def test_other_clients_are_refused():
+    with pytest.raises(TypeError, match=r"`client` is not a Dask client. Received: client='tcp://a:1'"):
+        on_dask(functions.task_and_threads, 1, client="tcp://a:1", workers=1)
+
+
+def test_no_client_is_an_error(monkeypatch):
+    monkeypatch.setattr("distributed.get_client", no_client)
+    with pytest.raises(ValueError, match=r"There is no Dask client. Received: client=None"):
+        on_dask(functions.task_and_threads, 1, workers=1)
+
+
+def no_client():
+    raise ValueError("No global client found")
+
+
+def test_an_asynchronous_client_is_refused(client):
+    async def refused():
+        async with distributed.Client(client.scheduler.address, asynchronous=True, set_as_default=False) as own:
+            with pytest.raises(ValueError, match=r"`on_dask` cannot use an asynchronous client"):
+                on_dask(functions.task_and_threads, 1, client=own, workers=1)
+
+    asyncio.run(refused())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["worker", "dask worker"])
+def test_a_killed_process_changes_no_weight(client, reference, tmp_path, victim, capfd):
+    values = on_dask(functions.train, str(tmp_path), victim, workers=2, max_restarts=1)
+    assert (tmp_path / "killed").exists()
+    assert all(steps < 2 * functions.STEPS_OF_EPOCH for _, steps in values), "resumed"
+    assert_identical(values, reference)
+    assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == "dask worker")
+
+
+@pytest.mark.long
+def test_a_lost_dask_worker_ends_the_call(client, tmp_path):
+    names = set(client.scheduler_info()["workers"])
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerError, match=r"no restart is left. Received: place 1 was lost with Dask worker tcp://"
+    ) as caught:
+        on_dask(functions.lose_dask_worker, str(tmp_path), workers=2)
+    assert any(name in str(caught.value) for name in names)
+    assert time.monotonic() - start < 30, "within seconds, and without the 60 that place 0 would wait"
+    client.wait_for_workers(2, timeout=60)
+    assert on_dask(functions.lose_dask_worker, str(tmp_path), workers=2) == [0, 1]
+
+
+@pytest.mark.long
+def test_a_dask_worker_that_retires_lets_the_function_save(temporary, tmp_path):
+    with cluster_of(2) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        call = pool.submit(on_dask, functions.wait_for_signal, str(tmp_path), client=client, workers=2)
+        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+        client.retire_workers([sorted(client.scheduler_info()["workers"])[0]])
+        with pytest.raises(WorkerError, match=r"A place of the workers was lost"):
+            call.result(60)
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+@pytest.mark.long
+def test_an_interrupt_lets_the_function_save(client, tmp_path):
+    def interrupt():
+        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        on_dask(functions.wait_for_signal, str(tmp_path), workers=2)
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    thread.join()
+
+
+DRIVER = """
+import sys
+import dask_functions, distributed
+from tfdist.launch import on_dask
+client = distributed.Client(sys.argv[1])
+on_dask(dask_functions.wait_for_signal, sys.argv[2], client=client, workers=2)
+"""
+
+
+@pytest.mark.long
+def test_the_places_of_a_killed_driver_end(client, tmp_path):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, client.scheduler.address, str(tmp_path)])
+    try:
+        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+    finally:
+        driver.kill()
+        driver.wait()
+    eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
+
+
+@pytest.mark.long
+def test_a_cancelled_task_ends_its_places(client, tmp_path):
+    task = client.submit(wait_in_task, str(tmp_path), pure=False)
+    eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+    task.cancel()
+    eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
+
+
+def wait_in_task(directory):
+    return on_dask(functions.wait_for_signal, directory, workers=2)
+
+
+@pytest.mark.long
+def test_dask_workers_that_are_threads_of_this_process(temporary):
+    with cluster_of(2, processes=False):
+        assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
+
+
+@pytest.mark.long
+def test_connections_of_dask_with_tls(temporary):
+    pytest.importorskip("cryptography", reason="makes the certificates")
+    security = distributed.Security.temporary()
+    options = {"threads_per_worker": 2, "dashboard_address": ":0", "security": security}
+    with distributed.LocalCluster(n_workers=2, **options) as cluster, distributed.Client(cluster) as client:
+        assert client.scheduler.address.startswith("tls://")
+        assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "2"), ("worker", 10, "2")]
