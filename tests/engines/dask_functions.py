@@ -70,19 +70,13 @@ def fail_in_one(message):
     time.sleep(60)
 
 
-def lose_dask_worker(directory):
-    """Kills the Dask worker of worker 1, once."""
+def lose_dask_worker():
+    """Kills the Dask worker of worker 1."""
     from tfdist import cluster
 
-    rank = cluster.detect().task.index
-    killed = Path(directory) / "killed"
-    if rank == 1 and not killed.exists():
-        killed.touch()
+    if cluster.detect().task.index == 1:
         os.kill(dask_worker_pid(), signal.SIGKILL)
-    if not killed.with_suffix(f".{rank}").exists():
-        killed.with_suffix(f".{rank}").touch()
-        time.sleep(60)
-    return rank
+    time.sleep(60)
 
 
 def wait_for_signal(directory):
