@@ -6,6 +6,7 @@
 It compares the scores with those of the same search in one process.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import joblib
@@ -21,7 +22,7 @@ from tfdist.launch import on_dask
 _SCHEDULER = flags.DEFINE_string("scheduler", None, "Address of a Dask scheduler. Default: a cluster on this host.")
 _EPOCHS = flags.DEFINE_integer("epochs", 4, "Passes over the images in each fit.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", 2, "Workers of each fit.", lower_bound=1)
-_FITS = flags.DEFINE_integer("fits", 1, "Fits at a time, each on Dask workers of its own.", lower_bound=1)
+_FITS = flags.DEFINE_integer("fits", 1, "Fits at a time, each on other Dask workers.", lower_bound=1)
 _GRID = {"units": [16, 64], "learning_rate": [1e-3, 1e-2]}
 
 
@@ -102,28 +103,19 @@ def search(workers: int, fits: int = 1) -> GridSearchCV:
 
 def main(_: list[str]) -> None:
     """Searches on the cluster, then in this process, and prints both scores."""
-    cluster = _SCHEDULER.value or LocalCluster(n_workers=_WORKERS.value * _FITS.value, threads_per_worker=1)
-    with Client(cluster):
-        distributed = search(_WORKERS.value, _FITS.value).cv_results_
-    if isinstance(cluster, LocalCluster):
-        cluster.close()
-    one_process = search(0).cv_results_
-    for params, *scores in zip(
-        distributed["params"],
-        distributed["mean_test_accuracy"],
-        distributed["mean_test_neg_log_loss"],
-        one_process["mean_test_accuracy"],
-        one_process["mean_test_neg_log_loss"],
-        strict=True,
-    ):
-        print(
-            "{}: accuracy {:.4f}, log loss {:.6f}; in one process {:.4f} and {:.6f}".format(
-                params, scores[0], -scores[1], scores[2], -scores[3]
-            )
-        )
-    difference = max(
-        np.max(np.abs(distributed[name] - one_process[name])) for name in distributed if name.startswith("split")
-    )
+    with ExitStack() as stack:
+        cluster: Any = _SCHEDULER.value
+        if cluster is None:
+            dask_workers = _WORKERS.value * _FITS.value
+            cluster = stack.enter_context(LocalCluster(n_workers=dask_workers, threads_per_worker=1))
+        stack.enter_context(Client(cluster))
+        on_cluster = search(_WORKERS.value, _FITS.value).cv_results_
+    in_process = search(0).cv_results_
+    for index, params in enumerate(in_process["params"]):
+        scores = [results["mean_test_accuracy"][index] for results in (on_cluster, in_process)]
+        print(f"{params}: accuracy {scores[0]:.2%} on Dask, {scores[1]:.2%} in one process".replace("%", " %"))
+    scores_of_folds = [name for name in in_process if name.startswith("split")]
+    difference = max(np.max(np.abs(on_cluster[name] - in_process[name])) for name in scores_of_folds)
     print(f"largest difference of a score: {difference:.0e}")
 
 

@@ -122,7 +122,7 @@ class _Round:
                 self._client.cancel(list(self._futures.values()))
 
     def _start(self) -> None:
-        """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what others need."""
+        """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
         needed, seconds = self._call.workers, self._call.start_timeout_seconds
         limit = time.monotonic() + seconds
         with self._client.as_current():
