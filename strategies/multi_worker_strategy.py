@@ -28,6 +28,7 @@ from tfdist.strategies.worker_start import (
     compare_cpus,
     default_micro_batches,
 )
+from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
@@ -196,7 +197,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         if self.row_shares is not None and isinstance(dataset, tf.data.Dataset):
             batches = complete_batches(dataset, counts[self.rank], self.num_workers, self.rank)
             return mark_complete(self.extended.distribute_worker_batches(dataset, batches, False, options))
-        if len(set(counts)) == 1 or not isinstance(dataset, tf.data.Dataset):
+        reads_own_rows = self.num_workers > 1 and selectable(dataset) is not None
+        if not isinstance(dataset, tf.data.Dataset) or (len(set(counts)) == 1 and not reads_own_rows):
             return super().experimental_distribute_dataset(dataset, options)
         batches, shards_files = worker_batches(dataset, counts, self.rank)
         return self.extended.distribute_worker_batches(dataset, batches, shards_files, options)

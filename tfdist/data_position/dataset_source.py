@@ -10,6 +10,7 @@ from tfdist.data_position.data_comparison import describe_elements
 from tfdist.data_position.position import Json
 from tfdist.data_position.python_randomness import PythonRandomness
 from tfdist.keras_internals.epoch_iterator import DATASET
+from tfdist.tensorflow_internals.distributed_datasets import skip_steps
 from tfdist.tensorflow_internals.input_pipeline import (
     batch_size,
     batches_to_replay,
@@ -21,7 +22,6 @@ from tfdist.tensorflow_internals.input_pipeline import (
     random_seeds,
     runs_python,
     share_a_shuffle,
-    skip_steps,
 )
 
 

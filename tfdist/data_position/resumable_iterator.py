@@ -13,6 +13,7 @@ from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
 from tfdist.data_position.position import Json, Position, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
+from tfdist.data_position.selectable_source import SelectableSource, is_selectable
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
 from tfdist.tensorflow_internals.static_batches import batch_spec
@@ -61,6 +62,8 @@ def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: boo
         return DatasetSource(adapter, dataset, strategy)
     if getattr(adapter, "is_drawn_by_workers", False):
         return WorkerDatasetSource(adapter, dataset, strategy)
+    if is_selectable(dataset):
+        return SelectableSource(adapter, dataset, strategy)
     return _SOURCES.get(data_kind(adapter), GeneratorSource)(adapter, dataset, strategy)
 
 

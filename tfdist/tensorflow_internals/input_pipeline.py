@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.static_batches import tensorflow_spec
+from tfdist.tensorflow_internals.batch_selection import selectable
 
 _OPS = "tensorflow.python.data.ops"
 _INPUT = "tensorflow.python.distribute.input_lib"
@@ -30,7 +30,8 @@ _UNSEEDED = [0, 0]
 _CREATES_INPUT_AT_ONCE = frozenset(
     "_BatchDataset _FilterDataset _FlatMapDataset _InterleaveDataset _MapDataset _OptionsDataset _PaddedBatchDataset "
     "_ParallelBatchDataset _ParallelInterleaveDataset _ParallelMapDataset _PrefetchDataset _RebatchDataset "
-    "_RestructuredDataset _ShardDataset _SkipDataset _TakeDataset _UnbatchDataset _ZipDataset".split()
+    "_RestructuredDataset _ShardDataset _SkipDataset _TakeDataset _UnbatchDataset _ZipDataset "
+    "_AssertCardinalityDataset SelectableDataset".split()
 )
 _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset", "MatchingFilesDataset")
@@ -109,39 +110,8 @@ def create_unused_iterator(dataset: Any) -> None:
 
     Iterates over the parts of a distributed dataset as plain datasets, which is a hundred times cheaper.
     """
-    for part in _parts(dataset):
+    for part in parts_of_dataset(dataset):
         iter(part)
-
-
-def skip_steps(dataset: Any, steps: int) -> Any | None:
-    """Returns a dataset without the batches of the first `steps` steps, which are read but not moved to the devices.
-
-    It shares the random state of `dataset`. A distributed one skips the worker's own batches, after sharding and
-    rebatching, so it is correct for every sharding policy.
-
-    Returns:
-        The dataset; `None` for an unknown kind of dataset.
-    """
-    if isinstance(dataset, tf.data.Dataset):
-        return dataset.skip(steps)
-    if type(dataset) not in (_Distributed, _FromFunction):
-        return None
-    workers = dataset._input_workers
-    parts = []
-    for index, part in enumerate(_parts(dataset)):
-        with tf.device(part._variant_tensor.device):
-            parts.append(part.skip(steps * len(workers.compute_devices_for_worker(index))))
-    spec = tensorflow_spec(dataset._element_spec)
-    arguments = {"components": parts, "element_spec": spec, "options": dataset._options}
-    arguments["replica_order"] = dataset._replica_order
-    if type(dataset) is _Distributed:
-        arguments["enable_get_next_as_optional"] = dataset._enable_get_next_as_optional
-    rest = type(dataset)(workers, dataset._strategy, **arguments)
-    # Keras' step was traced with these; it uses the cardinality only to know whether the data ends.
-    rest._cardinality = dataset._cardinality
-    rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
-    rest._element_spec = dataset._element_spec
-    return rest
 
 
 def reads_files(dataset: tf.data.Dataset, workers: int, rank: int) -> bool:
@@ -161,28 +131,9 @@ def constant_batch_size(dataset: tf.data.Dataset) -> int | None:
     return None if size < 0 else size
 
 
-def distribute_worker_batches(
-    dataset: Any, batches: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, options: Any
-) -> Any:
-    """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
-
-    Args:
-        dataset: The dataset of global batches.
-        batches: The batches of this worker's replicas, one after another.
-        strategy: The strategy.
-        input_context: A `tf.distribute.InputContext`. TensorFlow shards `batches` over its input pipelines.
-        workers: TensorFlow's `InputWorkers`.
-        options: A `tf.distribute.InputOptions`, or None.
-    """
-    distributed = _Distributed(workers, strategy, batches, input_context=input_context, options=options)
-    distributed._original_dataset = dataset
-    distributed._cardinality = int(dataset.cardinality())
-    return distributed
-
-
 def user_datasets(dataset: Any) -> list[Any]:
     """Returns the datasets as the user created them, before they were distributed."""
-    return [dataset._original_dataset] if type(dataset) is _Distributed else _parts(dataset)
+    return [dataset._original_dataset] if type(dataset) is _Distributed else parts_of_dataset(dataset)
 
 
 def pipeline_nodes(datasets: Iterable[Any]) -> Iterator[Any]:
@@ -261,6 +212,9 @@ def batch_size(dataset: Any) -> int | None:
     """
     if isinstance(dataset, _FromFunction):
         return None
+    original = selectable(dataset)
+    if original is not None:
+        return original.batch_size
     sizes = [node._batch_size for node in pipeline_nodes(user_datasets(dataset)) if type(node).__name__ in _BATCHES]
     try:
         return int(tf.get_static_value(sizes[0])) if sizes else None
@@ -268,7 +222,7 @@ def batch_size(dataset: Any) -> int | None:
         return None
 
 
-def _parts(dataset: Any) -> list[Any]:
+def parts_of_dataset(dataset: Any) -> list[Any]:
     """Returns the datasets of this process that iterators are created over."""
     if type(dataset) is _Distributed:
         return list(dataset._cloned_datasets)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.input_pipeline import distribute_worker_batches
+from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
 from tfdist.tensorflow_internals.runtime import cluster_is_running, set_key_value, wait_for_key_value
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
@@ -189,7 +189,7 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         return regroup([value_fn(context) for context in contexts], always_wrap=True)
 
     def distribute_worker_batches(self, dataset: Any, batches: Any, shards_files: bool, options: Any) -> Any:
-        """Returns the distributed dataset of a worker's batches; see `input_pipeline.distribute_worker_batches`."""
+        """Returns the distributed dataset of a worker's batches; see `distributed_datasets`."""
         workers = self._input_workers_with_options(options)
         alone = tf.distribute.InputContext(1, 0, self._num_replicas_in_sync)
         context = self._make_input_context() if shards_files else alone

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import accepts_zeros
+from tfdist.tensorflow_internals.batch_selection import rows_of_worker
 from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, is_per_worker, reads_files
 from tfdist.tensorflow_internals.static_batches import may_be_filled, replica_spec
 from tfdist.training.sample_shares import has_rows, rows_of_part
@@ -20,7 +21,8 @@ def worker_batches(
     """Returns the batches of a worker's replicas, one after another in each step.
 
     A global batch has one part for each replica of all workers, of nearly equal numbers of rows, in the order of the
-    replicas. A worker that reads separate files takes as many rows of them.
+    replicas. A worker that reads separate files takes as many rows of them. Of a dataset that can be built for the rows
+    of one worker, a worker reads only those.
 
     >>> batches = tf.data.Dataset.range(6).batch(6)
     >>> [[part.tolist() for part in worker_batches(batches, (1, 2), rank)[0].as_numpy_iterator()] for rank in range(2)]
@@ -35,6 +37,10 @@ def worker_batches(
         The batches, and whether TensorFlow's auto-sharding must follow, which gives each worker separate files.
     """
     check_has_batches(dataset)
+    rows = rows_of_worker(dataset, replicas_of_workers, rank)
+    if rows is not None:
+        own = replicas_of_workers[rank]
+        return (rows if own == 1 else _own_parts(rows, 0, own, own)), False
     replicas, first, own = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.AUTO and not reads_files(dataset, len(replicas_of_workers), rank):

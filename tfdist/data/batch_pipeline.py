@@ -1,0 +1,91 @@
+"""The `tf.data` pipeline over a reader: epochs, steps, batches."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.data.batch_reader import BatchReader
+from tfdist.data.row_order import BatchRows
+from tfdist.data.tensor_layout import BatchLayout, TensorFormat
+from tfdist.tensorflow_internals.batch_selection import SelectableDataset, Selection
+from tfdist.utils.argument_checks import optional_integer_variable
+
+_READ_AHEAD_BATCHES = 4
+
+
+def batch_pipeline(
+    reader: BatchReader,
+    layout: BatchLayout,
+    batch_size: int,
+    *,
+    seed: int | None,
+    drop_remainder: bool,
+    streams: int,
+) -> tf.data.Dataset:
+    """Returns the dataset of batches.
+
+    Each element of its source is the number of a batch, with a number for the epoch, so a batch depends on nothing that
+    was read before it.
+
+    Args:
+        reader: Reads batches.
+        layout: What a batch consists of.
+        batch_size: The number of rows of a global batch.
+        seed: As of `tf.data.Dataset.shuffle`.
+        drop_remainder: Whether a last batch with fewer rows is left out.
+        streams: The number of streams of rows.
+    """
+    rows = sum(reader.source.rows_of_blocks)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    # An iterator draws one number, which is another one in each epoch; datasets of all selections share the generator.
+    epochs = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).take(1) if reader.shuffled_rows else None
+
+    def build(part: Selection) -> tf.data.Dataset:
+        batches = BatchRows(rows, batch_size, part.streams, drop_remainder, part.replicas_of_workers, part.rank)
+        steps = tf.data.Dataset.range(min(part.first_batch, batches.number), batches.number)
+        if epochs is None:
+            numbered = steps.map(lambda step: (tf.zeros([], tf.int64), step))
+        else:
+            numbered = epochs.flat_map(lambda number: steps.map(lambda step: (number, step)))
+            left = max(batches.number - part.first_batch, 0)
+            numbered = numbered.apply(tf.data.experimental.assert_cardinality(left))
+
+        def read(number: np.int64, step: np.int64) -> Sequence[np.ndarray]:
+            return reader.read(batches, int(number), int(step))
+
+        def load(number: tf.Tensor, step: tf.Tensor) -> Any:
+            tensors = tf.numpy_function(read, [number, step], [_dtype(tensor) for tensor in layout.tensors])
+            for tensor, expected in zip(tensors, layout.tensors, strict=True):
+                tensor.set_shape([batches.constant_rows, *expected.shape])
+            return layout.structure(tensors)
+
+        return numbered.map(load).prefetch(_READ_AHEAD_BATCHES).with_options(options)
+
+    return SelectableDataset(build, Selection(streams=streams), batch_size)
+
+
+def number_of_readers() -> int:
+    """Returns how many workers share the batches of a training, as the environment says: 1 without a cluster.
+
+    After a restart with fewer workers it is the number that `tfdist run` was to start, so that batches stay the same.
+    """
+    config = cluster.detect()
+    jobs = {} if config is None else config.cluster.jobs
+    if "ps" in jobs or ("chief" in jobs and _is_started_by_launcher()):
+        return 1  # one process draws all batches
+    present = sum(len(jobs.get(job, ())) for job in ("chief", "worker"))
+    remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
+    return max(present, optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or 1, 1)
+
+
+def _is_started_by_launcher() -> bool:
+    return "TFDIST_RUN_ID" in os.environ
+
+
+def _dtype(tensor: TensorFormat) -> tf.DType:
+    return tf.string if tensor.dtype == object else tf.as_dtype(tensor.dtype)

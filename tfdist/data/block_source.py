@@ -1,0 +1,50 @@
+"""Where rows come from: ordered blocks of known sizes, each of which any process can read as an Arrow table."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+
+class BlockSource(abc.ABC):
+    """Ordered blocks of rows: row groups of Parquet files, partitions of Dask, blocks of Ray.
+
+    A source is pickled on the driver and reads in other processes, which connect to its engine with the first block.
+
+    Attributes:
+        schema: A `pyarrow.Schema` of all blocks.
+        rows_of_blocks: The number of rows of each block; none of them is 0.
+    """
+
+    schema: Any
+    rows_of_blocks: Sequence[int]
+
+    @abc.abstractmethod
+    def read(self, block: int, columns: Sequence[str]) -> Any:
+        """Returns the columns of a block as a `pyarrow.Table`. Several threads may call this at once.
+
+        Raises:
+            RuntimeError: The block cannot be read; the message says why and what to do.
+        """
+
+    @abc.abstractmethod
+    def name_of(self, block: int) -> str:
+        """Returns what to call a block in messages: its file and row group, or its partition."""
+
+    def close(self) -> None:
+        """Ends what this process has opened to read, such as a connection. Reading opens it again."""
+        return
+
+
+def checked_rows(source: BlockSource, block: int, table: Any) -> Any:
+    """Returns `table` if it has as many rows as were counted on the driver.
+
+    Raises:
+        RuntimeError: The data has changed since.
+    """
+    if table.num_rows != source.rows_of_blocks[block]:
+        raise RuntimeError(
+            f"The data has changed since the driver counted its rows: {source.name_of(block)}. Received: "
+            f"{table.num_rows} rows. Expected: {source.rows_of_blocks[block]}. Write new data to another path, and "
+            "create the data of the training again."
+        )
+    return table

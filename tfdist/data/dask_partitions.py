@@ -1,0 +1,184 @@
+"""Data of Dask: its workers hold the partitions as Arrow tables, and each training process fetches those it needs."""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.data.arrow_import import import_arrow, import_library
+from tfdist.data.block_source import BlockSource
+from tfdist.data.partitioned_data import PartitionedData
+from tfdist.data.store_directory import data_in_store
+
+_READ_SECONDS = 300.0
+
+
+def from_dask(
+    ddf: Any,
+    *,
+    client: Any = None,
+    store: str | os.PathLike[str] | None = None,
+    keep: bool = False,
+    timeout_seconds: float = _READ_SECONDS,
+) -> PartitionedData:
+    """Returns the data of a Dask DataFrame, for all workers.
+
+    Without `store` Dask computes the partitions once and holds them in the memory of its workers, as long as the
+    returned object lives. Processes that train connect to Dask's scheduler as clients, and fetch the partitions that
+    they need, directly from the worker that has them. If that worker is lost, Dask computes its partitions again.
+    tfdist must be installed on Dask's workers.
+
+    Args:
+        ddf: A `dask.dataframe.DataFrame`. The index is not part of the data: call `reset_index` for it.
+        client: The `distributed.Client`; by default the present one.
+        store: A directory that this process, Dask's workers and the workers of the training share: Dask writes Parquet
+            there, and no training process connects to Dask.
+        keep: Whether the files in `store` stay. By default they are removed when the returned object is closed or
+            collected, at the latest when this process ends.
+        timeout_seconds: How long to wait for a partition.
+
+    Raises:
+        ImportError: If dask or pyarrow is not installed.
+        RuntimeError: Dask cannot compute the partitions.
+        TimeoutError: It does not do so in time.
+        ValueError: The partitions have different columns.
+    """
+    distributed = import_library("distributed", "holds the partitions", "dask")
+    import_library("dask.dataframe", "computes the partitions", "dask")
+    import_arrow()
+    if store is not None:
+
+        def write(path: str) -> None:
+            ddf.to_parquet(path, write_index=False, write_metadata_file=False)
+
+        return data_in_store(store, write, keep=keep, engine="Dask")
+    client = distributed.default_client() if client is None else client
+    tables = client.compute(list(ddf.map_partitions(_keep_frame).to_delayed()))
+    tables = client.map(arrow_table, tables, pure=False)
+    facts = client.gather(client.map(_facts, tables, pure=False))
+    schemas = {number: schema for number, (schema, rows) in enumerate(facts) if rows} or {0: facts[0][0]}
+    first = next(iter(schemas.values()))
+    for number, schema in schemas.items():
+        if not schema.equals(first):
+            raise ValueError(
+                f"Partitions of Dask have different types. Received: partition {number} with {schema.to_string()!r}. "
+                f"Expected: {first.to_string()!r}. Cast the columns with `astype`; columns of objects may hold "
+                "anything."
+            )
+    blocks = [(number, rows) for number, (_, rows) in enumerate(facts) if rows]
+    address, security = client.scheduler.address, client.security
+    source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, address, security, timeout_seconds)
+    held = list(tables)
+    source.use_client(client)
+    return PartitionedData(source, release=held.clear)
+
+
+def arrow_table(frame: Any) -> Any:
+    """Returns a partition as a `pyarrow.Table` without its index.
+
+    NaN of NumPy's floating-point columns stays NaN: only columns that know missing values have null.
+    """
+    arrow = import_arrow()
+    arrays = []
+    for name in frame.columns:
+        values = frame[name]
+        is_plain = getattr(values.dtype, "kind", "") == "f" and type(values.dtype).__module__.startswith("numpy")
+        arrays.append(arrow.array(values.to_numpy(), from_pandas=False) if is_plain else arrow.array(values))
+    arrays = [array.combine_chunks() if isinstance(array, arrow.ChunkedArray) else array for array in arrays]
+    return arrow.table(arrays, names=[str(name) for name in frame.columns])
+
+
+class DaskSource(BlockSource):
+    """Arrow tables that Dask's workers hold."""
+
+    def __init__(
+        self,
+        schema: Any,
+        keys: Sequence[str],
+        blocks: Sequence[tuple[int, int]],
+        address: str,
+        security: Any,
+        timeout_seconds: float,
+    ) -> None:
+        """Creates a source.
+
+        Args:
+            schema: The `pyarrow.Schema` of the tables.
+            keys: Their keys in Dask.
+            blocks: For each of them the number of the partition, and its number of rows.
+            address: Of Dask's scheduler.
+            security: What a client needs to connect.
+            timeout_seconds: How long to wait for a table.
+        """
+        self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
+        self._keys, self._partitions = list(keys), [number for number, _ in blocks]
+        self._address, self._security, self._timeout = address, security, timeout_seconds
+        self._client: Any = None
+        self._owns_client = False
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._address.startswith("inproc://"):
+            raise ValueError(
+                "Processes cannot connect to a scheduler of Dask that lives in one process. Received: address "
+                f"{self._address}. Expected: a scheduler with a network address. Start `LocalCluster(processes=True)`, "
+                "or give `from_dask` a `store`."
+            )
+        return {**self.__dict__, "_client": None, "_owns_client": False, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def use_client(self, client: Any) -> None:
+        """Reads through an existing client, in its process."""
+        self._client = client
+
+    def read(self, block: int, columns: Sequence[str]) -> Any:
+        """Returns the columns of a partition; see `BlockSource.read`."""
+        distributed = import_library("distributed", "holds the partitions", "dask")
+        client = self._connected(distributed)
+        try:
+            future = distributed.Future(self._keys[block], client)
+            return future.result(timeout=self._timeout).select(list(columns))
+        except Exception as error:  # what a task of Dask has raised, or the loss of the scheduler
+            raise RuntimeError(
+                f"{self.name_of(block)} cannot be read from {self._address}. Received: {type(error).__name__}: "
+                f"{error}. Expected: a partition that Dask holds. It does so as long as the object that `from_dask` "
+                "returned lives in the driver."
+            ) from error
+
+    def name_of(self, block: int) -> str:
+        """Returns the number of the partition."""
+        return f"partition {self._partitions[block]} of the Dask DataFrame"
+
+    def close(self) -> None:
+        """Closes the client, if this process has opened it."""
+        with self._lock:
+            client, self._client = self._client, None
+            if client is not None and self._owns_client:
+                client.close()
+
+    def _connected(self, distributed: Any) -> Any:
+        with self._lock:
+            if self._client is None:
+                try:
+                    self._client = distributed.Client(
+                        self._address, security=self._security, timeout=self._timeout, set_as_default=False
+                    )
+                except OSError as error:
+                    raise RuntimeError(
+                        f"This process cannot connect to the scheduler of Dask. Received: {error}. Expected: a "
+                        f"scheduler at {self._address}, as the driver sees it. Check that the address is reachable "
+                        "from this host, or give `from_dask` a `store`."
+                    ) from error
+                self._owns_client = True
+            return self._client
+
+
+def _keep_frame(frame: Any) -> Any:
+    return frame
+
+
+def _facts(table: Any) -> tuple[Any, int]:
+    return table.schema.remove_metadata(), table.num_rows

@@ -1,0 +1,173 @@
+"""Parquet files on a path that all workers share: their row groups are the blocks."""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.data.arrow_import import import_arrow
+from tfdist.data.block_source import BlockSource
+from tfdist.data.partitioned_data import PartitionedData
+
+_READING_FOOTERS = 8  # threads
+
+
+def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> PartitionedData:
+    """Returns the data of Parquet files, for all workers.
+
+    Reads the footers of all files, no rows. Workers read the files by the same paths.
+
+    Args:
+        paths: A file, a directory, whose files are read in the order of their names, also in sub-directories, without
+            those that begin with `_` or `.`, or a list of these. On the local file system, or with a scheme that
+            pyarrow knows: `hdfs://`, `s3://`, `gs://`.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        FileNotFoundError: There are no files.
+        ValueError: The files have different columns, or a file is not Parquet.
+    """
+    return PartitionedData(parquet_source(paths))
+
+
+def parquet_source(paths: Any) -> "ParquetSource":
+    """Returns the blocks of Parquet files; see `from_parquet`."""
+    import_arrow("pyarrow.parquet")
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files = [file for path in given for file in _files(_absolute(os.fspath(path)))]
+    if not files:
+        raise FileNotFoundError(
+            f"There are no Parquet files. Received: {[os.fspath(path) for path in given]}. Expected: files, or "
+            "directories with files whose names do not begin with `_` or `.`. Check that the path is right, and that "
+            "this host sees it."
+        )
+    with concurrent.futures.ThreadPoolExecutor(_READING_FOOTERS) as threads:
+        footers = list(threads.map(_footer, files))
+    schema = footers[0][0]
+    for file, (other, _) in zip(files, footers, strict=True):
+        if not other.equals(schema):
+            raise ValueError(
+                f"Parquet files have different columns or types. Received: {_difference(schema, other)} in {file}, "
+                f"which differs from {files[0]}. Expected: the same columns in all files. Read them separately, or "
+                "write them again with one schema."
+            )
+    blocks = [
+        (file, group, rows) for file, (_, groups) in enumerate(footers) for group, rows in enumerate(groups) if rows
+    ]
+    return ParquetSource(schema, files, blocks)
+
+
+class ParquetSource(BlockSource):
+    """The row groups of Parquet files."""
+
+    def __init__(self, schema: Any, files: Sequence[str], blocks: Sequence[tuple[int, int, int]]) -> None:
+        """Creates a source.
+
+        Args:
+            schema: The `pyarrow.Schema` of the files.
+            files: Their paths.
+            blocks: For each block the index of its file, its row group, and its number of rows.
+        """
+        self.schema, self.files, self._blocks = schema, list(files), list(blocks)
+        self.rows_of_blocks = [rows for _, _, rows in blocks]
+        self._open = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open = threading.local()
+
+    def read(self, block: int, columns: Sequence[str]) -> Any:
+        """Returns the columns of a row group; see `BlockSource.read`."""
+        file, group, _ = self._blocks[block]
+        try:
+            return self._parquet_file(file).read_row_group(group, columns=list(columns))
+        except (OSError, IndexError) as error:
+            raise RuntimeError(
+                f"A file of the data cannot be read: {self.files[file]}. Received: {error}. Expected: the file that "
+                "the driver saw, under the same path. All workers must see the path; and files of a `store` live as "
+                "long as the driver's object."
+            ) from error
+
+    def name_of(self, block: int) -> str:
+        """Returns the file and the number of the row group."""
+        file, group, _ = self._blocks[block]
+        return f"row group {group} of {self.files[file]}"
+
+    def _parquet_file(self, file: int) -> Any:
+        """Returns an open file of this thread; its footer is read once."""
+        if getattr(self._open, "file", None) != file:
+            self._open.parquet, self._open.file = _opened(self.files[file]), file
+        return self._open.parquet
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has a scheme, so that `pyarrow.fs` opens it."""
+    return "://" in path
+
+
+def file_system(path: str) -> tuple[Any, str]:
+    """Returns the `pyarrow.fs.FileSystem` of a path, and the path there."""
+    files = import_arrow("pyarrow.fs")
+    return files.FileSystem.from_uri(path) if is_remote(path) else (files.LocalFileSystem(), path)
+
+
+def _absolute(path: str) -> str:
+    local = path.removeprefix("file:") if path.startswith("file:/") else path
+    return local if is_remote(local) else os.path.abspath("/" + local.lstrip("/") if local != path else local)
+
+
+def _files(path: str) -> list[str]:
+    """Returns a file, or the files of a directory in the order of their names."""
+    files = import_arrow("pyarrow.fs")
+    system, inner = file_system(path)
+    scheme = path[: path.index("://") + 3] if is_remote(path) else ""
+    kind = system.get_file_info(inner).type
+    if kind == files.FileType.File:
+        return [path]
+    if kind == files.FileType.NotFound:
+        return []
+    found = []
+    for info in system.get_file_info(files.FileSelector(inner, recursive=True)):
+        parts = info.path[len(inner) :].strip("/").split("/")
+        if info.type == files.FileType.File and not any(part.startswith(("_", ".")) for part in parts):
+            found.append(info.path)
+    if not scheme:
+        return sorted(found)
+    host = path[: len(path) - len(inner.rstrip("/"))] if path.rstrip("/").endswith(inner.rstrip("/")) else scheme
+    return sorted(f"{host}{file}" for file in found)
+
+
+def _opened(path: str) -> Any:
+    parquet = import_arrow("pyarrow.parquet")
+    if not is_remote(path):
+        return parquet.ParquetFile(path, memory_map=True)
+    system, inner = file_system(path)
+    return parquet.ParquetFile(system.open_input_file(inner), pre_buffer=True)
+
+
+def _footer(path: str) -> tuple[Any, list[int]]:
+    """Returns the schema of a file, and the numbers of rows of its row groups."""
+    arrow = import_arrow()
+    try:
+        file = _opened(path)
+    except arrow.ArrowInvalid as error:
+        raise ValueError(
+            f"A file is not Parquet: {path}. Received: {error}. Expected: Parquet files only. Give the files by name, "
+            "or move the others."
+        ) from error
+    with file:
+        groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        return file.schema_arrow.remove_metadata(), groups
+
+
+def _difference(one: Any, other: Any) -> str:
+    before, now = dict(zip(one.names, one.types, strict=True)), dict(zip(other.names, other.types, strict=True))
+    changed = [name for name in [*before, *now] if before.get(name) != now.get(name)]
+    if not changed:
+        return "another order of columns, or other names twice"
+    name = changed[0]
+    return f"column {name!r} {now.get(name, 'missing')} instead of {before.get(name, 'missing')}"

@@ -1,0 +1,169 @@
+"""Which columns become which tensors of a batch: features, label and sample weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tfdist.data.block_source import BlockSource
+from tfdist.data.tensor_columns import ColumnFormat, checked_keys, column_format, infer_shape, known_columns, to_array
+
+Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """A tensor of a batch: one column, or several numeric columns side by side.
+
+    Attributes:
+        columns: The columns, in order.
+        dtype: NumPy's dtype; `object` for `tf.string`.
+        shape: The shape of a row.
+    """
+
+    columns: tuple[ColumnFormat, ...]
+    dtype: Any
+    shape: tuple[int, ...]
+
+    def array(self, table: Any, place: str, first_row: int) -> np.ndarray:
+        """Returns the tensor's values of some rows of a block.
+
+        Args:
+            table: The rows, a `pyarrow.Table`.
+            place: The name of the block, for messages.
+            first_row: The number of the first row in the block, for messages.
+        """
+        parts = [to_array(table.column(column.column), column, place, first_row) for column in self.columns]
+        if len(parts) == 1 and self.shape == self.columns[0].shape:
+            return parts[0]
+        values = np.empty([table.num_rows, *self.shape], self.dtype)
+        first = 0
+        for part, column in zip(parts, self.columns, strict=True):
+            values[:, first : first + column.width] = part.reshape(len(part), column.width)
+            first += column.width
+        return values
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The tensors of a batch.
+
+    Attributes:
+        tensors: All tensors: those of features, label and weight, in this order.
+        features: The names of the features' tensors; None for a single tensor without a name.
+        label: Likewise; an empty tuple without a label.
+        weight: Whether there are sample weights, the last tensor.
+    """
+
+    tensors: tuple[TensorFormat, ...]
+    features: tuple[str, ...] | None
+    label: tuple[str, ...] | None
+    weight: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns that are read, each once."""
+        return list(dict.fromkeys(column.column for tensor in self.tensors for column in tensor.columns))
+
+    def structure(self, values: Sequence[Any]) -> Any:
+        """Returns what `fit` draws, `x`, `(x, y)` or `(x, y, sample_weight)`, of one value for each tensor."""
+        remaining = list(values)
+        x = _named(self.features, remaining)
+        if self.label == ():
+            return x
+        y = _named(self.label, remaining)
+        return (x, y, remaining[0]) if self.weight else (x, y)
+
+
+def layout_of(
+    source: BlockSource,
+    features: Columns | None,
+    label: Columns | None,
+    weight: str | None,
+    dtypes: Mapping[str, Any] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+    fill: Mapping[str, Any] | None,
+) -> BatchLayout:
+    """Returns the layout of batches; the arguments are those of `PartitionedData.dataset`.
+
+    Raises:
+        ValueError: A column does not exist, or no tensor can hold it; the message says what to do.
+    """
+    schema = source.schema
+    if weight is not None and label is None:
+        raise ValueError(
+            f"Sample weights belong to labels. Received: weight={weight!r}, without a label. Expected: `label`, too."
+        )
+    if features is None:
+        left_out = {*_all_columns(label), *([] if weight is None else [weight])}
+        features = {name: name for name in schema.names if name not in left_out}
+    groups = [("features", *_groups("features", features))]
+    groups += [] if label is None else [("label", *_groups("label", label))]
+    groups += [] if weight is None else [("weight", None, [(weight,)])]
+    used = list(dict.fromkeys(column for _, _, columns in groups for group in columns for column in group))
+    for argument, _, columns in groups:
+        known_columns(schema, [column for group in columns for column in group], argument)
+    dtypes, shapes, fill = (
+        checked_keys(name, values, used) for name, values in (("dtypes", dtypes), ("shapes", shapes), ("fill", fill))
+    )
+    formats = {
+        name: column_format(
+            name, schema.field(name).type, dtype=dtypes.get(name), shape=shapes.get(name), fill=fill.get(name)
+        )
+        for name in used
+    }
+    formats |= _with_shapes(source, {name: found for name, found in formats.items() if found.shape is None})
+    tensors = [_tensor([formats[name] for name in group]) for _, _, columns in groups for group in columns]
+    labels = () if label is None else groups[1][1]
+    return BatchLayout(tuple(tensors), groups[0][1], labels, weight is not None)
+
+
+def _named(names: tuple[str, ...] | None, remaining: list[Any]) -> Any:
+    if names is None:
+        return remaining.pop(0)
+    return {name: remaining.pop(0) for name in names}
+
+
+def _all_columns(columns: Columns | None) -> list[str]:
+    return [] if columns is None else [name for group in _groups("label", columns)[1] for name in group]
+
+
+def _groups(argument: str, columns: Columns) -> tuple[tuple[str, ...] | None, list[tuple[str, ...]]]:
+    """Returns the names of the tensors, None for one without a name, and the columns of each."""
+    if isinstance(columns, Mapping) and columns:
+        return tuple(columns), [_groups(argument, group)[1][0] for group in columns.values()]
+    names = [columns] if isinstance(columns, str) else columns
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names):
+        return None, [tuple(names)]
+    raise ValueError(
+        f"Invalid `{argument}`. Received: {argument}={columns!r}. Expected: the name of a column, a list of names, "
+        "whose columns become one vector, or a dictionary of these by the name of the model's input."
+    )
+
+
+def _with_shapes(source: BlockSource, formats: Mapping[str, ColumnFormat]) -> dict[str, ColumnFormat]:
+    """Returns formats of lists with the shapes of the first row."""
+    if not formats:
+        return {}
+    if not source.rows_of_blocks:
+        raise ValueError(
+            f"The lists of {sorted(formats)} have no known length, as there are no rows. Received: no rows. Expected: "
+            "`shapes` with the shape of each of these columns, or data."
+        )
+    table = source.read(0, list(formats))
+    place = source.name_of(0)
+    return {name: replace(found, shape=infer_shape(name, table.column(name), place)) for name, found in formats.items()}
+
+
+def _tensor(columns: Sequence[ColumnFormat]) -> TensorFormat:
+    if len(columns) == 1:
+        return TensorFormat(tuple(columns), columns[0].dtype, columns[0].shape or ())
+    strings = [column.column for column in columns if column.dtype == object]
+    if strings:
+        raise ValueError(
+            f"Strings cannot be values of a vector. Received: {strings} in a list of columns. Expected: numeric "
+            "columns. Give strings as tensors of their own, as `features={'numbers': ['a', 'b'], 'text': 'c'}`."
+        )
+    dtype = np.result_type(*(column.dtype for column in columns))
+    return TensorFormat(tuple(columns), dtype, (sum(column.width for column in columns),))

@@ -1,0 +1,84 @@
+"""Distributed datasets that begin in the middle, or have the batches of one worker."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.batch_selection import selectable
+from tfdist.tensorflow_internals.input_pipeline import parts_of_dataset
+from tfdist.tensorflow_internals.static_batches import tensorflow_spec
+
+_INPUT = "tensorflow.python.distribute.input_lib"
+
+_Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
+_FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
+
+
+def skip_steps(dataset: Any, steps: int) -> Any | None:
+    """Returns a dataset without the batches of the first `steps` steps, which are read but not moved to the devices.
+
+    It shares the random state of `dataset`. A distributed one skips the worker's own batches, after sharding and
+    rebatching, so it is correct for every sharding policy.
+
+    Returns:
+        The dataset; `None` for an unknown kind of dataset.
+    """
+    original = selectable(dataset)
+    unread = None if original is None else original.skipped(steps)
+    if unread is not None:
+        return distributed_alike(dataset, unread)
+    if isinstance(dataset, tf.data.Dataset):
+        return dataset.skip(steps)
+    if type(dataset) not in (_Distributed, _FromFunction):
+        return None
+    workers = dataset._input_workers
+    parts = []
+    for index, part in enumerate(parts_of_dataset(dataset)):
+        with tf.device(part._variant_tensor.device):
+            parts.append(part.skip(steps * len(workers.compute_devices_for_worker(index))))
+    spec = tensorflow_spec(dataset._element_spec)
+    arguments = {"components": parts, "element_spec": spec, "options": dataset._options}
+    arguments["replica_order"] = dataset._replica_order
+    if type(dataset) is _Distributed:
+        arguments["enable_get_next_as_optional"] = dataset._enable_get_next_as_optional
+    return _as_traced(type(dataset)(workers, dataset._strategy, **arguments), dataset)
+
+
+def distribute_worker_batches(
+    dataset: Any, batches: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, options: Any
+) -> Any:
+    """Returns the distributed dataset of `batches`, which one worker's replicas draw in turn.
+
+    Args:
+        dataset: The dataset of global batches.
+        batches: The batches of this worker's replicas, one after another.
+        strategy: The strategy.
+        input_context: A `tf.distribute.InputContext`. TensorFlow shards `batches` over its input pipelines.
+        workers: TensorFlow's `InputWorkers`.
+        options: A `tf.distribute.InputOptions`, or None.
+    """
+    distributed = _Distributed(workers, strategy, batches, input_context=input_context, options=options)
+    distributed._original_dataset = dataset
+    distributed._cardinality = int(dataset.cardinality())
+    return distributed
+
+
+def distributed_alike(dataset: Any, batches: tf.data.Dataset) -> Any:
+    """Returns other batches, distributed as `dataset` is; `batches` themselves if it is not distributed.
+
+    Args:
+        dataset: A dataset, plain or distributed.
+        batches: Global batches of the same types.
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        return batches
+    return _as_traced(dataset._strategy.experimental_distribute_dataset(batches, dataset._options), dataset)
+
+
+def _as_traced(rest: Any, dataset: Any) -> Any:
+    """Returns `rest` with what Keras' step was traced with; it uses the cardinality only to know if the data ends."""
+    rest._cardinality = dataset._cardinality
+    rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
+    rest._element_spec = dataset._element_spec
+    return rest
