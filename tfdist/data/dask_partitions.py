@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from tfdist.data.partitioned_data import PartitionedData
 from tfdist.data.store_directory import data_in_store
 
 _READ_SECONDS = 300.0
+_RETRY_SECONDS = 15.0
 
 
 def from_dask(
@@ -80,11 +82,12 @@ def arrow_table(frame: Any) -> Any:
     """
     arrow = import_arrow()
     arrays = []
-    for name in frame.columns:
-        values = frame[name]
-        is_plain = getattr(values.dtype, "kind", "") == "f" and type(values.dtype).__module__.startswith("numpy")
-        arrays.append(arrow.array(values.to_numpy(), from_pandas=False) if is_plain else arrow.array(values))
-    arrays = [array.combine_chunks() if isinstance(array, arrow.ChunkedArray) else array for array in arrays]
+    for position in range(frame.shape[1]):
+        values = frame.iloc[:, position]
+        is_plain = values.dtype.kind == "f" and type(values.dtype).__module__.startswith("numpy")
+        array = arrow.array(values.to_numpy(), from_pandas=False) if is_plain else arrow.array(values)
+        # Partitions have different categories, and so different types of their indices.
+        arrays.append(array.dictionary_decode() if arrow.types.is_dictionary(array.type) else array)
     return arrow.table(arrays, names=[str(name) for name in frame.columns])
 
 
@@ -139,8 +142,7 @@ class DaskSource(BlockSource):
         distributed = import_library("distributed", "holds the partitions", "dask")
         client = self._connected(distributed)
         try:
-            future = distributed.Future(self._keys[block], client)
-            return future.result(timeout=self._timeout).select(list(columns))
+            return self._fetched(distributed, client, self._keys[block]).select(list(columns))
         except Exception as error:  # what a task of Dask has raised, or the loss of the scheduler
             raise RuntimeError(
                 f"{self.name_of(block)} cannot be read from {self._address}. Received: {type(error).__name__}: "
@@ -159,12 +161,28 @@ class DaskSource(BlockSource):
             if client is not None and self._owns_client:
                 client.close()
 
+    def _fetched(self, distributed: Any, client: Any, key: str) -> Any:
+        """Returns a table; asks again while Dask computes it for a worker that was lost."""
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                # Dask tells a client only of the tasks that the client has submitted: this one is known to have a result.
+                future = distributed.Future(key, client, state="memory")
+                return future.result(timeout=min(_RETRY_SECONDS, self._timeout))
+            except TimeoutError:
+                if time.monotonic() >= end:
+                    raise
+
     def _connected(self, distributed: Any) -> Any:
         with self._lock:
             if self._client is None:
                 try:
                     self._client = distributed.Client(
-                        self._address, security=self._security, timeout=self._timeout, set_as_default=False
+                        self._address,
+                        security=self._security,
+                        timeout=self._timeout,
+                        set_as_default=False,
+                        direct_to_workers=True,
                     )
                 except OSError as error:
                     raise RuntimeError(
