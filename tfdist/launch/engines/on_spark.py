@@ -1,0 +1,195 @@
+"""on_spark: calls a function in new processes beside the tasks of a barrier stage of Spark."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall
+from tfdist.launch.engines.place import PlaceResult
+from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.engines.spark_cluster import (
+    context_of,
+    errors_of_stage,
+    import_pyspark,
+    is_in_driver,
+    run_barrier_task,
+    slots_of,
+)
+from tfdist.launch.function_call.worker_results import WorkerError
+
+Value = TypeVar("Value")
+_POLL_SECONDS = 0.2
+# Spark ends the Python process of a cancelled task within 4 s, or its killTimeout; the executor then reports it.
+_STOP_SECONDS = 20.0
+
+
+def on_spark(
+    function: Callable[..., Value],
+    *args: Any,
+    spark: Any = None,
+    workers: int,
+    parameter_servers: int = 0,
+    chief: bool = False,
+    max_restarts: int = 0,
+    threads_per_worker: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    grace_seconds: float = 5.0,
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+) -> list[Value]:
+    """Calls a function in new processes on the executors of Spark, and returns its values, by rank.
+
+    It does on the hosts of Spark what `from_notebook` does on this one. One barrier stage has a task for each worker,
+    so Spark starts all of them at the same time, or none. A task occupies its slot until the function returns.
+
+    The loss of an executor ends the stage; with `max_restarts` the function is called again in another one, and with
+    `FailureRecovery` the training resumes. An interrupt, or the end of the driver, ends the processes with SIGTERM, so
+    that `FailureRecovery` can save, and kills them after `grace_seconds`.
+
+    >>> from tfdist.launch import on_spark
+    >>> weights = on_spark(train, workers=4)  # doctest: +SKIP
+
+    Args:
+        function: Any callable that can be pickled with the objects it uses.
+        *args: Positional arguments of the function.
+        spark: A `pyspark.sql.SparkSession`. Defaults to the active one.
+        workers: Number of workers.
+        parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
+        chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        max_restarts: How often to restart all workers after a failure, and to call the function again.
+        threads_per_worker: Threads of each worker. Defaults to `spark.task.cpus`.
+        log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
+        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
+        start_timeout_seconds: How long to wait for free slots, and then for the processes to start.
+
+    Returns:
+        The function's return value in each worker, by rank; with a chief, its one value.
+
+    Raises:
+        TypeError: If `function` or `spark` is not one, or something cannot be pickled.
+        ValueError: If an option is invalid, there is no session, or Spark runs no barrier stages in it.
+        TimeoutError: If there were not enough free slots in time; it says how many there were.
+        tfdist.launch.WorkerError: If a worker failed, with its rank and its traceback, or an executor was lost.
+        ImportError: If Spark is not installed (the extra `spark`), or tfdist is not on the hosts of Spark.
+    """
+    call = EngineCall.of(
+        function,
+        args,
+        caller="on_spark",
+        workers=workers,
+        parameter_servers=parameter_servers,
+        chief=chief,
+        max_restarts=max_restarts,
+        threads_per_worker=threads_per_worker,
+        log_dir=log_dir,
+        grace_seconds=grace_seconds,
+        start_timeout_seconds=start_timeout_seconds,
+    )
+    context = context_of(spark)
+    return run_rounds(call, lambda call: _Round(context, call).run())
+
+
+class _Round:
+    """The places of one round: the tasks of a job, which a thread waits for."""
+
+    def __init__(self, context: Any, call: EngineCall) -> None:
+        self._context, self._call = context, call
+        self._group = f"tfdist-{call.run}"
+        self._tracker = context.statusTracker()
+        self._results: list[PlaceResult] = []
+        self._error: Exception | None = None
+        self._limit = time.monotonic() + call.start_timeout_seconds
+
+    def run(self) -> list[PlaceResult]:
+        """Runs the places; returns how they ended. Raises LostPlaceError if an executor was lost."""
+        self._wait_for_slots()
+        thread = import_pyspark().InheritableThread(target=self._collect)
+        thread.daemon = True
+        thread.start()
+        try:
+            self._follow(thread)
+        finally:
+            self._stop(thread)
+        if self._error is not None:
+            raise WorkerError(f"Spark has ended the job of the workers: {_first_lines(self._error)}") from self._error
+        return self._results
+
+    def _collect(self) -> None:
+        workers = self._call.workers
+        try:
+            # Without an interrupt of Java's threads, after which Spark leaves the Python process as it is.
+            self._context.setJobGroup(self._group, f"on_spark: {workers} workers", interruptOnCancel=False)
+            tasks = self._context.parallelize(range(workers), workers).barrier()
+            self._results = tasks.mapPartitions(run_barrier_task(self._call)).collect()
+        except Exception as error:
+            self._error = error
+
+    def _wait_for_slots(self) -> None:
+        needed = self._call.workers
+        while (slots := slots_of(self._context)) < needed:
+            if is_in_driver(self._context) or time.monotonic() >= self._limit:
+                raise TimeoutError(
+                    f"There are too few slots for tasks. Received: {slots}, of {self._context.master}, after "
+                    f"{0 if is_in_driver(self._context) else self._call.start_timeout_seconds:g} s. Expected: "
+                    f"workers={needed}, all at the same time. {_REMEDY}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _follow(self, thread: threading.Thread) -> None:
+        """Waits for the end of the job, as long as no task fails: Spark would start the stage again by itself."""
+        has_started, is_alive = False, True
+        while is_alive:
+            thread.join(_POLL_SECONDS)
+            is_alive = thread.is_alive()
+            if self._error is not None:
+                time.sleep(_POLL_SECONDS)  # Spark counts failed tasks a moment later
+            stage = self._stage()
+            if stage is not None and (stage.numFailedTasks or stage.currentAttemptId):
+                raise self._failure(stage.stageId)
+            has_started = has_started or (stage is not None and stage.numActiveTasks + stage.numCompletedTasks > 0)
+            if not has_started and is_alive and time.monotonic() >= self._limit:
+                raise TimeoutError(
+                    f"There are too few free slots for tasks. Received: {slots_of(self._context)} slots of "
+                    f"{self._context.master}, of which other jobs use some, after "
+                    f"{self._call.start_timeout_seconds:g} s. Expected: workers={self._call.workers}, all free at the "
+                    f"same time. {_REMEDY}"
+                )
+
+    def _failure(self, stage: int) -> Exception:
+        """Returns what a failed task means: tasks end without an error whatever the function does."""
+        error = (errors_of_stage(self._context, stage) or ["a task has failed"])[0]
+        if "No module named 'tfdist" in error or "No module named 'cloudpickle" in error:
+            return ImportError(
+                f"An executor of Spark cannot import tfdist. Received: {_first_lines(error)}. Expected: tfdist and "
+                "TensorFlow on all executors, in the versions of the driver. Install them there, set PYSPARK_PYTHON to "
+                "a Python that has them, or give an environment by spark.archives."
+            )
+        if "Traceback (most recent call last)" in error:
+            return WorkerError(f"A place failed in a task of Spark: {error}")
+        return LostPlaceError(f"a place was lost: {_first_lines(error)}")
+
+    def _stop(self, thread: threading.Thread) -> None:
+        """Cancels the job if it has not ended, and waits for its tasks."""
+        limit = time.monotonic() + _STOP_SECONDS
+        if thread.is_alive():
+            self._context.cancelJobGroup(self._group)
+            thread.join(_STOP_SECONDS)
+        while (stage := self._stage()) is not None and stage.numActiveTasks and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+
+    def _stage(self) -> Any:
+        """Returns the `SparkStageInfo` of the job, or None if there is none yet."""
+        jobs = self._tracker.getJobIdsForGroup(self._group)
+        job = self._tracker.getJobInfo(jobs[0]) if jobs else None
+        return None if job is None else self._tracker.getStageInfo(job.stageIds[0])
+
+
+_REMEDY = (
+    "Start more executors (spark.executor.instances, spark.executor.cores divided by spark.task.cpus), wait for other "
+    "jobs, or give more `start_timeout_seconds`."
+)
+
+
+def _first_lines(error: object) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:3])
