@@ -21,6 +21,7 @@ ROOT = FOLDER.parents[1]
 # The last line of each notebook.
 LAST_LINES = {
     "compression": r"compression: powersgd:4 sent 1/(\d+) of the bytes and recognises ([\d.]+)%",
+    "engines": r"engines: on Dask a worker was killed, weights bit-identical: (True); on Ray ([\d.]+)%",
     "multi_worker": r"multi-worker: a worker was killed, all were restarted; weights bit-identical: (True)",
     "pipeline": r"pipeline: 2 columns of 2 stages ([\d.]+)%, 2 split stages ([\d.]+)%, one device ([\d.]+)% of "
     r"held-out digits; largest weight difference (\S+)",
@@ -29,7 +30,7 @@ LAST_LINES = {
     "recovery": r"recovery: weights bit-identical: (True), losses equal: (True)",
 }
 # Examples and other tests run what the long ones show: compression, workers, stages and recovery.
-QUICK, LONG = ("quick_start",), ("compression", "multi_worker", "pipeline", "recovery")
+QUICK, LONG = ("quick_start",), ("compression", "engines", "multi_worker", "pipeline", "recovery")
 
 
 class ThisPython(KernelSpecManager):
