@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -120,6 +121,7 @@ def _spark() -> Iterator[_Call]:
 
     from tfdist.launch import on_spark
 
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # of the executors
     builder = SparkSession.builder.master(f"local-cluster[{_WORKERS},1,1024]").appName("engines")
     session = builder.config("spark.ui.enabled", "false").getOrCreate()
     try:
