@@ -148,10 +148,11 @@ _ENGINES = {"ray": _ray, "spark": _spark, "dask": _dask}
 
 def left_behind() -> list[str]:
     """Returns the processes and temporary files of calls that are still there."""
+    places = str(Path(tempfile.gettempdir()) / "tfdist-place-")
     found = [path.name for path in Path(tempfile.gettempdir()).glob("tfdist-place-*")]
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"tfdist-place-" in (process / "cmdline").read_bytes():
+            if places.encode() in (process / "cmdline").read_bytes():
                 found.append(f"process {process.name}")
     return found
 
@@ -203,6 +204,8 @@ def main() -> None:
         return
     names = options.engines.split(",")
     with contextlib.ExitStack() as engines:
+        # Temporary files of this benchmark alone.
+        os.environ["TMPDIR"] = tempfile.tempdir = engines.enter_context(tempfile.TemporaryDirectory())
         calls: dict[str, _Call] = {_REFERENCE: _run_command}
         calls |= {name: engines.enter_context(_ENGINES[name]()) for name in names}
         results = measure(calls, options.rounds)
