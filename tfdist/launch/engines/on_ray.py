@@ -1,0 +1,193 @@
+"""on_ray: calls a function in new processes beside actors of Ray."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall
+from tfdist.launch.engines.place import PlaceResult
+from tfdist.launch.engines.ray_cluster import (
+    actor_class,
+    check_placement,
+    describe_resources,
+    explain_lost_actor,
+    import_ray,
+    resource_options,
+)
+from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+
+Value = TypeVar("Value")
+_LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
+
+
+def on_ray(
+    function: Callable[..., Value],
+    *args: Any,
+    workers: int,
+    resources_per_worker: Mapping[str, float] | None = None,
+    placement_strategy: str = "PACK",
+    parameter_servers: int = 0,
+    chief: bool = False,
+    max_restarts: int = 0,
+    threads_per_worker: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    grace_seconds: float = 5.0,
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+) -> list[Value]:
+    """Calls a function in new processes on the nodes of Ray, and returns its values, by rank.
+
+    It does on the hosts of Ray what `from_notebook` does on this one. Each worker is beside an actor, and all actors
+    are in one placement group, so Ray starts all of them, or none. Without a connection to Ray it calls `ray.init()`.
+
+    The loss of an actor or its node ends the run; with `max_restarts` Ray restarts the actor, on another node if need
+    be, the function is called again, and with `FailureRecovery` the training resumes. An interrupt, or the end of the
+    driver, ends the processes with SIGTERM, so that `FailureRecovery` can save, and kills them after `grace_seconds`.
+
+    >>> from tfdist.launch import on_ray
+    >>> weights = on_ray(train, workers=4, resources_per_worker={"CPU": 2, "GPU": 1})  # doctest: +SKIP
+
+    Args:
+        function: Any callable that can be pickled with the objects it uses.
+        *args: Positional arguments of the function.
+        workers: Number of workers.
+        resources_per_worker: What Ray reserves for each worker, as `{"CPU": 2, "GPU": 1}`; by default `{"CPU": 1}`.
+        placement_strategy: Of the placement group: "PACK" puts workers on few nodes where possible, "STRICT_PACK" on
+            one, "SPREAD" on many, "STRICT_SPREAD" each on another.
+        parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
+        chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
+        max_restarts: How often to restart all workers after a failure, and to call the function again.
+        threads_per_worker: Threads of each worker. Defaults to its "CPU".
+        log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
+        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
+        start_timeout_seconds: How long to wait for the resources, and then for the processes to start.
+
+    Returns:
+        The function's return value in each worker, by rank; with a chief, its one value.
+
+    Raises:
+        TypeError: If `function` is not callable, or something cannot be pickled.
+        ValueError: If an option is invalid.
+        TimeoutError: If Ray has not had the resources in time; it says which.
+        tfdist.launch.WorkerError: If a worker failed, with its rank and its traceback, or an actor was lost.
+        ImportError: If Ray is not installed (the extra `ray`), or tfdist is not on the nodes of Ray.
+    """
+    call = EngineCall.of(
+        function,
+        args,
+        caller="on_ray",
+        workers=workers,
+        parameter_servers=parameter_servers,
+        chief=chief,
+        max_restarts=max_restarts,
+        threads_per_worker=threads_per_worker,
+        log_dir=log_dir,
+        grace_seconds=grace_seconds,
+        start_timeout_seconds=start_timeout_seconds,
+    )
+    resources = {"CPU": 1.0} if resources_per_worker is None else dict(resources_per_worker)
+    check_placement(resources, placement_strategy)
+    ray = import_ray()
+    if not ray.is_initialized():
+        ray.init()
+    with _Actors(call, resources, placement_strategy) as actors:
+        return run_rounds(call, actors.run_round)
+
+
+class _Actors:
+    """The actors of a call, in one placement group, which live for all its rounds: Ray restarts those that are lost."""
+
+    def __init__(self, call: EngineCall, resources: Mapping[str, float], strategy: str) -> None:
+        self._ray, self._resources = import_ray(), resources
+        self._threads = max(1, int(resources.get("CPU", 1)))
+        bundles = [dict(resources) for _ in range(call.workers)]
+        self._group = self._ray.util.placement_group(bundles, strategy=strategy, name=f"tfdist-{call.run}")
+        self._actors: list[Any] = []
+        try:
+            self._wait_for_resources(call)
+            place = actor_class(call.max_restarts)
+            for rank in range(call.workers):
+                options = resource_options(self._group, rank, resources)
+                self._actors.append(place.options(**options).remote(rank))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "_Actors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the actors. The kernel then ends launchers that are still there, with SIGTERM."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # Ray may have been shut down
+                self._ray.kill(actor)
+        with contextlib.suppress(Exception):
+            self._ray.util.remove_placement_group(self._group)
+
+    def run_round(self, call: EngineCall) -> list[PlaceResult]:
+        """Runs a round; returns how it ended in each place. Raises LostPlaceError if actors were lost."""
+        limit = call.start_timeout_seconds
+        asked = [actor.address.remote() for actor in self._actors]
+        answers, missing = self._gather(asked, call, limit, f"did not start within {limit:g} s", is_start=True)
+        if missing:
+            raise LostPlaceError(", ".join(missing.values()))
+        addresses = [answers[rank] for rank in range(len(asked))]
+        tasks = [call.task(rank, addresses, threads=self._threads) for rank in range(call.workers)]
+        refs = [actor.run.remote(task) for actor, task in zip(self._actors, tasks, strict=True)]
+        results, lost = self._gather(refs, call, None, "")
+        if lost:
+            raise LostPlaceError(", ".join(lost.values()), list(results.values()))
+        return list(results.values())
+
+    def _gather(
+        self, refs: Sequence[Any], call: EngineCall, seconds: float | None, late: str, *, is_start: bool = False
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """Returns the answers by rank, and why others are missing. Stops the round when one is lost or interrupted."""
+        answers: dict[int, Any] = {}
+        missing: dict[int, str] = {}
+        pending = {ref: rank for rank, ref in enumerate(refs)}
+        limit = None if seconds is None else time.monotonic() + seconds
+        is_stopped = False
+        try:
+            while pending:
+                for ref in self._ray.wait(list(pending), num_returns=1, timeout=_LOOK_SECONDS)[0]:
+                    rank = pending.pop(ref)
+                    try:
+                        answers[rank] = self._ray.get(ref)
+                    except self._ray.exceptions.RayError as error:
+                        missing[rank] = explain_lost_actor(rank, error)
+                ends = bool(missing) or any(getattr(answer, "is_interrupted", False) for answer in answers.values())
+                if ends and not is_stopped:
+                    is_stopped, late = True, "did not end in time"
+                    self._stop(call, pending.values())
+                    limit = time.monotonic() + call.grace_seconds + _STOP_SECONDS
+                if limit is not None and time.monotonic() >= limit:
+                    missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
+                    break
+        except BaseException:
+            if not is_start:
+                self._end(call, pending)
+            raise
+        return answers, missing
+
+    def _stop(self, call: EngineCall, ranks: Any) -> None:
+        for rank in ranks:
+            self._actors[rank].stop.remote(call.run)
+
+    def _end(self, call: EngineCall, pending: Mapping[Any, int]) -> None:
+        """Lets the workers save and leave after an interrupt."""
+        self._stop(call, pending.values())
+        if pending:
+            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.grace_seconds + _STOP_SECONDS)
+
+    def _wait_for_resources(self, call: EngineCall) -> None:
+        limit = time.monotonic() + call.start_timeout_seconds
+        while not self._group.wait(_LOOK_SECONDS):
+            if time.monotonic() >= limit:
+                raise TimeoutError(
+                    f"Ray has not had the resources of all workers at the same time. Received: "
+                    f"{describe_resources(self._ray)} after {call.start_timeout_seconds:g} s. Expected: workers="
+                    f"{call.workers}, each with {dict(self._resources)}. Start more nodes, wait for other programs, "
+                    "ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
+                )
