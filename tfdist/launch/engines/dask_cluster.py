@@ -101,7 +101,28 @@ def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWor
     return DaskWorker(place_address(host), state.nthreads, has_thread and has_resources and not has_place)
 
 
-def run_beside_tasks(client: Any, names: Collection[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def names_of_workers(client: Any) -> set[str]:
+    """Returns the addresses of all workers that Dask has now.
+
+    Raises:
+        ConnectionError: If Dask's scheduler does not answer.
+    """
+    try:
+        return set(client.sync(client.scheduler.identity, callback_timeout=ANSWER_SECONDS)["workers"])
+    except OSError as error:
+        raise ConnectionError(
+            f"The scheduler of Dask does not answer. Received: {error!r} from {client!r}. Expected: a scheduler that "
+            "runs until the function returns. Start it again, and create another client."
+        ) from error
+
+
+def run_beside_tasks(
+    client: Any,
+    names: Collection[str],
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = ANSWER_SECONDS,
+) -> dict[str, Any]:
     """Calls a function in Dask workers, whether or not their threads are busy.
 
     Args:
@@ -109,6 +130,7 @@ def run_beside_tasks(client: Any, names: Collection[str], function: Callable[...
         names: The workers' addresses.
         function: What to call.
         *args: Its arguments.
+        seconds: How long to wait for all answers.
 
     Returns:
         The value of each worker that has not been lost meanwhile.
@@ -118,11 +140,11 @@ def run_beside_tasks(client: Any, names: Collection[str], function: Callable[...
         TimeoutError: If a worker does not answer.
     """
     try:
-        answers = client.run(function, *args, workers=list(names), on_error="return", callback_timeout=ANSWER_SECONDS)
+        answers = client.run(function, *args, workers=list(names), on_error="return", callback_timeout=seconds)
     except TimeoutError:
         raise TimeoutError(
             f"A Dask worker does not answer. Received: no answer of at least one of {len(names)} for "
-            f"{ANSWER_SECONDS:g} s. Expected: workers whose event loop runs. Look for tasks that hold Python's "
+            f"{seconds:g} s. Expected: workers whose event loop runs. Look for tasks that hold Python's "
             "lock, or restart the worker."
         ) from None
     for name, answer in answers.items():

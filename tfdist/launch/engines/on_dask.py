@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,6 +15,7 @@ from tfdist.launch.engines.dask_cluster import (
     client_in_use,
     describe_worker,
     import_distributed,
+    names_of_workers,
     run_beside_tasks,
     run_task,
     task_has_ended,
@@ -110,7 +110,7 @@ class _Round:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
             self._start()
-            while self._pending() and self._pending() <= self._known() and not self._pending("error"):
+            while self._pending() and self._pending() <= names_of_workers(self._client) and not self._pending("error"):
                 self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
             self._stop()
             return self._results()
@@ -125,16 +125,14 @@ class _Round:
         """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
         needed, seconds = self._call.workers, self._call.start_timeout_seconds
         limit = time.monotonic() + seconds
-        with self._client.as_current():
-            lock = import_distributed().Lock(PLACE_KEY)
+        lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=self._client.scheduler, loop=self._client.loop)
         while True:
+            names = names_of_workers(self._client)
             with lock:
-                found = self._describe(self._known())
+                found = self._describe(names)
                 free = sorted(name for name, worker in found.items() if worker.is_free)[:needed]
                 if len(free) == needed:
-                    self._submit({name: found[name] for name in free})
-                    self._wait(seconds, until=functools.partial(self._are_taken, free))
-                    return
+                    return self._submit({name: found[name] for name in free})
             if time.monotonic() >= limit:
                 rest = f", {self._resources}" if self._resources else ""
                 raise TimeoutError(
@@ -157,14 +155,20 @@ class _Round:
                 resources=self._resources or None,
                 pure=False,
             )
+        seconds = self._call.start_timeout_seconds
+        self._wait(seconds, until=lambda: not any(worker.is_free for worker in self._describe(chosen).values()))
 
     def _stop(self) -> None:
         """Ends the places that have not ended, and waits for them."""
-        if self._pending() and (running := self._pending() & self._known()):
-            run_beside_tasks(self._client, running, stop_places, self._call.run)
-            limit = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
-            while self._pending() & running and time.monotonic() < limit:
-                time.sleep(_POLL_SECONDS)
+        limit = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
+        if running := self._running():
+            with contextlib.suppress(TimeoutError):  # one of them is ending
+                run_beside_tasks(self._client, running, stop_places, self._call.run, seconds=_LOOK_SECONDS)
+        while self._running() and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+
+    def _running(self) -> set[str]:
+        return self._pending() and self._pending() & names_of_workers(self._client)
 
     def _results(self) -> list[PlaceResult]:
         results, lost = [], []
@@ -189,11 +193,5 @@ class _Round:
     def _pending(self, *statuses: str) -> set[str]:
         return {name for name, future in self._futures.items() if future.status in (statuses or ("pending", "lost"))}
 
-    def _known(self) -> set[str]:
-        return set(self._client.sync(self._client.scheduler.identity, callback_timeout=ANSWER_SECONDS)["workers"])
-
     def _describe(self, names: Collection[str]) -> dict[str, DaskWorker]:
         return run_beside_tasks(self._client, names, describe_worker, self._resources)
-
-    def _are_taken(self, names: Collection[str]) -> bool:
-        return not any(worker.is_free for worker in self._describe(names).values())
