@@ -47,6 +47,24 @@ def train(directory, victim=None):
     return [np.asarray(weight) for weight in model.get_weights()], killer.steps
 
 
+def train_in_stages():
+    """Returns the weights of a model in two stages, after an epoch."""
+    import keras
+    import numpy as np
+
+    from tfdist.strategies import ModelParallelStrategy, Pipeline
+
+    strategy = ModelParallelStrategy(pipeline=Pipeline(stages=2, micro_batches=2))
+    keras.utils.set_random_seed(0)
+    inputs = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+    with strategy.scope():
+        layers = [keras.Input((16,)), *(keras.layers.Dense(16, "tanh") for _ in range(3)), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("adam", loss="mse")
+    model.fit(inputs, inputs[:, :1] ** 2, batch_size=16, epochs=1, verbose=0)
+    return [np.asarray(weight) for weight in model.get_weights()]
+
+
 def dask_worker_pid():
     """The process of the Dask worker: the parent of the launcher."""
     return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
@@ -90,6 +108,12 @@ def wait_for_signal(directory):
     time.sleep(120)
 
 
+def sleep(seconds):
+    """Returns its argument after so many seconds."""
+    time.sleep(seconds)
+    return seconds
+
+
 def call_in_task(workers):
     """Calls `on_dask` from a task of Dask."""
     from tfdist.launch import on_dask
@@ -102,6 +126,6 @@ if __name__ == "__main__":
 
     import numpy as np
 
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    weights, _ = train(sys.argv[1])
-    np.savez(Path(sys.argv[1]) / f"{rank}.npz", *weights)
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    weights = train_in_stages() if task["type"] == "chief" else train(sys.argv[1])[0]
+    np.savez(Path(sys.argv[1]) / f"{task['type']}-{task['index']}.npz", *weights)

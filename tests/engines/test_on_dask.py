@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,20 +84,24 @@ def eventually(condition, what, seconds=60):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The weights of `tfdist run`."""
-    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host")
-    run = launch(tmp_path_factory.mktemp("reference"), HERE / "dask_functions.py", options=options).assert_complete()
-    return list(run.arrays("0.npz").values())
+    return weights_of_run(tmp_path_factory.mktemp("reference"), "worker-0.npz")
 
 
-def assert_identical(values, reference):
-    for weights, _ in values:
-        assert [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in reference]
+def weights_of_run(folder, name, *more):
+    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host", *more)
+    run = launch(folder, HERE / "dask_functions.py", options=options).assert_complete()
+    return list(run.arrays(name).values())
+
+
+def assert_identical(weights, reference):
+    assert [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in reference]
 
 
 def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
     values = on_dask(functions.train, client, str(tmp_path), workers=2)
     assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
-    assert_identical(values, reference)
+    for weights, _ in values:
+        assert_identical(weights, reference)
     assert np.abs(reference[0]).max() > 0
 
 
@@ -185,8 +190,15 @@ def test_a_killed_process_changes_no_weight(client, reference, tmp_path, victim,
     values = on_dask(functions.train, str(tmp_path), victim, workers=2, max_restarts=1)
     assert (tmp_path / "killed").exists()
     assert all(steps < 2 * functions.STEPS_OF_EPOCH for _, steps in values), "resumed"
-    assert_identical(values, reference)
+    for weights, _ in values:
+        assert_identical(weights, reference)
     assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == "dask worker")
+
+
+@pytest.mark.long
+def test_stages_have_the_weights_of_tfdist_run(client, tmp_path):
+    [weights] = on_dask(functions.train_in_stages, workers=2, chief=True)
+    assert_identical(weights, weights_of_run(tmp_path, "chief-0.npz", "--chief"))
 
 
 @pytest.mark.long
@@ -268,10 +280,31 @@ def test_dask_workers_that_are_threads_of_this_process(temporary):
 
 
 @pytest.mark.long
-def test_connections_of_dask_with_tls(temporary):
-    pytest.importorskip("cryptography", reason="makes the certificates")
-    security = distributed.Security.temporary()
-    options = {"threads_per_worker": 2, "dashboard_address": ":0", "security": security}
-    with distributed.LocalCluster(n_workers=2, **options) as cluster, distributed.Client(cluster) as client:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_connections_of_dask_with_tls(temporary, tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=dask", "-days", "2"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    files = {f"tls_{role}_{kind}": path for role in ROLES for kind, path in (("cert", certificate), ("key", key))}
+    security = distributed.Security(tls_ca_file=certificate, require_encryption=True, **files)
+    with cluster_of(2, security=security, threads_per_worker=2) as client:
         assert client.scheduler.address.startswith("tls://")
         assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "2"), ("worker", 10, "2")]
+
+
+ROLES = ("client", "scheduler", "worker")
+
+
+@pytest.mark.long
+def test_adaptive_clusters_keep_the_workers_that_train(temporary):
+    with cluster_of(0) as client:
+        with pytest.raises(TimeoutError, match=r"Received: 0 in the cluster, 0 of .* or cluster\.adapt\(minimum=2\)"):
+            on_dask(functions.sleep, 0, workers=2, start_timeout_seconds=1)
+        client.cluster.adapt(minimum=3, maximum=3, interval="100ms", wait_count=1)
+        client.wait_for_workers(3, timeout=60)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            call = pool.submit(on_dask, functions.sleep, 8, client=client, workers=2)
+            eventually(lambda: sum(map(bool, client.run(tasks_of).values())) == 2, "taken")
+            client.cluster.adapt(minimum=0, maximum=3, interval="100ms", wait_count=1)
+            eventually(lambda: len(client.scheduler_info()["workers"]) == 2, "the idle one has ended")
+            assert call.result(60) == [8, 8]
