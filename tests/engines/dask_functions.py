@@ -66,8 +66,16 @@ def train_in_stages():
 
 
 def dask_worker_pid():
-    """The process of the Dask worker: the parent of the launcher."""
-    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+    """The process of the Dask worker."""
+    return ancestor(3)
+
+
+def ancestor(generation):
+    """The process of an ancestor: 0 is this one, 1 the launcher, 2 what forwards signals to it, 3 the engine's."""
+    pid = os.getpid()
+    for _ in range(generation):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 
 def task_and_threads(scale):

@@ -31,7 +31,7 @@ def train(directory, victim=None):
             killed = Path(directory) / "killed"
             if victim and strategy.rank == 1 and self.steps == KILLED_AFTER and not killed.exists():
                 killed.touch()
-                os.kill(os.getpid() if victim == "worker" else ancestor(4), signal.SIGKILL)
+                os.kill(os.getpid() if victim == "worker" else ancestor(5), signal.SIGKILL)
                 time.sleep(60)  # until the launcher ends this process
 
     strategy = MultiWorkerMirroredStrategy()
@@ -48,7 +48,7 @@ def train(directory, victim=None):
 
 
 def ancestor(generation):
-    """The process of a parent: 1 is the launcher, 2 Spark's Python worker, 3 its daemon, 4 the executor."""
+    """The process of a parent: 1 is the launcher, 3 Spark's Python worker, 4 its daemon, 5 the executor."""
     pid = os.getpid()
     for _ in range(generation):
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -78,7 +78,7 @@ def lose_executor():
     from tfdist import cluster
 
     if cluster.detect().task.index == 1:
-        os.kill(ancestor(4), signal.SIGKILL)
+        os.kill(ancestor(5), signal.SIGKILL)
     time.sleep(60)
 
 

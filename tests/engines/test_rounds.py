@@ -102,8 +102,8 @@ def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
         pickle.dump(call.task(0, [place_address("127.0.0.1")]), stdin)
     try:
         eventually(started.exists)
-        descendants = [pid for child in children(place.pid) for pid in (child, *children(child))]
-        assert len(descendants) >= 2 and left_places(tmp_path) != []
+        descendants = descendants_of(place.pid)
+        assert len(descendants) >= 3 and left_places(tmp_path) != []
     finally:
         place.kill()
         place.wait()
@@ -121,6 +121,11 @@ run_place(pickle.load(sys.stdin.buffer))
 def children(pid):
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
+
+
+def descendants_of(pid):
+    found = children(pid)
+    return found + [descendant for child in found for descendant in descendants_of(child)]
 
 
 def is_alive(pid):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall
 from tfdist.launch.engines.place import PlaceResult
 from tfdist.launch.engines.ray_cluster import (
+    OutputOfActors,
     actor_class,
     check_placement,
     describe_resources,
@@ -104,6 +105,7 @@ class _Actors:
         bundles = [dict(resources) for _ in range(call.workers)]
         self._group = self._ray.util.placement_group(bundles, strategy=strategy, name=f"tfdist-{call.run}")
         self._actors: list[Any] = []
+        self._output = OutputOfActors(self._actors)
         try:
             self._wait_for_resources(call)
             place = actor_class(call.max_restarts)
@@ -151,7 +153,10 @@ class _Actors:
         is_stopped = False
         try:
             while pending:
-                for ref in self._ray.wait(list(pending), num_returns=1, timeout=_LOOK_SECONDS)[0]:
+                ready = self._ray.wait(list(pending), num_returns=1, timeout=_LOOK_SECONDS)[0]
+                if not is_start:
+                    self._output.show_new()
+                for ref in ready:
                     rank = pending.pop(ref)
                     try:
                         answers[rank] = self._ray.get(ref)
@@ -169,6 +174,8 @@ class _Actors:
             if not is_start:
                 self._end(call, pending)
             raise
+        if not is_start:
+            self._output.show_new(is_last=True)
         return answers, missing
 
     def _stop(self, call: EngineCall, ranks: Any) -> None:

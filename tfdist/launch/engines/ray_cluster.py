@@ -1,6 +1,8 @@
 """Ray for `on_ray`: resources, and a place as an actor."""
 
-from collections.abc import Mapping
+import collections
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask
@@ -8,8 +10,10 @@ from tfdist.launch.engines.place import PlaceResult, place_address, run_place, s
 from tfdist.utils.argument_checks import is_number
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# `run`, `stop` beside it, and `address`.
-_CALLS_AT_ONCE = 3
+# `run`, beside it `stop` and `lines`, and `address`.
+_CALLS_AT_ONCE = 4
+_KEPT_LINES = 10_000  # until the driver asks for them
+_FLUSH_SECONDS = 5.0
 
 
 def import_ray() -> Any:
@@ -104,6 +108,38 @@ def explain_lost_actor(rank: int, error: Exception) -> str:
     return f"place {rank} was lost: {text[:300]}"
 
 
+class OutputOfActors:
+    """Shows the output of places in the driver. Ray itself leaves out lines that several actors print.
+
+    Args:
+        actors: Of the places.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+        self._asked: dict[Any, Any] = {}  # by actor: the answer that is under way
+
+    def show_new(self, *, is_last: bool = False) -> None:
+        """Prints the lines that have come since the last call.
+
+        Args:
+            is_last: Whether to wait for the rest.
+        """
+        ray = import_ray()
+        for _ in range(1 + is_last):  # an answer that is under way may lack the last lines
+            for actor in self._actors:
+                if actor not in self._asked:
+                    self._asked[actor] = actor.lines.remote()
+            refs = list(self._asked.values())
+            ready = ray.wait(refs, num_returns=len(refs), timeout=_FLUSH_SECONDS if is_last else 0)[0]
+            for actor, ref in list(self._asked.items()):
+                if ref in ready:
+                    del self._asked[actor]
+                    with contextlib.suppress(ray.exceptions.RayError):  # the actor is lost
+                        for line in ray.get(ref):
+                            print(line, flush=True)
+
+
 def actor_class(max_restarts: int) -> Any:
     """Returns the class of the actors.
 
@@ -120,10 +156,11 @@ def actor_class(max_restarts: int) -> Any:
 
 
 class _Place:
-    """A place as an actor of Ray, which shows its output in the driver."""
+    """A place as an actor of Ray."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
 
     def __repr__(self) -> str:
         return f"tfdist place {self._rank}"
@@ -132,7 +169,10 @@ class _Place:
         return place_address(import_ray().util.get_node_ip_address())
 
     def run(self, task: PlaceTask) -> PlaceResult:
-        return run_place(task)
+        return run_place(task, show=self._lines.append)
+
+    def lines(self) -> list[str]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def stop(self, run: str) -> None:
         stop_places(run)

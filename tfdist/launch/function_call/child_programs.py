@@ -15,7 +15,7 @@ from tfdist.launch.function_call import written_call
 from tfdist.launch.function_call.function_pickling import PicklingError, dump
 from tfdist.launch.function_call.rank_files import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
-from tfdist.utils.linux_syscalls import die_with_parent
+from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 
 def program(function: str, *arguments: Any) -> str:
@@ -62,19 +62,30 @@ def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> No
 def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str) -> None:
     """Runs `tfdist` likewise, but ends it with SIGTERM when the caller's process dies: the workers can save.
 
+    `tfdist` is a child of this process, which forwards signals: when Ray ends one of its processes, it kills the
+    children, but not their children.
+
     Args:
         caller_pid: The process that started this one, such as a worker of an engine.
         arguments: Of the command.
         directory: Directory of the call, which the caller removes. This process does so if the caller has died.
     """
+    own_pid = os.getpid()
+    launcher = fork()
+    if launcher != 0:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os.kill(launcher, number))
+        die_with_parent(caller_pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+        sys.exit(code if code >= 0 else 128 - code)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher handles it
     try:
-        die_with_parent(caller_pid, signal.SIGTERM)
+        die_with_parent(own_pid, signal.SIGTERM)
         from tfdist.launch.cli.main import main
 
         code = main(arguments)
     finally:
-        if os.getppid() != caller_pid:
+        if os.getppid() != own_pid:
             shutil.rmtree(directory, ignore_errors=True)
     sys.exit(code)
 
