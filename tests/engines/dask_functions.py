@@ -105,6 +105,19 @@ def lose_dask_worker():
     time.sleep(60)
 
 
+def lose_dask_worker_once(killed):
+    """Kills the Dask worker of worker 0, where the rendezvous is, unless there is a file; then returns the rank."""
+    from tfdist import cluster
+
+    rank = cluster.detect().task.index
+    if not Path(killed).exists():
+        if rank == 0:
+            Path(killed).touch()
+            os.kill(dask_worker_pid(), signal.SIGKILL)
+        time.sleep(60)
+    return rank
+
+
 def wait_for_signal(directory):
     """Waits for SIGTERM, and has then time to save."""
     from tfdist import cluster

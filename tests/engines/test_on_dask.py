@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from child_environment import child_environment
 from launched_runs import launch
 
 from tfdist.launch import WorkerError, on_dask
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
 psutil = pytest.importorskip("psutil")
@@ -129,12 +131,16 @@ def test_too_few_workers_are_counted(client):
         on_dask(functions.task_and_threads, 1, workers=1, resources={"GPU": 1}, start_timeout_seconds=0.5)
 
 
+@pytest.mark.long
 def test_calls_at_a_time_take_turns(client):
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        calls = [
-            pool.submit(on_dask, functions.task_and_threads, scale, client=client, workers=2) for scale in (1, 2, 3)
-        ]
-        assert [call.result(120)[1][1] for call in calls] == [1, 2, 3]
+    """Without turns, calls of several clients hold one Dask worker each, and wait for the other."""
+    with contextlib.ExitStack() as stack:
+        address = client.scheduler.address
+        clients = [stack.enter_context(distributed.Client(address, set_as_default=False)) for _ in range(4)]
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
+        call = functools.partial(on_dask, functions.task_and_threads, workers=2, start_timeout_seconds=60)
+        calls = [pool.submit(call, scale, client=clients[scale % 4]) for scale in range(8)]
+        assert [call.result(120)[1][1] for call in calls] == list(range(8))
 
 
 def test_a_task_of_dask_leaves_its_thread_to_the_places(client):
@@ -277,6 +283,36 @@ def wait_in_task(directory):
 def test_dask_workers_that_are_threads_of_this_process(temporary):
     with cluster_of(2, processes=False):
         assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
+
+
+@pytest.mark.long
+def test_a_dask_worker_has_one_process_at_a_time(temporary):
+    with cluster_of(1, threads_per_worker=2) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        call = pool.submit(on_dask, functions.sleep, 4, client=client, workers=1)
+        eventually(lambda: any(client.run(tasks_of).values()), "taken")
+        with pytest.raises(TimeoutError, match=r"Received: 1 in the cluster, 0 of them"):
+            on_dask(functions.sleep, 0, client=client, workers=1, start_timeout_seconds=1)
+        assert call.result(60) == [4]
+
+
+@pytest.mark.long
+def test_a_dask_worker_that_returns_at_its_port_is_lost(temporary, tmp_path):
+    with ReservedPorts(3) as reserved:
+        scheduler_port, *worker_ports = reserved.ports
+    address = f"tcp://127.0.0.1:{scheduler_port}"
+    scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(scheduler_port), "--dashboard-address", ":0"]
+    worker = ["worker", address, "--nthreads", "1", "--no-dashboard", "--worker-port"]
+    with contextlib.ExitStack() as stack:
+        for arguments in (scheduler, *([*worker, str(port)] for port in worker_ports)):
+            command = [sys.executable, "-m", f"distributed.cli.dask_{arguments[0]}", *arguments[1:]]
+            process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            stack.callback(process.terminate)
+        client = stack.enter_context(distributed.Client(address, timeout=60, set_as_default=False))
+        client.wait_for_workers(2, timeout=60)
+        names = set(client.scheduler_info()["workers"])
+        call = functions.lose_dask_worker_once, str(tmp_path / "killed")
+        assert on_dask(*call, client=client, workers=2, max_restarts=1) == [0, 1]
+        assert set(client.scheduler_info()["workers"]) == names
 
 
 @pytest.mark.long
