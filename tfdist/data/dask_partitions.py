@@ -166,7 +166,7 @@ class DaskSource(BlockSource):
         end = time.monotonic() + self._timeout
         while True:
             try:
-                # Dask tells a client only of the tasks that the client has submitted: this one is known to have a result.
+                # A client is informed only about tasks that it has submitted: this one is known to have a result.
                 future = distributed.Future(key, client, state="memory")
                 return future.result(timeout=min(_RETRY_SECONDS, self._timeout))
             except TimeoutError:

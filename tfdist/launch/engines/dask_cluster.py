@@ -172,11 +172,29 @@ def run_task(task: PlaceTask, pid: int) -> PlaceResult:
         raise ReplacedWorkerError(pid)
     worker = import_distributed().get_worker()
 
-    def show(line: str) -> None:
-        # As `distributed.print`, which also prints it here: twice for users of a LocalCluster.
-        worker.log_event("print", {"args": (line,), "sep": " ", "end": "\n", "flush": True})
+    topic = _topic(task.run)
+    return run_place(task, show=lambda line: worker.log_event(topic, line), should_stop=task_has_ended())
 
-    return run_place(task, show=show, should_stop=task_has_ended())
+
+@contextlib.contextmanager
+def shown_output(client: Any, run: str) -> Iterator[None]:
+    """Prints the output of the places of a round.
+
+    Not by `distributed.print`, which all clients show: a worker of the training can be one, and would send it again.
+
+    Args:
+        client: The client.
+        run: `EngineCall.run`.
+    """
+    client.subscribe_topic(_topic(run), lambda event: print(event[1], flush=True))
+    try:
+        yield
+    finally:
+        client.unsubscribe_topic(_topic(run))
+
+
+def _topic(run: str) -> str:
+    return f"{PLACE_KEY}-{run}"
 
 
 def task_has_ended() -> Callable[[], bool]:

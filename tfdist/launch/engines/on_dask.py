@@ -18,6 +18,7 @@ from tfdist.launch.engines.dask_cluster import (
     names_of_workers,
     run_beside_tasks,
     run_task,
+    shown_output,
     task_has_ended,
 )
 from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall
@@ -109,11 +110,14 @@ class _Round:
     def run(self) -> list[PlaceResult]:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
-            self._start()
-            while self._pending() and self._pending() <= names_of_workers(self._client) and not self._pending("error"):
-                self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
-            self._stop()
-            return self._results()
+            with shown_output(self._client, self._call.run):
+                self._start()
+                while (pending := self._pending()) and pending <= names_of_workers(self._client):
+                    if self._pending("error"):
+                        break
+                    self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
+                self._stop()
+                return self._results()
         finally:
             try:
                 with contextlib.suppress(OSError):  # without a scheduler, Dask's workers close and end their places
