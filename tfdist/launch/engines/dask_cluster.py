@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place
 
 PLACE_KEY = "tfdist-place"
@@ -177,24 +177,24 @@ def run_task(task: PlaceTask, pid: int) -> PlaceResult:
 
 
 @contextlib.contextmanager
-def shown_output(client: Any, run: str) -> Iterator[None]:
-    """Prints the output of the places of a round.
+def shown_output(client: Any, call: EngineCall) -> Iterator[None]:
+    """Prints the output of the places of a call.
 
     Not by `distributed.print`, which all clients show: a worker of the training can be one, and would send it again.
 
     Args:
         client: The client.
-        run: `EngineCall.run`.
+        call: The call.
     """
-    client.subscribe_topic(_topic(run), lambda event: print(event[1], flush=True))
+    client.subscribe_topic(_topic(call.run), lambda event: print(event[1], flush=True))
     try:
         yield
     finally:
-        client.unsubscribe_topic(_topic(run))
+        client.unsubscribe_topic(_topic(call.run))
 
 
 def _topic(run: str) -> str:
-    return f"{PLACE_KEY}-{run}"
+    return f"{PLACE_KEY}-{run.partition('-')[0]}"  # the same in all rounds
 
 
 def task_has_ended() -> Callable[[], bool]:

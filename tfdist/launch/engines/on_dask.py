@@ -95,7 +95,7 @@ def on_dask(
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,
     )
-    with client_in_use(client) as used:
+    with client_in_use(client) as used, shown_output(used, call):
         return run_rounds(call, lambda call: _Round(used, call, dict(resources or {})).run())
 
 
@@ -110,14 +110,11 @@ class _Round:
     def run(self) -> list[PlaceResult]:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
-            with shown_output(self._client, self._call.run):
-                self._start()
-                while (pending := self._pending()) and pending <= names_of_workers(self._client):
-                    if self._pending("error"):
-                        break
-                    self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
-                self._stop()
-                return self._results()
+            self._start()
+            while self._pending() and self._pending() <= names_of_workers(self._client) and not self._pending("error"):
+                self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
+            self._stop()
+            return self._results()
         finally:
             try:
                 with contextlib.suppress(OSError):  # without a scheduler, Dask's workers close and end their places
