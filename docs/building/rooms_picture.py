@@ -15,6 +15,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "launch": (160, 120, "tfdist run, notebooks", "user"),
     "callbacks": (350, 120, "FailureRecovery, monitors", "user"),
     "strategies": (790, 120, "what replaces tf.distribute", "user"),
+    "spark": (545, 48, "KerasEstimator", "user"),
     "doctor": (105, 225, "checks before a training", ""),
     "planning": (1020, 120, "what a plan costs", ""),
     "probe": (160, 48, "measures a program", ""),

@@ -16,7 +16,7 @@ MAX_LINES = 300
 # A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
 # The sub-packages and modules of launch are rooms of their own.
 PUBLIC = frozenset(
-    "callbacks checkpoint cluster collectives compression data launch parameter_server strategies versions".split()
+    "callbacks checkpoint cluster collectives compression data launch parameter_server spark strategies versions".split()
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()
     ),
     "recovery": frozenset({"checkpoint", "collectives", "data_position", "internals", "training", "utils"}),
+    "spark": frozenset("callbacks data launch strategies utils".split()),
     "data": frozenset({"cluster", "internals", "utils"}),
     "data_position": frozenset({"internals", "utils"}),
     "checkpoint": frozenset({"utils"}),

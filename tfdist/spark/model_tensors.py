@@ -1,0 +1,125 @@
+"""Which columns become which inputs and targets of a model, and which columns its outputs become."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """An input of a model, as the tensors of its columns must be.
+
+    Args:
+        columns: Its columns; several are side by side in one vector.
+        dtype: NumPy's dtype to which numbers are cast, or None: as they are.
+        shape: The shape of a row, or None: that of the column.
+    """
+
+    columns: tuple[str, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+    def array(self, values: Sequence[Any]) -> np.ndarray:
+        """Returns the values of a batch.
+
+        Args:
+            values: For each column the values of rows: numbers, strings, or arrays.
+
+        Raises:
+            ValueError: If a value is null, or the rows of a column have different shapes.
+        """
+        parts = [_dense(name, column) for name, column in zip(self.columns, values, strict=True)]
+        array = parts[0]
+        if len(parts) > 1:
+            array = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        if self.dtype is not None and array.dtype != object:
+            array = array.astype(self.dtype)
+        fits = self.shape is not None and array.ndim > 1 and int(np.prod(array.shape[1:])) == int(np.prod(self.shape))
+        return array.reshape(len(array), *self.shape) if fits and self.shape is not None else array
+
+
+def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, InputSpec]:
+    """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
+
+    Args:
+        model: A Keras model. One without declared inputs has one.
+        feature_cols: Its columns: one for each input, or all of one input.
+
+    Raises:
+        ValueError: If there are more inputs than one, and not as many columns.
+    """
+    # A subclassed model has none, and one that was not built raises an error.
+    inputs = list(getattr(model, "inputs", None) or []) if getattr(model, "built", True) else []
+    if len(inputs) <= 1:
+        groups = {0: tuple(feature_cols)}
+    elif len(inputs) == len(feature_cols):
+        names = {tensor.name for tensor in inputs}
+        keys = [tensor.name for tensor in inputs] if names == set(feature_cols) else list(feature_cols)
+        groups = {index: (key,) for index, key in enumerate(keys)}
+    else:
+        raise ValueError(
+            f"The model has another number of inputs than there are columns. Received: feature_cols="
+            f"{list(feature_cols)} for {len(inputs)} inputs, {[tensor.name for tensor in inputs]}. Expected: one "
+            "column for each input, in the same order. Put columns of one input into one, by VectorAssembler."
+        )
+    return {
+        index: InputSpec(
+            columns,
+            _dtype(inputs[index]) if inputs else None,
+            _shape(inputs[index]) if inputs and len(columns) == 1 else None,
+        )
+        for index, columns in groups.items()
+    }
+
+
+def combined(parts: Sequence[Any]) -> Any:
+    """Returns what a model is called with: a tensor, or a tuple of one for each input."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def ordered_outputs(outputs: Any, label_cols: Sequence[str]) -> list[Any]:
+    """Returns the outputs of a model in the order of the labels, if they have the same names."""
+    if isinstance(outputs, Mapping):
+        names = label_cols if set(label_cols) == set(outputs) else sorted(outputs)
+        return [outputs[name] for name in names]
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def default_output_type(shape: Sequence[int | None]) -> str:
+    """Returns the type of an output's column: a number where a row has one, else an array.
+
+    >>> default_output_type((1,)), default_output_type((10,))
+    ('double', 'array')
+    """
+    return "double" if shape in ((), (1,), [], [1]) else "array"
+
+
+def _dense(name: str, values: Any) -> np.ndarray:
+    rows = list(values)
+    if any(row is None for row in rows):
+        raise ValueError(
+            f"A feature is null. Received: null in column {name!r}. Expected: a value in each row. Call "
+            "DataFrame.dropna or fillna before."
+        )
+    first = rows[0]
+    if not isinstance(first, np.ndarray | list):
+        return np.asarray(values)
+    try:
+        nested = isinstance(first, np.ndarray) and first.dtype == object and isinstance(first[0], np.ndarray)
+        return np.stack([np.stack(list(row)) for row in rows] if nested else [np.asarray(row) for row in rows])
+    except ValueError as error:
+        raise ValueError(
+            f"The rows of a feature have different lengths. Received: {error}, in column {name!r}. Expected: arrays "
+            "of one length. Pad or cut them before."
+        ) from error
+
+
+def _dtype(tensor: Any) -> str | None:
+    return None if str(tensor.dtype) == "string" else str(tensor.dtype)
+
+
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    shape = tuple(tensor.shape)[1:]
+    return shape if shape and None not in shape else None
