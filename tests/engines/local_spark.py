@@ -79,12 +79,12 @@ def eventually(condition, what, seconds=60):
         time.sleep(0.05)
 
 
-def launched_processes():
-    """The processes of launchers and workers that belong to places."""
+def launched_processes(directory):
+    """The launchers and workers of places whose temporary files are in a directory."""
     import psutil
 
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if any("tfdist-place-" in part for part in process.info["cmdline"] or ()):
+        if any(f"{directory}/tfdist-place-" in part for part in process.info["cmdline"] or ()):
             found.append(process.info["pid"])
     return found

@@ -46,10 +46,9 @@ def shared_session(temporary):
 @pytest.fixture
 def spark(shared_session, temporary):
     """A session with two executors of one core; afterwards no process of a place and no file is left."""
-    before = set(launched_processes())
     yield shared_session
     eventually(lambda: not list(temporary.glob("tfdist-*")), "the directories of places")
-    eventually(lambda: set(launched_processes()) <= before, "the processes of places")
+    eventually(lambda: not launched_processes(temporary), "the processes of places")
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +162,7 @@ def test_the_places_of_a_killed_driver_end(temporary, tmp_path, master):
         driver.wait()
     eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
     eventually(lambda: not list(temporary.glob("tfdist-*")), "the directories of places")
+    eventually(lambda: not launched_processes(temporary), "the processes of places")
     for directory in set(work_directory().glob("*")) - logs:  # Spark's, of a driver that could not remove them
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -19,7 +19,7 @@ def spark(tmp_path_factory):
     directory = tmp_path_factory.mktemp("temporary")
     with spark_environment(directory, HERE), spark_session("local[2]") as session:
         yield session
-        assert not list(directory.glob("tfdist-*")) and not launched_processes()
+        assert not list(directory.glob("tfdist-*")) and not launched_processes(directory)
 
 
 @pytest.fixture

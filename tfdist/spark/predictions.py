@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.spark.model_tensors import InputSpec, combined, input_specs, ordered_outputs
+from tfdist.spark.model_tensors import combined, input_specs, ordered_outputs
 from tfdist.spark.portable_objects import loaded_model
 
 _KEPT_MODELS = 2
@@ -81,7 +81,8 @@ def _outputs(prediction: Prediction, columns: Any) -> list[Any]:
     rows = len(columns[0])
     if rows == 0:
         return [[] for _ in prediction.output_types]
-    model, specs = _models.get(prediction)
+    model = _models.get(prediction)
+    specs = input_specs(model, prediction.feature_cols).values()
     by_name = {name: column.to_numpy() for name, column in zip(prediction.feature_cols, columns, strict=True)}
     arrays = [spec.array([by_name[name] for name in spec.columns]) for spec in specs]
     parts = []
@@ -97,16 +98,15 @@ class _LoadedModels:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._models: collections.OrderedDict[str, tuple[Any, list[InputSpec]]] = collections.OrderedDict()
+        self._models: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
-    def get(self, prediction: Prediction) -> tuple[Any, list[InputSpec]]:
-        """Returns a model and its inputs."""
+    def get(self, prediction: Prediction) -> Any:
+        """Returns a model."""
         with self._lock:
             if prediction.key not in self._models:
                 _use_resources_of_task()
-                model = loaded_model(prediction.content.value, prediction.custom_objects, compile=False)
-                specs = list(input_specs(model, prediction.feature_cols).values())
-                self._models[prediction.key] = model, specs
+                content = prediction.content.value
+                self._models[prediction.key] = loaded_model(content, prediction.custom_objects, compile=False)
             self._models.move_to_end(prediction.key)
             while len(self._models) > _KEPT_MODELS:
                 self._models.popitem(last=False)
