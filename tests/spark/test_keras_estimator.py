@@ -130,7 +130,7 @@ def test_several_inputs_and_outputs(spark, store):
     assert dict(found.dtypes)["prediction_kind"] == dict(found.dtypes)["prediction_size"] == "double"
     assert {row.prediction_kind for row in found.collect()} <= {0.0, 1.0, 2.0}
     renamed = model.copy().setOutputTypes(["vector", "array"]).setOutputCols(["p", "s"])
-    row = renamed.setFeatureCols(["number", "vector"]).transform(frame.drop("image")).first()
+    row = renamed.setFeatureCols(["vector", "number"]).transform(frame.drop("image")).first()
     assert row.p.size == 3 and abs(sum(row.p) - 1) < 1e-6 and len(row.s) == 1
 
 
