@@ -128,6 +128,32 @@ def test_a_lost_executor_ends_the_call(spark):
 
 
 @pytest.mark.long
+def test_a_cancelled_job_ends_the_call(spark, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        call = pool.submit(on_spark, functions.wait_for_signal, str(tmp_path), spark=spark, workers=2, max_restarts=1)
+        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+        spark.sparkContext.cancelAllJobs()
+        with pytest.raises(WorkerError, match=r"Spark has ended the job of the workers: .*cancelled"):
+            call.result(60)
+    eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
+
+
+@pytest.mark.long
+def test_an_executor_without_tfdist_is_an_error(spark, monkeypatch):
+    import tfdist.launch.engines.on_spark as module
+
+    def without_tfdist(call):
+        def run(_):
+            raise ModuleNotFoundError("No module named 'tfdist'")
+
+        return run
+
+    monkeypatch.setattr(module, "run_barrier_task", without_tfdist)
+    with pytest.raises(ImportError, match="An executor of Spark cannot import tfdist"):
+        on_spark(functions.task_and_threads, 1, workers=2)
+
+
+@pytest.mark.long
 def test_an_interrupt_lets_the_function_save(spark, tmp_path):
     def interrupt():
         eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")

@@ -57,11 +57,13 @@ def test_a_store_is_a_directory(store):
 def test_only_a_run_with_a_name_stays(tmp_path):
     store = store_path(f"file://{tmp_path}/store")
     assert store == tmp_path / "store" and store.is_dir()
+    (store / "mine").mkdir()
     for name in ("mine", None):
         run = RunDirectory(store, name)
         run.path.mkdir()
         run.remove()
         assert run.path.exists() == (name is not None)
+    assert (store / "mine").exists(), "a directory that is not a run"
     with pytest.raises(ValueError, match="Invalid `run_id`"):
         RunDirectory(store, "a/b")
 

@@ -16,7 +16,8 @@ MAX_LINES = 300
 # A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
 # The sub-packages and modules of launch are rooms of their own.
 PUBLIC = frozenset(
-    "callbacks checkpoint cluster collectives compression data launch parameter_server spark strategies versions".split()
+    "callbacks checkpoint cluster collectives compression data launch parameter_server spark "
+    "strategies versions".split()
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py

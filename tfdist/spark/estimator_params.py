@@ -1,5 +1,6 @@
 """The parameters of `KerasEstimator` and `KerasModel`, as those of Spark ML."""
 
+import os
 from typing import Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -14,6 +15,11 @@ def names(value: Any) -> list[str]:
     (['features'], ['a', 'b'])
     """
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
+
+
+def path(value: Any) -> str:
+    """Returns the text of a path."""
+    return os.fspath(value)
 
 
 def output_types(value: Any) -> list[str]:
@@ -80,5 +86,5 @@ class TrainingParams(ColumnParams):
     max_restarts = _param("max_restarts", "how often to restart all workers", TypeConverters.toInt)
     start_timeout_seconds = _param("start_timeout_seconds", "how long to wait for slots", TypeConverters.toFloat)
     checkpoint_every_steps = _param("checkpoint_every_steps", "steps between checkpoints", TypeConverters.toInt)
-    store = _param("store", "directory that the driver and all executors see", TypeConverters.toString)
+    store = _param("store", "directory that the driver and all executors see", path)
     run_id = _param("run_id", "name of the run in the store, to resume it", TypeConverters.toString)

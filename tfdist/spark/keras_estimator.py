@@ -1,6 +1,7 @@
 """KerasEstimator: an estimator of Spark ML that trains a Keras model on several workers."""
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from tfdist.launch import on_spark
+from tfdist.launch import WorkerError, on_spark
 from tfdist.spark.estimator_params import TrainingParams
 from tfdist.spark.keras_model import KerasModel
 from tfdist.spark.object_files import load_params, save_params
@@ -87,7 +88,7 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
         max_restarts: int = 0,
         start_timeout_seconds: float = 300.0,
         checkpoint_every_steps: int | None = None,
-        store: str | None = None,
+        store: str | os.PathLike[str] | None = None,
         run_id: str | None = None,
         output_cols: str | Sequence[str] | None = None,
         output_types: str | Sequence[str] | None = None,
@@ -208,9 +209,9 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
                 grace_seconds=_GRACE_SECONDS,
             )[0]
             return self._trained(result, (Path(run.path) / MODEL_FILE).read_bytes())
-        except KeyboardInterrupt:
-            if not run.has_name:
-                time.sleep(_GRACE_SECONDS)  # workers may save until then
+        except (KeyboardInterrupt, WorkerError) as error:
+            if not run.has_name and getattr(error, "rank", None) is None:
+                time.sleep(_GRACE_SECONDS)  # workers that were interrupted may save until then
             raise
         finally:
             run.remove()

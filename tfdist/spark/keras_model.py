@@ -56,6 +56,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         """
         super().__init__()
         self._content = content
+        self._broadcast: tuple[Any, Any] | None = None
         self._output_shapes = [tuple(shape) for shape in output_shapes]
         self._custom_objects = dict(custom_objects or {})
         self.history = {name: list(values) for name, values in (history or {}).items()}
@@ -109,7 +110,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         kinds = self._types()
         prediction = Prediction(
             hashlib.sha256(self._content).hexdigest(),
-            dataset.sparkSession.sparkContext.broadcast(self._content),
+            self._broadcast_content(dataset.sparkSession.sparkContext),
             self._custom_objects,
             tuple(features),
             tuple(self.getOrDefault(self.label_cols)),
@@ -129,6 +130,11 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
             if name != temporary or kind == "vector":
                 result = result.withColumn(name, array_to_vector(output) if kind == "vector" else output)
         return result if len(names) == 1 else result.drop(temporary)
+
+    def _broadcast_content(self, context: Any) -> Any:
+        if self._broadcast is None or self._broadcast[0] is not context:
+            self._broadcast = context, context.broadcast(self._content)
+        return self._broadcast[1]
 
     def _types(self) -> list[str]:
         defaults = [default_output_type(shape) for shape in self._output_shapes]

@@ -47,8 +47,9 @@ class RunDirectory:
                 f"Invalid `run_id`. Received: run_id={run_id!r}. Expected: a name that a directory can have, without "
                 "slashes. Choose another one."
             )
-        self._stays = run_id is not None
-        self.path = store / (run_id or f"tfdist-run-{secrets.token_hex(8)}")
+        self._run_id, self._stays = run_id, run_id is not None
+        # With a prefix, so that no other directory of the store is taken for an incomplete run, and removed.
+        self.path = store / f"tfdist-run-{run_id or secrets.token_hex(8)}"
 
     @property
     def has_name(self) -> bool:
@@ -72,7 +73,7 @@ class RunDirectory:
         if file.exists():
             if json.loads(file.read_bytes()) != description:
                 raise ValueError(
-                    f"The store has another run of this name. Received: run_id={self.path.name!r} for other rows, "
+                    f"The store has another run of this name. Received: run_id={self._run_id!r} for other rows, "
                     "columns or parameters than those that it has begun with. Expected: the same, to resume it. "
                     f"Choose another `run_id`, or remove {self.path}."
                 )
