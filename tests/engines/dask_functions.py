@@ -9,11 +9,12 @@ from pathlib import Path
 STEPS_OF_EPOCH, KILLED_AFTER = 8, 11
 
 
-def train(directory, victim=None):
+def train(directory, victim=None, data=None):
     """Returns the weights after two epochs, and the number of steps here.
 
     Args:
         directory: for checkpoints.
+        data: of `from_dask`, with columns `x` and `y`; None: arrays.
         victim: what is killed in the middle, once: the `worker` 1, or the Dask worker that its launcher is a child of.
     """
     import keras
@@ -39,11 +40,16 @@ def train(directory, victim=None):
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=(32 * STEPS_OF_EPOCH, 16)).astype("float32")
     with strategy.scope():
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        features = 16 if data is None else 1
+        model = keras.Sequential([keras.Input((features,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
         model.compile("adam", loss="mse")
     killer = Killer()
     callbacks = [killer, FailureRecovery(Path(directory) / "checkpoints", every_steps=4)]
-    model.fit(inputs, inputs[:, :1] ** 2, batch_size=32, epochs=2, verbose=0, callbacks=callbacks)
+    if data is None:
+        model.fit(inputs, inputs[:, :1] ** 2, batch_size=32, epochs=2, verbose=0, callbacks=callbacks)
+    else:
+        batches = data.dataset(32, features=["x"], label="y", shuffle=True, seed=0)
+        model.fit(batches, epochs=2, verbose=0, callbacks=callbacks)
     return [np.asarray(weight) for weight in model.get_weights()], killer.steps
 
 

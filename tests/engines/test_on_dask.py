@@ -19,6 +19,7 @@ import pytest
 from child_environment import child_environment
 from launched_runs import launch
 
+from tfdist.data import from_dask
 from tfdist.launch import WorkerError, on_dask
 from tfdist.utils.cores_and_ports import ReservedPorts
 
@@ -199,6 +200,24 @@ def test_a_killed_process_changes_no_weight(client, reference, tmp_path, victim,
     for weights, _ in values:
         assert_identical(weights, reference)
     assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == "dask worker")
+
+
+@pytest.mark.long
+def test_partitions_that_a_killed_dask_worker_held(temporary, tmp_path):
+    """Dask computes them again, although the places occupy all its threads."""
+    frames = pytest.importorskip("dask.dataframe")
+    rows = 32 * functions.STEPS_OF_EPOCH
+    frame = {"x": np.linspace(-1, 1, rows, dtype="float32"), "y": np.linspace(0, 1, rows, dtype="float32")}
+    with cluster_of(2) as client:
+        data = from_dask(frames.from_dict(frame, npartitions=6), client=client)
+        values = {}
+        for victim in (None, "dask worker"):
+            (tmp_path / str(victim)).mkdir()
+            call = functions.train, str(tmp_path / str(victim)), victim, data
+            values[victim] = on_dask(*call, client=client, workers=2, max_restarts=1)
+        assert (tmp_path / "dask worker" / "killed").exists()
+        assert_identical(values["dask worker"][0][0], values[None][0][0])
+        data.close()
 
 
 @pytest.mark.long
