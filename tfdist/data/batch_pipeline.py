@@ -15,6 +15,8 @@ from tfdist.tensorflow_internals.batch_selection import SelectableDataset, Selec
 from tfdist.utils.argument_checks import optional_integer_variable
 
 _READ_AHEAD_BATCHES = 4
+_MOST_BATCHES_OF_CALL = 64
+_BYTES_OF_CALL = 2 << 20
 
 
 def batch_pipeline(
@@ -43,30 +45,49 @@ def batch_pipeline(
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     # An iterator draws one number, which is another one in each epoch; datasets of all selections share the generator.
-    epochs = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).take(1) if reader.shuffled_rows else None
+    epochs = tf.data.Dataset.from_tensors(tf.zeros([], tf.int64))
+    if reader.shuffled_rows:
+        epochs = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).take(1)
 
     def build(part: Selection) -> tf.data.Dataset:
         batches = BatchRows(rows, batch_size, part.streams, drop_remainder, part.replicas_of_workers, part.rank)
-        steps = tf.data.Dataset.range(min(part.first_batch, batches.number), batches.number)
-        if epochs is None:
-            numbered = steps.map(lambda step: (tf.zeros([], tf.int64), step))
-        else:
-            numbered = epochs.flat_map(lambda number: steps.map(lambda step: (number, step)))
-            left = max(batches.number - part.first_batch, 0)
-            numbered = numbered.apply(tf.data.experimental.assert_cardinality(left))
+        first = min(part.first_batch, batches.number)
+        sizes = batches.sizes(first)
+        together = 1 if 0 in sizes else _batches_of_call(layout, max(sizes))
 
-        def read(number: np.int64, step: np.int64) -> Sequence[np.ndarray]:
-            return reader.read(batches, int(number), int(step))
+        def read(number: np.int64, step: np.int64, last: np.int64) -> Sequence[np.ndarray]:
+            return reader.read(batches, int(number), int(step), int(last))
 
-        def load(number: tf.Tensor, step: tf.Tensor) -> Any:
-            tensors = tf.numpy_function(read, [number, step], [_dtype(tensor) for tensor in layout.tensors])
+        def load(number: tf.Tensor, step: tf.Tensor, last: tf.Tensor) -> Any:
+            tensors = tf.numpy_function(read, [number, step, last], [*map(_dtype, layout.tensors)])
             for tensor, expected in zip(tensors, layout.tensors, strict=True):
-                tensor.set_shape([batches.constant_rows, *expected.shape])
+                tensor.set_shape([batches.constant_rows if together == 1 else None, *expected.shape])
             return layout.structure(tensors)
 
-        return numbered.map(load).prefetch(_READ_AHEAD_BATCHES).with_options(options)
+        def epoch(number: tf.Tensor) -> tf.data.Dataset:
+            def several(step: tf.Tensor) -> Any:
+                return load(number, step, tf.minimum(step + together, batches.complete))
+
+            def one(step: tf.Tensor) -> Any:
+                return load(number, step, step + 1)
+
+            found = tf.data.Dataset.range(first, batches.complete, together).map(several)
+            if together > 1:
+                constant = sizes[0] if len(sizes) == 1 else sizes
+                found = found.prefetch(1).rebatch(constant, drop_remainder=batches.constant_rows is not None)
+            if batches.number > batches.complete:
+                found = found.concatenate(tf.data.Dataset.range(max(first, batches.complete), batches.number).map(one))
+            return found
+
+        counted = epochs.flat_map(epoch).apply(tf.data.experimental.assert_cardinality(batches.number - first))
+        return counted.prefetch(_READ_AHEAD_BATCHES).with_options(options)
 
     return SelectableDataset(build, Selection(streams=streams), batch_size)
+
+
+def _batches_of_call(layout: BatchLayout, rows: int) -> int:
+    """Returns how many batches of `rows` rows one call of Python reads, which takes as long as many rows."""
+    return max(1, min(_MOST_BATCHES_OF_CALL, _BYTES_OF_CALL // max(layout.row_bytes * rows, 1)))
 
 
 def number_of_readers() -> int:

@@ -4,13 +4,13 @@ import bisect
 import collections
 import concurrent.futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfdist.data.block_source import BlockSource, checked_rows
-from tfdist.data.row_order import BatchRows, Segment, Window, segments_of_streams, windows_of_epoch
+from tfdist.data.row_order import BatchRows, RowRange, Segment, Window, segments_of_streams, windows_of_epoch
 from tfdist.data.tensor_layout import TensorFormat
 
 _KEPT_WINDOWS = 2  # of a stream: the present and the next one
@@ -37,29 +37,42 @@ class BatchReader:
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def read(self, batches: BatchRows, seed: int, step: int) -> list[np.ndarray]:
-        """Returns the tensors of a batch, those rows of it that `batches` gives to this worker.
+    def read(self, batches: BatchRows, seed: int, first: int, last: int) -> list[np.ndarray]:
+        """Returns the tensors of successive batches, those rows that `batches` gives to this worker.
 
         Args:
             batches: The rows of the batches.
             seed: Of the epoch, at least 0; ignored without a shuffle.
-            step: The number of the batch in the epoch, from 0.
+            first: The number of the first batch in the epoch, from 0.
+            last: The number after that of the last batch.
+
+        Returns:
+            The rows of all batches, for each tensor.
         """
         seed = seed if self.shuffled_rows else 0
-        pieces: list[list[np.ndarray]] = []
-        for rows in batches.ranges(step):
-            windows, starts = self._windows_of(batches.streams, rows.stream, seed)
-            first = rows.start
-            while first < rows.stop:
-                number = bisect.bisect_right(starts, first) - 1
-                window = windows[number]
-                arrays = self._arrays((batches.streams, rows.stream), seed, windows, number)
-                last = min(rows.stop, window.start + window.rows)
-                pieces.append([array[first - window.start : last - window.start] for array in arrays])
-                first = last
+        pieces: list[tuple[list[np.ndarray], int, int]] = []
+        for step in range(first, last):
+            for rows in batches.ranges(step):
+                for arrays, start, stop in self._pieces(batches.streams, rows, seed):
+                    if pieces and pieces[-1][0] is arrays and pieces[-1][2] == start:
+                        start = pieces.pop()[1]
+                    pieces.append((arrays, start, stop))
         if not pieces:
             return [np.empty([0, *tensor.shape], tensor.dtype) for tensor in self.tensors]
-        return pieces[0] if len(pieces) == 1 else [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+        cut = [[array[start:stop] for array in arrays] for arrays, start, stop in pieces]
+        return cut[0] if len(cut) == 1 else [np.concatenate(parts) for parts in zip(*cut, strict=True)]
+
+    def _pieces(self, streams: int, rows: RowRange, seed: int) -> Iterator[tuple[list[np.ndarray], int, int]]:
+        """Yields where rows of a stream are: the arrays of a window, and the first and last position in them."""
+        windows, starts = self._windows_of(streams, rows.stream, seed)
+        first = rows.start
+        while first < rows.stop:
+            number = bisect.bisect_right(starts, first) - 1
+            window = windows[number]
+            arrays = self._arrays((streams, rows.stream), seed, windows, number)
+            last = min(rows.stop, window.start + window.rows)
+            yield arrays, first - window.start, last - window.start
+            first = last
 
     def _windows_of(self, streams: int, stream: int, seed: int) -> tuple[list[Window], list[int]]:
         with self._lock:

@@ -8,6 +8,7 @@ equally many batches, however unequal the blocks are.
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,7 +146,22 @@ class BatchRows:
     @property
     def number(self) -> int:
         """The number of batches of an epoch."""
-        return self.rows // self.batch_size if self.drop_remainder else -(-self.rows // self.batch_size)
+        return self.complete if self.drop_remainder else -(-self.rows // self.batch_size)
+
+    @property
+    def complete(self) -> int:
+        """The number of batches of an epoch that have `batch_size` rows."""
+        return self.rows // self.batch_size
+
+    def sizes(self, first: int) -> list[int]:
+        """Returns the numbers of rows of this worker in complete batches from batch `first` on; they repeat.
+
+        >>> BatchRows(rows=99, batch_size=5, streams=2, replicas_of_workers=(1, 1), rank=0).sizes(0)
+        [3, 2]
+        """
+        period = self.streams // math.gcd(self.batch_size, self.streams)
+        sizes = [sum(rows.stop - rows.start for rows in self._complete_ranges(first + step)) for step in range(period)]
+        return sizes[:1] if len(set(sizes)) == 1 else sizes
 
     @property
     def constant_rows(self) -> int | None:
@@ -158,7 +174,12 @@ class BatchRows:
     def ranges(self, step: int) -> list[RowRange]:
         """Returns this worker's rows of a batch, in the order of the batch."""
         first = step * self.batch_size
-        last = min(first + self.batch_size, self.rows)
+        return self._ranges(first, min(first + self.batch_size, self.rows))
+
+    def _complete_ranges(self, step: int) -> list[RowRange]:
+        return self._ranges(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def _ranges(self, first: int, last: int) -> list[RowRange]:
         of_streams = [
             RowRange(stream, rows_before(first, stream, self.streams), rows_before(last, stream, self.streams))
             for stream in range(self.streams)

@@ -9,6 +9,8 @@ import numpy as np
 from tfdist.data.block_source import BlockSource
 from tfdist.data.tensor_columns import ColumnFormat, checked_keys, column_format, infer_shape, known_columns, to_array
 
+_STRING_BYTES = 1 << 14  # between a word and an image
+
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
@@ -26,6 +28,12 @@ class TensorFormat:
     dtype: Any
     shape: tuple[int, ...]
 
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes a row has in memory."""
+        value = _STRING_BYTES if self.dtype == object else self.dtype.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * value
+
     def array(self, table: Any, place: str, first_row: int) -> np.ndarray:
         """Returns the tensor's values of some rows of a block.
 
@@ -37,12 +45,8 @@ class TensorFormat:
         parts = [to_array(table.column(column.column), column, place, first_row) for column in self.columns]
         if len(parts) == 1 and self.shape == self.columns[0].shape:
             return parts[0]
-        values = np.empty([table.num_rows, *self.shape], self.dtype)
-        first = 0
-        for part, column in zip(parts, self.columns, strict=True):
-            values[:, first : first + column.width] = part.reshape(len(part), column.width)
-            first += column.width
-        return values
+        flat = [part.reshape(len(part), column.width) for part, column in zip(parts, self.columns, strict=True)]
+        return np.concatenate(flat, axis=1, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class BatchLayout:
     features: tuple[str, ...] | None
     label: tuple[str, ...] | None
     weight: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes a row has in memory; those of strings are not known."""
+        return sum(tensor.row_bytes for tensor in self.tensors)
 
     @property
     def columns(self) -> list[str]:
