@@ -9,11 +9,12 @@ from pathlib import Path
 STEPS_OF_EPOCH, KILLED_AFTER = 8, 11
 
 
-def train(directory, victim=None):
+def train(directory, victim=None, data=None):
     """Returns the weights after two epochs, and the number of steps here.
 
     Args:
         directory: for checkpoints.
+        data: of `from_dask`, with columns `x` and `y`; None: arrays.
         victim: what is killed in the middle, once: an ancestor of worker 1 (see `ancestor`), 0 for itself.
     """
     import keras
@@ -39,11 +40,16 @@ def train(directory, victim=None):
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=(32 * STEPS_OF_EPOCH, 16)).astype("float32")
     with strategy.scope():
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        features = 16 if data is None else 1
+        model = keras.Sequential([keras.Input((features,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
         model.compile("adam", loss="mse")
     killer = Killer()
     callbacks = [killer, FailureRecovery(Path(directory) / "checkpoints", every_steps=4)]
-    model.fit(inputs, inputs[:, :1] ** 2, batch_size=32, epochs=2, verbose=0, callbacks=callbacks)
+    if data is None:
+        model.fit(inputs, inputs[:, :1] ** 2, batch_size=32, epochs=2, verbose=0, callbacks=callbacks)
+    else:
+        batches = data.dataset(32, features=["x"], label="y", shuffle=True, seed=0)
+        model.fit(batches, epochs=2, verbose=0, callbacks=callbacks)
     return [np.asarray(weight) for weight in model.get_weights()], killer.steps
 
 
@@ -78,7 +84,7 @@ def task_and_threads(scale):
     from tfdist import cluster
 
     found = cluster.detect()
-    print("task", found.task.index)
+    print("task", found.task.index, flush=True)
     return found.task.type, scale * found.task.index, os.environ["OMP_NUM_THREADS"]
 
 
@@ -100,6 +106,19 @@ def lose_place(generation):
     time.sleep(60)
 
 
+def lose_first_place_once(generation, killed):
+    """Kills an ancestor of worker 0, where the rendezvous is, unless there is a file; then returns the rank."""
+    from tfdist import cluster
+
+    rank = cluster.detect().task.index
+    if not Path(killed).exists():
+        if rank == 0:
+            Path(killed).touch()
+            os.kill(ancestor(generation), signal.SIGKILL)
+        time.sleep(60)
+    return rank
+
+
 def wait_for_signal(directory):
     """Waits for SIGTERM, and has then time to save."""
     from tfdist import cluster
@@ -109,6 +128,19 @@ def wait_for_signal(directory):
     signal.signal(signal.SIGTERM, lambda *_: ((directory / f"saved-{rank}").touch(), sys.exit(75)))
     (directory / f"started-{rank}").touch()
     time.sleep(120)
+
+
+def sleep(seconds):
+    """Returns its argument after so many seconds."""
+    time.sleep(seconds)
+    return seconds
+
+
+def call_in_task(workers):
+    """Calls `on_dask` from a task of Dask."""
+    from tfdist.launch import on_dask
+
+    return on_dask(task_and_threads, 1, workers=workers, start_timeout_seconds=60)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from child_environment import child_environment
+from engine_runs import engine_environment
 
 CLUSTER = "local-cluster[2,1,1024]"
 
@@ -21,17 +20,9 @@ def require_spark():
         pytest.skip("needs Java", allow_module_level=True)
 
 
-@contextlib.contextmanager
 def spark_environment(temporary, *paths):
     """Gives this process, and the executors that it starts, the environment of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(os.environ) - set(child_environment()):
-            patch.delenv(name)
-        variables = {"TMPDIR": str(temporary), "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-        for name, value in child_environment(*paths, **variables).items():
-            patch.setenv(name, value)
-        patch.setattr("tempfile.tempdir", None)
-        yield
+    return engine_environment(temporary, *paths, PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
 
 
 @contextlib.contextmanager
@@ -69,22 +60,3 @@ def work_directory():
     import pyspark
 
     return Path(os.environ.get("SPARK_HOME", Path(pyspark.__file__).parent)) / "work"
-
-
-def eventually(condition, what, seconds=60):
-    """Waits for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
-
-
-def launched_processes(directory):
-    """The launchers and workers of places whose temporary files are in a directory."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if any(f"{directory}/tfdist-place-" in part for part in process.info["cmdline"] or ()):
-            found.append(process.info["pid"])
-    return found

@@ -11,13 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
-import dask_functions as functions
+import engine_functions as functions
 import numpy as np
 import pytest
-from child_environment import child_environment
-from launched_runs import launch
+from engine_runs import assert_identical, engine_environment, eventually, weights_of_run
 
 from tfdist.data import from_dask
 from tfdist.launch import WorkerError, on_dask
@@ -26,19 +24,14 @@ from tfdist.utils.cores_and_ports import ReservedPorts
 distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
 psutil = pytest.importorskip("psutil")
 
-HERE = Path(__file__).parent
+DASK_WORKER = 3  # see `engine_functions.ancestor`
 
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory):
     """The directory of temporary files of this process and of Dask's."""
     directory = tmp_path_factory.mktemp("temporary")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(os.environ) - set(child_environment()):
-            patch.delenv(name)
-        for name, value in child_environment(HERE, TMPDIR=str(directory)).items():
-            patch.setenv(name, value)
-        patch.setattr("tempfile.tempdir", None)
+    with engine_environment(directory):
         yield directory
 
 
@@ -75,29 +68,6 @@ def ports(pids):
 
 def tasks_of(dask_worker):
     return list(map(str, dask_worker.state.tasks))
-
-
-def eventually(condition, what, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The weights of `tfdist run`."""
-    return weights_of_run(tmp_path_factory.mktemp("reference"), "worker-0.npz")
-
-
-def weights_of_run(folder, name, *more):
-    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host", *more)
-    run = launch(folder, HERE / "dask_functions.py", options=options).assert_complete()
-    return list(run.arrays(name).values())
-
-
-def assert_identical(weights, reference):
-    assert [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in reference]
 
 
 def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
@@ -192,14 +162,14 @@ def test_an_asynchronous_client_is_refused(client):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["worker", "dask worker"])
+@pytest.mark.parametrize("victim", [0, DASK_WORKER])
 def test_a_killed_process_changes_no_weight(client, reference, tmp_path, victim, capfd):
     values = on_dask(functions.train, str(tmp_path), victim, workers=2, max_restarts=1)
     assert (tmp_path / "killed").exists()
     assert all(steps < 2 * functions.STEPS_OF_EPOCH for _, steps in values), "resumed"
     for weights, _ in values:
         assert_identical(weights, reference)
-    assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == "dask worker")
+    assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == DASK_WORKER)
 
 
 @pytest.mark.long
@@ -211,12 +181,12 @@ def test_partitions_that_a_killed_dask_worker_held(temporary, tmp_path):
     with cluster_of(2) as client:
         data = from_dask(frames.from_dict(frame, npartitions=6), client=client)
         values = {}
-        for victim in (None, "dask worker"):
+        for victim in (None, DASK_WORKER):
             (tmp_path / str(victim)).mkdir()
             call = functions.train, str(tmp_path / str(victim)), victim, data
             values[victim] = on_dask(*call, client=client, workers=2, max_restarts=1)
-        assert (tmp_path / "dask worker" / "killed").exists()
-        assert_identical(values["dask worker"][0][0], values[None][0][0])
+        assert (tmp_path / str(DASK_WORKER) / "killed").exists()
+        assert_identical(values[DASK_WORKER][0][0], values[None][0][0])
         data.close()
 
 
@@ -234,7 +204,7 @@ def test_a_lost_dask_worker_ends_the_call(temporary):
         with pytest.raises(
             WorkerError, match=r"no restart is left. Received: place 1 was lost with Dask wor"
         ) as caught:
-            on_dask(functions.lose_dask_worker, workers=2)
+            on_dask(functions.lose_place, DASK_WORKER, workers=2)
         assert any(name in str(caught.value) for name in names)
         assert time.monotonic() - start < 30, "not after the minute of place 0"
         # On the Dask worker that its nanny has started instead.
@@ -268,10 +238,10 @@ def test_an_interrupt_lets_the_function_save(client, tmp_path):
 
 DRIVER = """
 import sys
-import dask_functions, distributed
+import engine_functions, distributed
 from tfdist.launch import on_dask
 client = distributed.Client(sys.argv[1])
-on_dask(dask_functions.wait_for_signal, sys.argv[2], client=client, workers=2)
+on_dask(engine_functions.wait_for_signal, sys.argv[2], client=client, workers=2)
 """
 
 
@@ -329,7 +299,7 @@ def test_a_dask_worker_that_returns_at_its_port_is_lost(temporary, tmp_path):
         client = stack.enter_context(distributed.Client(address, timeout=60, set_as_default=False))
         client.wait_for_workers(2, timeout=60)
         names = set(client.scheduler_info()["workers"])
-        call = functions.lose_dask_worker_once, str(tmp_path / "killed")
+        call = functions.lose_first_place_once, DASK_WORKER, str(tmp_path / "killed")
         assert on_dask(*call, client=client, workers=2, max_restarts=1) == [0, 1]
         assert set(client.scheduler_info()["workers"]) == names
 

@@ -1,25 +1,21 @@
 """`on_ray` on a local Ray: the results of `tfdist run`, refusals, losses, interrupts, and what is left."""
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import engine_functions as functions
 import numpy as np
 import pytest
-from child_environment import child_environment
-from launched_runs import launch
+from engine_runs import assert_identical, engine_environment, eventually, launched_processes, weights_of_run
 
 from tfdist.launch import WorkerError, on_ray
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 psutil = pytest.importorskip("psutil")
 
-HERE = Path(__file__).parent
 ACTOR = 3  # see `engine_functions.ancestor`
 LOCAL = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000, "logging_level": "warning"}
 
@@ -28,13 +24,7 @@ LOCAL = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_00
 def temporary(tmp_path_factory):
     """The directory of temporary files of this process and of Ray's."""
     directory = tmp_path_factory.mktemp("temporary")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(os.environ) - set(child_environment()):
-            patch.delenv(name)
-        variables = {"TMPDIR": str(directory), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        for name, value in child_environment(HERE, **variables).items():
-            patch.setenv(name, value)
-        patch.setattr("tempfile.tempdir", None)
+    with engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
         yield directory
 
 
@@ -50,42 +40,8 @@ def local_ray(started_ray, temporary):
     """Ray with two cores; afterwards both are free, and there is no actor, no launcher, no file."""
     yield started_ray
     eventually(lambda: started_ray.available_resources().get("CPU") == 2, "cores are free")
-    eventually(lambda: not launchers(temporary), "launchers have ended")
+    eventually(lambda: not launched_processes(temporary), "launchers have ended")
     assert not list(temporary.glob("tfdist-*"))
-
-
-def launchers(temporary):
-    """The processes of launchers and workers, which name the directory of a call."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            found += [process.pid] if f"{temporary}/tfdist-place" in " ".join(process.cmdline()) else []
-        except psutil.Error:
-            pass
-    return found
-
-
-def eventually(condition, what, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The weights of `tfdist run`."""
-    return weights_of_run(tmp_path_factory.mktemp("reference"), "worker-0.npz")
-
-
-def weights_of_run(folder, name, *more):
-    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host", *more)
-    run = launch(folder, HERE / "engine_functions.py", options=options).assert_complete()
-    return list(run.arrays(name).values())
-
-
-def assert_identical(weights, reference):
-    assert [weight.tobytes() for weight in weights] == [weight.tobytes() for weight in reference]
 
 
 def test_the_weights_are_those_of_tfdist_run(local_ray, reference, tmp_path):

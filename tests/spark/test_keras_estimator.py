@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import spark_models
-from local_spark import launched_processes, require_spark, spark_environment, spark_session
+from engine_runs import launched_processes
+from local_spark import require_spark, spark_environment, spark_session
 
 from tfdist.launch import WorkerError
 
