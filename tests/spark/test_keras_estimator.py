@@ -1,11 +1,14 @@
 """`KerasEstimator` in a session of Spark: exact training, pipelines, files, searches, restarts; nothing is left."""
 
+import functools
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import spark_models
-from engine_runs import launched_processes
+from engine_runs import eventually, launched_processes
 from local_spark import require_spark, spark_environment, spark_session
 
 from tfdist.launch import WorkerError
@@ -20,7 +23,8 @@ def spark(tmp_path_factory):
     directory = tmp_path_factory.mktemp("temporary")
     with spark_environment(directory, HERE), spark_session("local[2]") as session:
         yield session
-        assert not list(directory.glob("tfdist-*")) and not launched_processes(directory)
+        eventually(lambda: not launched_processes(directory), "the processes of places")
+        assert not list(directory.glob("tfdist-*"))
 
 
 @pytest.fixture
@@ -135,6 +139,53 @@ def test_several_inputs_and_outputs(spark, store):
     assert row.p.size == 3 and abs(sum(row.p) - 1) < 1e-6 and len(row.s) == 1
 
 
+def test_a_model_of_the_driver_with_objects_of_keras(spark, frame, store, tmp_path, cpus):
+    import keras
+
+    from tfdist.spark import KerasEstimator, KerasModel
+
+    class Twice(keras.layers.Layer):  # of this function: sent by value
+        def call(self, inputs):
+            return 2 * inputs
+
+    first = keras.Sequential([keras.Input((4,)), Twice(), keras.layers.Dense(1, kernel_initializer="ones")])
+    stage = KerasEstimator(
+        model=first,
+        custom_objects={"Twice": Twice},
+        optimizer=keras.optimizers.SGD(0.0),
+        loss=keras.losses.MeanAbsoluteError(),
+        metrics=[keras.metrics.MeanSquaredError(name="square")],
+        callbacks=[keras.callbacks.EarlyStopping("loss", patience=1)],
+        feature_cols=["a", "b", "c", "d"],
+        compression="fp16",
+        epochs=5,
+        verbose=0,
+        workers=1,
+        store=store,
+    )
+    stage.save(str(tmp_path / "estimator"))
+    model = KerasEstimator.load(str(tmp_path / "estimator")).fit(frame)
+    assert model.epoch == [0, 1], "stopped early, as nothing is learned"
+    np.testing.assert_array_equal(model.getModel().get_weights()[0], np.ones([4, 1]))
+    expected = [2 * (row.a + row.b + row.c + row.d) for row in frame.orderBy("a").collect()]
+    model.save(str(tmp_path / "model"))
+    found = KerasModel.load(str(tmp_path / "model")).setOutputCols("p").transform(frame).orderBy("a").collect()
+    np.testing.assert_allclose([row.p for row in found], expected, atol=1e-5)
+
+
+def test_an_interrupt_leaves_no_file(spark, frame, store, tmp_path):
+    def interrupt():
+        eventually(lambda: (tmp_path / "started").exists(), "started")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    callbacks = functools.partial(spark_models.waiting, str(tmp_path / "started"))
+    with pytest.raises(KeyboardInterrupt):
+        estimator(store, callbacks=callbacks).fit(assembler().transform(frame))
+    thread.join()
+
+
 def test_a_search_of_parameters(spark, frame, store):
     from pyspark.ml.evaluation import RegressionEvaluator
     from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
@@ -165,18 +216,12 @@ def test_a_killed_worker_changes_no_weight(spark, frame, store, tmp_path):
     data = assembler().transform(frame)
     options = {"checkpoint_every_steps": 2, "shuffle": False}
     killed = tmp_path / "killed"
-    callbacks = spark_models_callbacks(str(killed))
+    callbacks = functools.partial(spark_models.killer, str(killed))
     found = estimator(store, callbacks=callbacks, max_restarts=1, **options).fit(data)
     assert killed.exists()
     expected = estimator(store, **options).fit(data)
     for one, other in zip(found.getModel().get_weights(), expected.getModel().get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def spark_models_callbacks(path):
-    import functools
-
-    return functools.partial(spark_models.killer, path)
 
 
 def test_a_failure_shows_the_users_lines_and_leaves_no_file(spark, frame, store):
