@@ -5,8 +5,8 @@
 
 One process reads all rows once and discards them. Everything is local, and the files are in the page cache. Readers:
 
-- **by batches**, what is written in a few lines: `ParquetFile.iter_batches` in `Dataset.from_generator`, each batch
-  as NumPy arrays, then `prefetch`.
+- **by batches**, what is written in a few lines: `ParquetFile.iter_batches` in `Dataset.from_generator`, each
+  batch as NumPy arrays, then `prefetch`.
 - **by row groups**, the fastest that was found for plain `tf.data`: whole row groups in `from_generator`, then `rebatch`
   and `prefetch`.
 - **tfdist**: `from_parquet`, or the engine's function. `from_spark` reads the files that Spark has written, and so do
@@ -112,7 +112,7 @@ def rows_per_second(reader: Reader) -> float:
 
 
 def compare(readers: dict[str, Reader], rounds: int) -> dict[str, Any]:
-    """Returns the median speeds, and the ratios to both references; readers take turns, and the first round warms up."""
+    """Returns the median speeds and the ratios to both references. Readers take turns; the first round warms up."""
     seen: dict[str, list[float]] = {name: [] for name in readers}
     for number in range(rounds + 1):
         names = list(readers)

@@ -82,13 +82,14 @@ def main(folder, parquet, case, options):
         model = Linear()
         model.compile(keras.optimizers.SGD(RATE), "mse")
     name = f"{case}-{strategy.rank}-{os.environ['TFDIST_ATTEMPT']}"
-    callbacks = []
+    kill = options.get("kill", {})
+    # Before the step is saved: every step that a checkpoint has is in the files of all workers.
+    callbacks = [Steps(folder / f"{name}.jsonl", kill.get("after") if kill.get("rank") == strategy.rank else None)]
     if "recover" in options:
         callbacks.append(FailureRecovery(folder / f"{case}-checkpoints", every_steps=1, background=False))
-    kill = options.get("kill", {})
-    callbacks.append(Steps(folder / f"{name}.jsonl", kill.get("after") if kill.get("rank") == strategy.rank else None))
     history = model.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-    np.savez(folder / f"{name}.npz", kernel=model.layer.kernel.numpy(), loss=history.history["loss"])
+    loss = history.history.get("loss", [])
+    np.savez(folder / f"{name}.npz", kernel=model.layer.kernel.numpy(), loss=loss)
     (folder / f"{name}.json").write_text(json.dumps({"blocks": sorted(read), "workers": strategy.num_workers}))
 
 
