@@ -1,9 +1,9 @@
 """`FailureRecovery`: saves the training in the background and resumes it bit by bit after a failure."""
 
-import logging
 import os
 import secrets
 import sys
+import threading
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
@@ -20,10 +20,12 @@ from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.checkpoint_saver import CheckpointSaver
 from tfdist.recovery.preemption import PreemptionHandler, exit_process
+from tfdist.recovery.ray_train_notices import RayTrainNotices
 from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,
     warn_lost_callback_state,
+    warn_signals_not_handled,
     warn_terminated_by_nan,
     warn_training_complete,
 )
@@ -31,8 +33,6 @@ from tfdist.recovery.resume import choose_checkpoint, open_chosen_checkpoint, re
 from tfdist.recovery.save_schedule import SaveInterval, SaveSchedule
 from tfdist.recovery.training_state import TrainingProgress, TrainingState
 from tfdist.recovery.worker_coordination import WorkerCoordination
-
-_log = logging.getLogger("tfdist")
 
 
 class FailureRecovery(LastCallback):
@@ -50,7 +50,8 @@ class FailureRecovery(LastCallback):
 
     SIGTERM and SIGUSR1 (which Slurm sends) on any worker make all workers save after their next common step and exit
     with code 75; a second signal ends the process at once. During validation they take effect after the next training
-    step.
+    step. Python delivers signals to the main thread; where `fit` runs in another thread, `request_exit` does the same.
+    In Ray Train all workers save when a node is about to be lost, and train until Ray restarts them (`docs/ray.md`).
 
     A finished training is marked: `fit` of the same program then warns, trains nothing and returns the same History,
     unless it is asked for more epochs. A training that a callback ends by `stop_training` is finished, too. One that
@@ -114,9 +115,17 @@ class FailureRecovery(LastCallback):
         self._store = CheckpointStore(directory, keep=keep, peer_timeout_seconds=peer_timeout_seconds)
         self._background, self._replay_data, self._handle_signals = background, replay_data, handle_signals
         self._heartbeat: Heartbeat | None = None
+        self._exit_requested = threading.Event()
         self.saves, self.stall_seconds = 0, 0.0
         patch_epoch_iterator()
         reject_unsupported_strategies()
+
+    def request_exit(self) -> None:
+        """Makes all workers save after their next common step and exit with code 75, as SIGTERM does.
+
+        Any thread of any worker may call this, and a signal handler. Between two calls of `fit`, it ends the next one.
+        """
+        self._exit_requested.set()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
@@ -147,12 +156,14 @@ class FailureRecovery(LastCallback):
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         fit = running_fit(self.model)
         self._preemption = PreemptionHandler(
-            self._coordination, lambda frame: fit is not None and fit.is_caller_of(frame)
+            self._coordination, lambda frame: fit is not None and fit.is_caller_of(frame), self._exit_requested
         )
+        self._preemption.listen()
+        self._ray_notices = RayTrainNotices.of_this_worker(rank, num_workers, self._progress.step)
         if self._handle_signals:
             self._iterator.on_fit_end(self._preemption.uninstall)
-            if not self._preemption.install():
-                _log.warning("FailureRecovery does not handle signals: `fit` does not run in the main thread.")
+            if not self._preemption.install() and not self._ray_notices.are_given:
+                warn_signals_not_handled()
         self._heartbeat = Heartbeat.from_environment()
         if self._heartbeat is not None:
             self._heartbeat.start()
@@ -177,8 +188,9 @@ class FailureRecovery(LastCallback):
         step = self._progress.step
         if self._heartbeat is not None:
             self._heartbeat.step(step)
-        # Ask both on every worker: all must find the same steps.
+        # Ask all on every worker: all must find the same steps.
         is_due, is_preempted = self._schedule.is_due(step), self._preemption.is_due(step)
+        is_due |= self._ray_notices.is_due(step)
         self._is_terminated_by_nan = is_terminated_by_nan(self.model, self.others, logs)
         if self._is_terminated_by_nan or self.model.stop_training:  # training would resume from a checkpoint saved now
             return

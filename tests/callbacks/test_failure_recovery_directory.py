@@ -124,3 +124,9 @@ def test_the_chief_waits_for_peer_timeout_seconds(tmp_path, monkeypatch):
     assert waited == [600, 3600]
     with pytest.raises(ValueError, match="Received: peer_timeout_seconds=-1"):
         FailureRecovery(tmp_path, peer_timeout_seconds=-1)
+
+
+def test_an_address_of_an_object_store_is_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Invalid `directory`: a URL. Received: directory='s3://bucket/run'. Expected"):
+        FailureRecovery("s3://bucket/run")

@@ -41,6 +41,15 @@ def test_one_worker_stops_after_the_current_step(coordinations, handlers, number
     assert {of: signal.getsignal(of) for of in handlers} == handlers
 
 
+def test_a_request_ends_the_training_once(coordinations, handlers):
+    requested = threading.Event()
+    requested.set()
+    stop, following = (PreemptionHandler(coordinations(1)[0], requested=requested) for _ in range(2))
+    assert stop.is_due(3)
+    stop.mark_exiting()
+    assert not following.is_due(1)
+
+
 def test_a_second_notice_ends_the_process_and_an_echo_of_the_first_does_not(
     coordinations, handlers, clock, monkeypatch
 ):
@@ -78,7 +87,7 @@ def test_all_stop_after_the_next_common_step(coordinations, in_threads, key_valu
     key_values.before_read = be_slow
 
     def train(rank):
-        ranks[rank].install()
+        ranks[rank].listen()
         for step in range(at_once, 20 * at_once, at_once):
             collective.wait(_LIMIT_SECONDS)
             if step == 5 * at_once and rank in signalled:
@@ -94,7 +103,7 @@ def test_a_worker_signalled_after_the_training_waits_for_nobody(coordinations, i
     ranks = [PreemptionHandler(coordination) for coordination in coordinations(2)]
 
     def end(rank):
-        ranks[rank].install()
+        ranks[rank].listen()
         ranks[rank].close()
         if rank == 0:
             ranks[rank]._handle(signal.SIGTERM, None)

@@ -39,13 +39,13 @@ class CheckpointStore:
         peer_timeout_seconds: As given.
 
     Raises:
-        ValueError: If `keep` or `peer_timeout_seconds` is invalid.
+        ValueError: If an argument is invalid.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, peer_timeout_seconds: float = 60.0) -> None:
         check_whole_number("keep", keep, at_least=1)
         check_seconds("peer_timeout_seconds", peer_timeout_seconds)
-        self.directory = Path(directory)
+        self.directory = _on_a_file_system(directory)
         self._keep = keep
         self.peer_timeout_seconds = peer_timeout_seconds
         self._known_complete: set[int] = set()
@@ -236,3 +236,12 @@ def _try_to_remove(path: Path, remove: Callable[[Path], None]) -> None:
         remove(path)
     except OSError as error:
         _log.warning("%s could not be removed: %s", path, error)
+
+
+def _on_a_file_system(directory: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"Invalid `directory`: a URL. Received: directory={os.fspath(directory)!r}. Expected: a path on a file "
+            "system that all workers share, such as NFS, or an object store mounted as one."
+        )
+    return Path(directory)

@@ -1,4 +1,4 @@
-"""Handles preemption signals: all workers save after the same step and exit."""
+"""Handles preemption signals and requests to exit: all workers save after the same step and exit."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ _log = logging.getLogger("tfdist")
 
 
 class PreemptionHandler:
-    """Receives the signals on any worker and finds the next step that all workers have in common.
+    """Receives signals and requests on any worker and finds the next step that all workers have in common.
 
     The signalled worker proposes the step after its current one and continues only when all workers know it. The
     workers of a synchronous training wait for each other in every step, so none can have passed that step.
@@ -34,22 +34,31 @@ class PreemptionHandler:
     _pending_since: float | None = None  # when a signal asked this process to exit; None once it has begun to
 
     def __init__(
-        self, coordination: WorkerCoordination, is_in_fit: Callable[[FrameType | None], bool] | None = None
+        self,
+        coordination: WorkerCoordination,
+        is_in_fit: Callable[[FrameType | None], bool] | None = None,
+        requested: threading.Event | None = None,
     ) -> None:
-        """Handles nothing until `install`.
+        """Handles nothing until `listen`, and no signals until `install`.
 
         Args:
             coordination: Between the workers.
             is_in_fit: Returns whether `fit` called the frame that a signal interrupts. None: every frame counts.
+            requested: Any thread may set it, before or during the training, to make all workers exit.
         """
         self._coordination, self._is_in_fit = coordination, is_in_fit
-        self._signalled = threading.Event()
+        self._signalled = threading.Event() if requested is None else requested
         self._signalled_at = 0.0
         self._stop_step: int | None = None
         self._previous: dict[int, Any] = {}
 
+    def listen(self) -> None:
+        """Listens to other workers. All workers call this before they train."""
+        if self._coordination.num_workers > 1:
+            threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
+
     def install(self) -> bool:
-        """Sets the handlers and listens to other workers.
+        """Sets the handlers.
 
         Returns:
             Whether the handlers are set: only the main thread can set them.
@@ -60,8 +69,6 @@ class PreemptionHandler:
             if PreemptionHandler._pending_since is not None:
                 self._signalled_at = PreemptionHandler._pending_since
                 self._signalled.set()
-        if self._coordination.num_workers > 1:
-            threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
         return can_handle
 
     def is_due(self, step: int) -> bool:
@@ -78,8 +85,9 @@ class PreemptionHandler:
         self._previous = {}
 
     def mark_exiting(self) -> None:
-        """Notes that the process begins to exit as the signal asked."""
+        """Notes that the process begins to exit as it was asked to."""
         PreemptionHandler._pending_since = None
+        self._signalled.clear()
         if self._coordination.num_workers == 1:
             self.uninstall()
 

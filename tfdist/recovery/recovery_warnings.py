@@ -40,6 +40,16 @@ def warn_lost_callback_state(callbacks: Sequence[keras.callbacks.Callback]) -> N
         )
 
 
+def warn_signals_not_handled() -> None:
+    """Warns that `fit` runs in a thread that receives no signals."""
+    warn_always(
+        "FailureRecovery does not handle signals: `fit` does not run in the main thread, the only one in which Python "
+        "handles them. Expected: `fit` in the main thread; or, called there after the strategy was created, "
+        "`signal.signal(signal.SIGTERM, lambda *_: recovery.request_exit())`, where `recovery` is this callback; or "
+        "`FailureRecovery(..., handle_signals=False)` if nothing sends signals."
+    )
+
+
 def warn_training_complete(progress: TrainingProgress, epochs: int, directory: Any) -> None:
     """Warns that `fit` trains nothing.
 
