@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC_MODULES = tuple(
     f"tfdist.{name}"
     for name in (
-        "callbacks checkpoint cluster collectives compression launch parameter_server spark strategies training"
+        "callbacks checkpoint cluster collectives compression data launch parameter_server spark strategies training"
     ).split()
 )
 # On the pages without an export: the entry point of the command, and the base class whose members both mirrored

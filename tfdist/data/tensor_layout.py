@@ -172,7 +172,7 @@ def _tensor(columns: Sequence[ColumnFormat]) -> TensorFormat:
     if strings:
         raise ValueError(
             f"Strings cannot be values of a vector. Received: {strings} in a list of columns. Expected: numeric "
-            "columns. Give strings as tensors of their own, as `features={'numbers': ['a', 'b'], 'text': 'c'}`."
+            "columns. Give strings as separate tensors, as `features={'numbers': ['a', 'b'], 'text': 'c'}`."
         )
     dtype = np.result_type(*(column.dtype for column in columns))
     return TensorFormat(tuple(columns), dtype, (sum(column.width for column in columns),))
