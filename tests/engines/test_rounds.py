@@ -187,7 +187,7 @@ def test_no_restart_is_left():
 
 
 def test_a_failure_of_the_function_is_no_lost_place():
-    run_round, calls = rounds([result(0, -9, failed_attempts=1), result(1, -9, failed_attempts=1)])
+    run_round, calls = rounds([result(0, 137, failed_attempts=1), result(1, 137, failed_attempts=1)])
     with pytest.raises(WorkerError, match="Worker 1 of 2 failed: killed by SIGKILL"):
         run_rounds(call_of(where, 1, max_restarts=3), run_round)
     assert len(calls) == 1, "the supervisors have used the restarts"

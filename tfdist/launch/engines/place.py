@@ -16,16 +16,19 @@ from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask
 from tfdist.launch.function_call.child_programs import program
 from tfdist.launch.function_call.launcher_process import LauncherProcess
-from tfdist.launch.function_call.rank_files import FAILURE, RankResult, read_failure, read_results
+from tfdist.launch.function_call.rank_files import FAILURE, RankResult, count_attempts, read_failure, read_results
 from tfdist.launch.function_call.written_call import write_call
 from tfdist.launch.run_config import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ReservedPorts
+from tfdist.utils.formatting import signal_name
 
 # From the end of the grace period to the end of the launcher, which then kills its workers.
 _KILL_SECONDS = 5.0
 # Variables of `srun`, which are those of the engine's process: its tasks are not the workers.
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_PROCID")
 _SAID = "tfdist: "
+# Of a launcher: its place is lost, has announced its end, or has lost the others. Workers may have the last ones, too.
+_LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class PlaceResult:
         failure: The launcher's error file of the last failed attempt, or None.
         last_lines: What the launcher said last.
         usage_error: The launcher's message about a wrong command, or an empty string.
+        attempts: Number of attempts that have begun; 0 if the function is called in other places only.
     """
 
     rank: int
@@ -47,16 +51,33 @@ class PlaceResult:
     failure: dict[str, Any] | None
     last_lines: tuple[str, ...]
     usage_error: str = ""
+    attempts: int = 0
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the round ended because a place was lost or announced its end, not by the function."""
-        return self.exit_code in (LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE)
+        return self.exit_code < 0 or (self.exit_code in _LEFT and not self._is_exit_of_worker)
 
     @property
-    def failed_attempts(self) -> int:
-        """Number of attempts of this round that have failed."""
-        return 0 if self.failure is None else int(self.failure["attempt"]) + 1
+    def used_attempts(self) -> int:
+        """Number of attempts of this round that have failed or begun."""
+        return max(self.attempts, 0 if self.failure is None else int(self.failure["attempt"]) + 1)
+
+    @property
+    def leaves_others_waiting(self) -> bool:
+        """Whether the launchers of the other places do not end by themselves: the engine's adapter has to stop them.
+
+        This one was killed, or has rejected its command; the others would wait for it until `start_timeout_seconds`.
+        """
+        return self.exit_code < 0 or bool(self.usage_error)
+
+    @property
+    def _is_exit_of_worker(self) -> bool:
+        if self.failure is None or int(self.failure["attempt"]) + 1 < self.attempts:
+            return False
+        cause = self.failure["cause"]
+        own = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(self.exit_code - 128)
+        return own and self.exit_code != PREEMPTED_EXIT_CODE
 
 
 def place_address(host: str) -> PlaceAddress:
@@ -133,7 +154,13 @@ def run_place(
             stop = _Stop(task, launcher, should_stop)
             code = launcher.follow(stop.poll)
         return PlaceResult(
-            task.rank, code, read_results(directory), read_failure(directory), launcher.last_lines, launcher.error
+            task.rank,
+            code,
+            read_results(directory),
+            read_failure(directory),
+            launcher.last_lines,
+            launcher.error,
+            count_attempts(directory),
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)

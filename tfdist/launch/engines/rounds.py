@@ -8,7 +8,11 @@ from tfdist.launch.engines.engine_call import EngineCall
 from tfdist.launch.engines.place import PlaceResult
 from tfdist.launch.function_call.worker_results import WorkerError, raise_failure, values_by_rank
 from tfdist.utils.argument_checks import UsageError
-from tfdist.utils.formatting import counted
+from tfdist.utils.formatting import counted, signal_name
+
+# Of another process taking the port of the rendezvous in the second between its choice and its use.
+_MAX_LOST_PORTS = 3
+_LOST_PORT = "The coordinator cannot listen."
 
 
 class LostPlaceError(Exception):
@@ -42,15 +46,24 @@ def run_rounds(
         WorkerError: If the function has failed, or places were lost more often than `max_restarts` allows.
         UsageError: If the launcher rejects an option.
     """
+    lost_ports = 0
     while True:
         try:
             results = run_round(call)
             lost = _interruption(results)
         except LostPlaceError as error:
             results, lost = error.results, str(error)
+        if any(result.usage_error.startswith(_LOST_PORT) for result in results) and lost_ports < _MAX_LOST_PORTS:
+            lost_ports += 1
+            say("tfdist: another process has taken the port of the rendezvous; starting again with another one")
+            call = call.next_round(call.max_restarts)
+            continue
+        for result in results:
+            if result.usage_error:
+                raise UsageError(result.usage_error)
         if not lost:
             return _values(call, results)
-        left = call.max_restarts - max([1, *(result.failed_attempts for result in results)])
+        left = call.max_restarts - max([1, *(result.used_attempts for result in results)])
         if left < 0:
             raise WorkerError(
                 f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
@@ -66,15 +79,16 @@ def _interruption(results: Sequence[PlaceResult]) -> str:
     interrupted = [result for result in results if result.is_interrupted]
     if not interrupted:
         return ""
+    if killed := [result for result in interrupted if result.exit_code < 0]:
+        return ", ".join(
+            f"the launcher of place {result.rank} was killed by {signal_name(-result.exit_code)}" for result in killed
+        )
     names = ", ".join(f"place {result.rank}" for result in interrupted)
-    lines = interrupted[0].last_lines
+    lines = [line.removeprefix("tfdist: ") for line in interrupted[0].last_lines]
     return f"{names} left before the function returned" + (f" ({lines[-1]})" if lines else "")
 
 
 def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
-    for result in results:
-        if result.usage_error:
-            raise UsageError(result.usage_error)
     merged = {key: rank_result for result in results for key, rank_result in result.results.items()}
     failed = [result for result in results if result.exit_code != 0]
     if failed:

@@ -99,6 +99,7 @@ def run_worker(directory: str) -> None:
     """Calls the function in a worker, and writes its value or its error to files."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     files = RankFiles(Path(directory), int(os.environ["TFDIST_ATTEMPT"]), rank)
+    files.begin()
     sys.excepthook = _print_error
     try:
         value = written_call.call_written(Path(directory))

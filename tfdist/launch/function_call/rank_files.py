@@ -43,6 +43,10 @@ class RankFiles:
     def __init__(self, directory: Path, attempt: int, rank: int) -> None:
         self._stem = directory / f"attempt-{attempt}" / f"rank-{rank}"
 
+    def begin(self) -> None:
+        """Records that the attempt has begun."""
+        self._stem.parent.mkdir(exist_ok=True)
+
     def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
         """Writes the value.
 
@@ -82,6 +86,11 @@ def read_results(directory: Path) -> dict[tuple[int, int], RankResult]:
                 _read_json(path.with_suffix(".error")),
             )
     return results
+
+
+def count_attempts(directory: Path) -> int:
+    """Returns how many attempts have begun in which workers of this directory call the function."""
+    return max((int(path.name.removeprefix("attempt-")) + 1 for path in directory.glob("attempt-*")), default=0)
 
 
 def read_failure(directory: Path) -> dict[str, Any] | None:
