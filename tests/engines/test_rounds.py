@@ -1,5 +1,6 @@
 """What all engines share: the call, its places, and rounds after lost places. The places are threads here."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -238,3 +239,12 @@ def test_run_place_is_not_the_workers_group():
     call = call_of(lambda: __import__("os").getsid(0), workers=1)
     [value] = run_rounds(call, lambda call: [run_place(call.task(0, [place_address("127.0.0.1")]))])
     assert value != os.getsid(0)
+
+
+def test_a_place_with_another_python_says_so():
+    call = call_of(where, 1, workers=1)
+    versions = call.versions._replace(cloudpickle="2")
+    with pytest.raises(
+        ValueError, match=r"Received: Python 3\.\d+, cloudpickle 3, .* in /.* Expected: .*cloudpickle 2,"
+    ):
+        run_rounds(dataclasses.replace(call, versions=versions), run_in_threads)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import platform
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import tfdist
+from tfdist.launch.function_call.function_pickling import import_cloudpickle
 from tfdist.launch.function_call.written_call import check_function, pickle_call
 from tfdist.utils.argument_checks import check_seconds, check_whole_number
 
@@ -44,6 +47,7 @@ class PlaceTask:
         arguments: Arguments of `tfdist`, without the program's name, paths of the place, and script.
         token: The secret of the rendezvous.
         grace_seconds: Seconds from SIGTERM to SIGKILL.
+        versions: Of the driver.
     """
 
     run: str
@@ -52,6 +56,30 @@ class PlaceTask:
     arguments: tuple[str, ...]
     token: str = dataclasses.field(repr=False)
     grace_seconds: float
+    versions: "Versions"
+
+
+class Versions(NamedTuple):
+    """What the driver and the places must have in common, so that a function can be sent.
+
+    Args:
+        python: Python's version, without its last part.
+        cloudpickle: The first part of cloudpickle's version.
+        tfdist: The version of tfdist.
+    """
+
+    python: str
+    cloudpickle: str
+    tfdist: str
+
+    @classmethod
+    def of_this_process(cls) -> "Versions":
+        """Returns the versions here."""
+        python = ".".join(platform.python_version_tuple()[:2])
+        return cls(python, import_cloudpickle().__version__.partition(".")[0], tfdist.__version__)
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, cloudpickle {self.cloudpickle}, tfdist {self.tfdist}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +98,7 @@ class EngineCall:
         start_timeout_seconds: How long to wait for places and for workers.
         token: The secret of the rendezvous.
         round: Number of the round, from 0.
+        versions: Of the driver.
     """
 
     payload: bytes = dataclasses.field(repr=False)
@@ -83,6 +112,7 @@ class EngineCall:
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
     round: int = 0
+    versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)
 
     @classmethod
     def of(
@@ -171,4 +201,4 @@ class EngineCall:
             arguments += ["--threads-per-worker", str(count)]
         if self.log_dir is not None:
             arguments += ["--log-dir", self.log_dir]
-        return PlaceTask(self.run, rank, self.payload, tuple(arguments), self.token, self.grace_seconds)
+        return PlaceTask(self.run, rank, self.payload, tuple(arguments), self.token, self.grace_seconds, self.versions)

@@ -162,7 +162,7 @@ class _Actors:
                         answers[rank] = self._ray.get(ref)
                     except self._ray.exceptions.RayError as error:
                         missing[rank] = explain_lost_actor(rank, error)
-                ends = bool(missing) or any(getattr(answer, "is_interrupted", False) for answer in answers.values())
+                ends = bool(missing) or any(getattr(answer, "ends_round", False) for answer in answers.values())
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())

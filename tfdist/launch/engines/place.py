@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
-from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask, Versions
 from tfdist.launch.function_call.child_programs import program
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.rank_files import FAILURE, RankResult, count_attempts, read_failure, read_results
@@ -70,6 +71,11 @@ class PlaceResult:
         This one was killed, or has rejected its command; the others would wait for it until `start_timeout_seconds`.
         """
         return self.exit_code < 0 or bool(self.usage_error)
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the places that still run have to be stopped."""
+        return self.is_interrupted or self.leaves_others_waiting
 
     @property
     def _is_exit_of_worker(self) -> bool:
@@ -136,6 +142,8 @@ def run_place(
         should_stop: Asked a few times a second: whether the workers have to save and leave.
         environ: Variables to set in addition, such as the devices that the engine gives.
     """
+    if problem := _other_versions(task):
+        return PlaceResult(task.rank, 2, {}, None, (), problem)
     directory = Path(tempfile.mkdtemp(prefix="tfdist-place-"))
     try:
         write_call(directory, task.call)
@@ -164,6 +172,17 @@ def run_place(
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _other_versions(task: PlaceTask) -> str:
+    own = Versions.of_this_process()
+    if own == task.versions:
+        return ""
+    return (
+        f"A place has other versions than the driver. Received: {own} in {sys.executable} on {socket.gethostname()}. "
+        f"Expected: {task.versions}. Install the driver's versions on all hosts of the engine, or make it use another "
+        "Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
+    )
 
 
 class _Stop:
