@@ -78,6 +78,19 @@ def chief_and_worker_roles(workers: int) -> dict[int, Role]:
     return _with_chief(chief, [Task("worker", index) for index in range(workers)])
 
 
+def run_roles(workers: int, *, parameter_servers: int = 0, has_chief: bool = False) -> dict[int, Role]:
+    """Returns the roles of a run, by rank.
+
+    Args:
+        workers: Number of workers.
+        parameter_servers: Number of parameter servers; with any there is a chief.
+        has_chief: Whether a chief runs the script and the workers hold the stages of its model.
+    """
+    if parameter_servers:
+        return parameter_server_roles(workers, parameter_servers)
+    return chief_and_worker_roles(workers) if has_chief else worker_roles(workers)
+
+
 def _with_chief(chief: Role, tasks: Iterable[Task], restarted_alone: str = "") -> dict[int, Role]:
     servers = (
         Role(

@@ -91,7 +91,8 @@ class RunConfig:
         restart_delay: Seconds from a failure to the next start, after an attempt without progress.
         start_timeout: Seconds to wait for missing nodes.
         timeouts: When workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too.
-        has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server.
+        has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server and hold stages.
+        parameter_servers: Number of parameter servers of all nodes together; with any, node 0 also starts their chief.
     """
 
     run_id: str
@@ -102,6 +103,7 @@ class RunConfig:
     start_timeout: float
     timeouts: Timeouts
     has_chief: bool = False
+    parameter_servers: int = 0
 
     @property
     def heartbeat_timeout(self) -> float:

@@ -31,10 +31,20 @@ class Hosts:
     """A coordinator and its nodes. Heartbeat timeout 8 s, patience 5 s, grace to save 25 s."""
 
     def __init__(
-        self, *, nodes=2, max_restarts=3, min_workers=None, delay=0.0, start_timeout=60.0, silence=8.0, chief=False
+        self,
+        *,
+        nodes=2,
+        max_restarts=3,
+        min_workers=None,
+        delay=0.0,
+        start_timeout=60.0,
+        silence=8.0,
+        chief=False,
+        servers=0,
     ) -> None:
+        timeouts = Timeouts(None, silence, 0.0)
         self.config = RunConfig(
-            "f00d", nodes, max_restarts, min_workers, delay, start_timeout, Timeouts(None, silence, 0.0), chief
+            "f00d", nodes, max_restarts, min_workers, delay, start_timeout, timeouts, chief, servers
         )
         self.now = 0.0
         self.coordinator = Coordinator(self.config, now=0.0)
@@ -43,7 +53,8 @@ class Hosts:
     def join(self, rank, *, workers=1, address="127.0.0.1", seen_as="127.0.0.1", **changed):
         connection = FakeConnection(seen_as)
         same = {"--nodes": self.config.nodes, "--max-restarts": self.config.max_restarts}
-        options = {**same, "--min-workers": self.config.min_workers, "--chief": self.config.has_chief}
+        roles = {"--chief": self.config.has_chief, "--parameter-servers": self.config.parameter_servers}
+        options = {**same, "--min-workers": self.config.min_workers, **roles}
         message = {
             "node": rank,
             "host": f"h{rank}",
@@ -87,11 +98,16 @@ class Hosts:
         self.get_ready()
         return self
 
+    def lose(self, rank):
+        """Ends the connection of a node."""
+        del self.connections[rank]
+        self.coordinator.lose(self.nodes.pop(rank), "gone", now=self.now)
+        self.look()
+
     def done(self, rank, *codes, attempt=0, signalled=False, lines=(), failures=None, **changed):
-        first = self.nodes[rank].first_rank
         ends = [
             {
-                "rank": first + index,
+                "rank": own_rank,
                 "task": "",
                 "returncode": code,
                 "last_lines": list(lines),
@@ -100,7 +116,7 @@ class Hosts:
                 "at": 0.0,
                 **(failures or {}),
             }
-            for index, code in enumerate(codes)
+            for own_rank, code in zip(self.nodes[rank].roles, codes, strict=False)
         ]
         nothing = {
             "stall": "",

@@ -30,7 +30,7 @@ def test_node_0_has_one_process_more():
     assert [hosts.connections[rank].sent[-1]["processes"] for rank in (0, 1)] == [3, 1]
     hosts.get_ready()
     starts = [hosts.connections[rank].take("start")[0] for rank in (0, 1)]
-    assert [start["first_rank"] for start in starts] == [0, 3]
+    assert [start["ranks"] for start in starts] == [[0, 1, 2], [3]]
     assert all((len(start["addresses"]), start["all_workers"], start["has_chief"]) == (4, 3, True) for start in starts)
     hosts.done(0, 0, 0, 0)
     assert hosts.orders(1) == [("the chief has ended", None, False)]
@@ -41,7 +41,7 @@ def test_node_0_has_one_process_more():
 def test_hosts_agree_on_the_chief():
     hosts = Hosts(chief=True)
     hosts.join(0)
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False}
+    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False, "--parameter-servers": 0}
     [answer] = hosts.join(1, options=options).take("rejected")
     assert answer["reason"].startswith("Received: --chief False. Expected: --chief True, as on node 0.")
 

@@ -14,7 +14,7 @@ def test_attempt_starts_when_all_nodes_are_ready():
     assert [hosts.connections[rank].sent[-1]["processes"] for rank in range(3)] == [1, 3, 2]
     hosts.get_ready()
     starts = [hosts.connections[rank].take("start")[0] for rank in range(3)]
-    assert [start["first_rank"] for start in starts] == [0, 1, 4]
+    assert [start["ranks"] for start in starts] == [[0], [1, 2, 3], [4, 5]]
     ports = [1000, 2000, 2001, 2002, 3000, 3001]
     assert all(start["addresses"] == [f"127.0.0.1:{port}" for port in ports] for start in starts)
     assert all((start["attempt"], start["all_workers"], start["may_restart"]) == (0, 6, True) for start in starts)
@@ -106,7 +106,7 @@ def test_silent_node_may_be_replaced_before_it_is_lost():
     before = hosts.connections[1]
     connection = FakeConnection()
     message = {"node": 1, "host": "h1", "workers": 1, "address": "127.0.0.1"}
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False}
+    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False, "--parameter-servers": 0}
     assert hosts.coordinator.join(connection, {**message, "options": options}, now=hosts.now + 2.0) is not None
     assert before.take("closed")
     hosts.look()

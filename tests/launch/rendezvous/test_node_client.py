@@ -40,9 +40,11 @@ START = {
     "type": "start",
     "attempt": 0,
     "addresses": ["a:1"],
+    "workers": 1,
+    "parameter_servers": 0,
     "has_chief": False,
     "all_workers": 1,
-    "first_rank": 0,
+    "ranks": [0],
     "may_restart": True,
 }
 

@@ -14,11 +14,9 @@ from tfdist.launch.cli.planned_processes import apply_plan
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
 from tfdist.launch.process_roles import (
     Role,
-    chief_and_worker_roles,
     count_computing,
     describe_jobs,
-    parameter_server_roles,
-    worker_roles,
+    run_roles,
 )
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.network_namespace import choose_network
@@ -27,6 +25,7 @@ from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
 from tfdist.launch.processes.terminal_lines import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.join_run import join_run
+from tfdist.launch.rendezvous.process_placement import place
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import RestartPolicy
@@ -139,21 +138,19 @@ def _run_config(
         start_timeout,
         timeouts,
         options.chief,
+        options.parameter_servers,
     )
 
 
 def _own_roles(options: argparse.Namespace) -> dict[int, Role]:
-    """Returns the roles of this host's processes. The chief runs on node 0."""
-    roles = _roles(options, options.workers)
-    return {rank: role for rank, role in roles.items() if not options.node_rank or role.task.type != "chief"}
+    """Returns the roles of this host's processes, by their ranks if all hosts have as many workers."""
+    shares = [options.workers] * options.nodes
+    placed = place(shares, parameter_servers=options.parameter_servers, has_chief=options.chief)
+    return placed[options.node_rank or 0]
 
 
 def _roles(options: argparse.Namespace, workers: int) -> Mapping[int, Role]:
-    if options.parameter_servers:
-        return parameter_server_roles(workers, options.parameter_servers)
-    if options.chief:
-        return chief_and_worker_roles(workers)
-    return worker_roles(workers)
+    return run_roles(workers, parameter_servers=options.parameter_servers, has_chief=options.chief)
 
 
 def _check_roles(options: argparse.Namespace) -> None:
@@ -178,16 +175,11 @@ def _check_roles(options: argparse.Namespace) -> None:
                 "workers use --max-restarts."
             )
         return
-    if options.min_workers is not None:
+    if options.min_workers is not None and options.nodes == 1:
         raise UsageError(
             "--min-workers does not apply to workers beside parameter servers: the training continues with those that "
             f"run. Received: --min-workers {options.min_workers} --parameter-servers {servers}. Expected: no "
             "--min-workers. Remove it; --worker-restarts limits how often a worker is restarted."
-        )
-    if options.nodes > 1:
-        raise UsageError(
-            f"Parameter servers run on one host. Received: --nodes {options.nodes} --parameter-servers {servers}. "
-            "Expected: one of them. Remove --nodes, or start the processes with TF_CONFIG and without tfdist run."
         )
 
 

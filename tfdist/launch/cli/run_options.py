@@ -65,7 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="M",
         help="start a chief, which runs the script, and N workers and M parameter servers, which it uses "
-        "(default: 0, N workers that all run the script)",
+        "(default: 0, N workers that all run the script). With --nodes M counts the parameter servers of all hosts, "
+        "which are dealt to the hosts in turn",
     )
     parser.add_argument(
         "--worker-restarts",

@@ -125,6 +125,15 @@ class RunPolicy(Protocol):
         """
         return False
 
+    @property
+    def has_other_workers(self) -> bool:
+        """Whether other hosts have workers with which the training continues."""
+        return False
+
+    def report_no_worker(self) -> None:
+        """Reports that no worker of this host is left that is restarted alone."""
+        return
+
     def close(self) -> None:
         """Leaves the run."""
         return

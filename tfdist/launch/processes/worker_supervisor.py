@@ -1,6 +1,5 @@
 """Watches the workers of an attempt: passes their output on, and ends all of them when one fails."""
 
-import dataclasses
 import signal
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
+from tfdist.launch.processes.worker_restarts import WorkerRestarts
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
@@ -62,8 +62,9 @@ class WorkerSupervisor:
     ) -> None:
         self._roles, self._environments = start.local_roles, environments
         self._console, self._logs, self._signals = console, logs, signals
-        self._grace_periods, self._monitor, self._backoff = grace_periods, monitor, backoff
+        self._grace_periods, self._monitor = grace_periods, monitor
         self._policy, self._policy_fd = policy, policy.descriptor
+        self._restarts = WorkerRestarts(backoff, policy=policy, say=console.say)
         self._group, self._shutdown = group, GroupShutdown(group)
         self._outcome = OutcomeBuilder(start.attempt, self._roles)
         # On a host without such a process the other hosts decide when the attempt ends.
@@ -87,7 +88,7 @@ class WorkerSupervisor:
         try:
             self._start_all()
             self._handle_signals()  # after which possibly none was started
-            while not self._shutdown.is_over():
+            while not self._is_over():
                 self._step()
             for worker in self._group.workers.values():
                 self._events.drain(worker)
@@ -104,6 +105,10 @@ class WorkerSupervisor:
         """Kills all workers immediately. A signal handler may call this between any two instructions of `run`."""
         self._shutdown.kill()
 
+    def _is_over(self) -> bool:
+        # A host without the chief may have no process for a while, until its worker is restarted.
+        return self._shutdown.is_over() and (self._runs_script or self._shutdown.has_begun)
+
     def _start_all(self) -> None:
         for rank in self._roles:
             if self._signals.received:
@@ -116,7 +121,7 @@ class WorkerSupervisor:
                 return
 
     def _start(self, rank: int) -> None:
-        self._backoff.record_start(rank, now=time.monotonic())
+        self._restarts.record_start(rank)
         worker = self._group.start(rank, self._environments[rank], self._roles[rank])
         self._monitor.reset(rank)
         self._events.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[rank]))
@@ -132,6 +137,7 @@ class WorkerSupervisor:
         self._poll_policy()
         self._end_if_complete()
         self._restart_due_workers()
+        self._end_without_workers()
         self._group.reap_orphans()
         if not self._shutdown.has_begun:
             self._check_health()
@@ -144,7 +150,7 @@ class WorkerSupervisor:
             return _SHUTDOWN_POLL_SECONDS
         if self._monitor.is_enabled or self._policy_fd is not None:
             return _HEARTBEAT_POLL_SECONDS
-        is_pending = self._events.is_pending or self._backoff.is_pending or self._console.has_status_line
+        is_pending = self._events.is_pending or self._restarts.is_pending or self._console.has_status_line
         return _UNFINISHED_POLL_SECONDS if is_pending else None
 
     def _check_health(self) -> None:
@@ -202,7 +208,8 @@ class WorkerSupervisor:
         ended = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
         if self._roles[ended.rank].is_restarted_alone and not all_signalled:
             worker.send_signal(signal.SIGKILL)  # to the children that it left behind
-            self._continue_without(ended)
+            self._restarts.record_exit(ended)
+            self._end_without_workers()
             return
         self._outcome.exits.append(ended)
         if ended.failed and not self._shutdown.has_begun:
@@ -222,25 +229,23 @@ class WorkerSupervisor:
             # The peer that it lost may still be about to report the root cause, and must not be signalled before.
             self._patience_until = time.monotonic() + self._grace_periods.patience
 
-    def _continue_without(self, ended: WorkerExit) -> None:
-        """Continues while a worker that is restarted alone is missing."""
-        how, follows = ended.describe(), self._backoff.record_exit(ended.rank, now=time.monotonic())
-        self._console.say(f"{ended.name} {'failed' if ended.failed else 'ended'}: {how}; {follows}")
-        if self._backoff.is_exhausted:
-            reason = f"{how}; {follows}"
-            self._outcome.exits.append(dataclasses.replace(ended, failure_reason=reason, was_signalled=False))
-            self._fail(f"{ended.name}: {reason}")
+    def _end_without_workers(self) -> None:
+        """Ends the attempt if no worker that is restarted alone is left on any host."""
+        last = self._restarts.take_failure()
+        if last is not None and not self._shutdown.all_signalled:
+            self._outcome.exits.append(last)
+            self._fail(f"{last.name}: {last.failure_reason}")
 
     def _restart_due_workers(self) -> None:
-        if self._shutdown.all_signalled or not self._group.runs_script:
+        if self._shutdown.all_signalled or (self._runs_script and not self._group.runs_script):
             return
-        for rank in self._backoff.due(now=time.monotonic()):
+        for rank in self._restarts.due():
             self._events.remove(self._group.workers[rank])
             try:
                 self._start(rank)
             except OSError as error:
                 reason = f"it could not be started ({error})"
-                self._continue_without(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
+                self._restarts.record_exit(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
 
     def _end_if_complete(self) -> None:
         """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""

@@ -8,9 +8,12 @@ from typing import Any
 from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
-from tfdist.launch.restart.attempt_outcome import Outcome
+from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
 from tfdist.launch.run_config import GracePeriods
+
+REPORTS = ("failed", "lost_peer", "no_worker", "done")
+"""Types of the messages about an attempt."""
 
 
 class AttemptTracker:
@@ -35,12 +38,44 @@ class AttemptTracker:
         self._lost_peer_from = now  # when it counts as the cause, unless another failure is reported
         self._saved_until: float | None = None  # end of the grace period after workers saved and exited
         self._lost = ""
+        self._absent: dict[int, Node] = {}  # nodes that were lost while the training continues, by rank
+        self._without_workers: set[int] = set()  # nodes whose workers have ended and are not restarted
         self._began, self._started_at = now, time.time()
 
     @property
     def is_over(self) -> bool:
         """Whether no node runs the attempt any more."""
         return not any(node.is_running for node in self._nodes)
+
+    def receive(
+        self, node: Node, message: Mapping[str, Any], *, grace_periods: GracePeriods, now: float
+    ) -> dict[str, Any] | None:
+        """Takes one of the `REPORTS` of a node that runs the attempt.
+
+        Args:
+            node: The node.
+            message: Its report.
+            grace_periods: See `finish`.
+            now: Time in seconds.
+
+        Returns:
+            The answer, or None.
+
+        Raises:
+            ValueError: If the message is malformed. KeyError and TypeError mean the same.
+        """
+        match message["type"]:
+            case "failed":
+                self.fail(node, str(message["text"]), now=now)
+            case "lost_peer":
+                self.report_lost_peer(str(message["text"]), now=now)
+            case "done":
+                self.finish(node, decode_outcome(message["outcome"], node.host), grace_periods=grace_periods, now=now)
+            case "no_worker":
+                self._without_workers.add(node.rank)
+                if not self._has_workers:  # this node has the exit that is the cause
+                    return {"type": "no_worker_left", "attempt": self.number}
+        return None
 
     def fail(self, node: Node, text: str, *, now: float) -> None:
         """Records a failure with a cause on its node."""
@@ -52,11 +87,37 @@ class AttemptTracker:
         """Records a failure that only reports a lost peer; its node has waited for another cause."""
         self._lost_peer, self._lost_peer_from = self._lost_peer or text, now
 
-    def lose(self, node: Node, text: str, *, now: float) -> None:
-        """Records the loss of a node."""
+    def lose(self, node: Node, text: str, *, now: float) -> str:
+        """Records the loss of a node.
+
+        Returns:
+            What follows, for the user, if the training continues without the node.
+        """
         self._nodes.remove(node)
+        is_needed = not all(role.is_restarted_alone for role in node.roles.values())
+        if self.order is None and not is_needed and self._has_workers:
+            self._absent[node.rank] = node
+            return f"; training continues without {', '.join(role.name for role in node.roles.values())}"
         self._lost = self._lost or ("" if self.order else text)
         self._order(ShutdownOrder(text), now)
+        return ""
+
+    def take_back(self, node: Node) -> bool:
+        """Lets a node run the processes that were lost with it, if it has joined again at the same address.
+
+        Returns:
+            Whether it takes part in the attempt.
+        """
+        before = self._absent.get(node.rank)
+        if before is None or self.order is not None or self.is_over:
+            return False
+        if node.address != before.address or node.workers < before.share:
+            return False
+        node.share, node.roles, node.ports = before.share, before.roles, before.ports
+        del self._absent[node.rank]
+        self._without_workers.discard(node.rank)
+        self._nodes.append(node)
+        return True
 
     def stop(self, number: int, text: str, *, again: bool, now: float) -> None:
         """Records a signal to a supervisor."""
@@ -121,6 +182,11 @@ class AttemptTracker:
             seconds=(now if self.ordered_at is None else self.ordered_at) - self._began,
             **more,
         )
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether any node has a worker that runs or will be restarted."""
+        return any(node.share and node.rank not in self._without_workers for node in self._nodes)
 
     def _end_servers(self, now: float) -> None:
         """Ends the workers of other nodes when the chief, for which they run TensorFlow's server, has ended."""

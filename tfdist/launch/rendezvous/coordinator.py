@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import chief_and_worker_roles, describe_jobs, worker_roles
+from tfdist.launch.process_roles import describe_jobs
 from tfdist.launch.processes.run_policy import ShutdownOrder
-from tfdist.launch.rendezvous.attempt_tracker import AttemptTracker
+from tfdist.launch.rendezvous.attempt_tracker import REPORTS, AttemptTracker
 from tfdist.launch.rendezvous.membership import (
     SUSPICIOUS_HEARTBEATS,
     JoinRejectedError,
@@ -15,8 +15,8 @@ from tfdist.launch.rendezvous.membership import (
     Node,
     NodeConnection,
 )
+from tfdist.launch.rendezvous.process_placement import place, workers_left_out
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
-from tfdist.launch.restart.attempt_outcome import decode_outcome
 from tfdist.launch.restart.restart_policy import RestartPolicy
 from tfdist.launch.run_config import RunConfig
 from tfdist.transport.transport_errors import ConnectionClosedError
@@ -51,6 +51,7 @@ class Coordinator:
         self._evaluator: AttemptEvaluator | None = None  # created when all nodes have joined
         self._left_out: dict[int, int] = {}  # by node: workers that the next attempt leaves out
         self._tracker: AttemptTracker | None = None
+        self._start: dict[str, Any] = {}  # message that starts the running attempt
         self._sent_order: ShutdownOrder | None = None
         self._ready_by = now
         self._reported_missing: list[int] = []
@@ -83,9 +84,13 @@ class Coordinator:
         config = self._config
         timing = {"heartbeat_seconds": config.heartbeat_seconds, "heartbeat_timeout": config.heartbeat_timeout}
         connection.send({"type": "joined", "run": config.run_id, **timing})
-        if self._phase is _Phase.RUNNING:
-            text = f"attempt {self._attempt} is running; {node.name} takes part from the next restart"
-            self._send(node, {"type": "notice", "text": text})
+        if self._phase is _Phase.RUNNING and self._tracker is not None:
+            if self._tracker.take_back(node):
+                self._send(node, {**self._start, "ranks": list(node.roles)})
+                self._broadcast({"type": "notice", "text": f"{node.name} takes part in attempt {self._attempt} again"})
+            else:
+                text = f"attempt {self._attempt} is running; {node.name} takes part from the next restart"
+                self._send(node, {"type": "notice", "text": text})
         return node
 
     def handle(self, node: Node, message: Mapping[str, Any], *, now: float) -> None:
@@ -102,20 +107,14 @@ class Coordinator:
             self._stop(node, int(message["signal"]), bool(message["again"]), now)
         elif kind == "ready" and self._phase is _Phase.PREPARING and message["round"] == self._round:
             ports = tuple(int(port) for port in message["ports"])
-            if len(ports) != node.processes or not all(0 < port < 65_536 for port in ports):
+            if len(ports) != len(node.roles) or not all(0 < port < 65_536 for port in ports):
                 raise ValueError("invalid ports")
             node.ports = ports
-        elif kind in ("failed", "lost_peer", "done") and tracker is not None and message["attempt"] == self._attempt:
-            if not node.is_running:
-                return
-            if kind == "failed":
-                tracker.fail(node, str(message["text"]), now=now)
-            elif kind == "lost_peer":
-                tracker.report_lost_peer(str(message["text"]), now=now)
-            else:
-                outcome = decode_outcome(message["outcome"], node.host)
-                grace_periods = self._config.timeouts.grace_periods(may_restart=False)
-                tracker.finish(node, outcome, grace_periods=grace_periods, now=now)
+        elif kind in REPORTS and tracker is not None and message["attempt"] == self._attempt and node.is_running:
+            grace_periods = self._config.timeouts.grace_periods(may_restart=False)
+            answer = tracker.receive(node, message, grace_periods=grace_periods, now=now)
+            if answer is not None:
+                self._send(node, answer)
 
     def lose(self, node: Node, reason: str, *, now: float) -> None:
         """Removes a node whose connection is closed or which sent a malformed message."""
@@ -173,14 +172,17 @@ class Coordinator:
         if sum(map(self._share_of, self._membership.nodes)) < (least or 1):
             self._left_out = {}  # other nodes were present when it was decided
         self._round += 1
-        first_rank = 0
         for node in self._membership.nodes:
-            node.share = self._share_of(node)
-            node.first_rank, node.ports, node.outcome, node.suspects = first_rank, None, None, False
-            first_rank += node.processes
-            if node.share:
-                self._send(node, {"type": "prepare", "round": self._round, "processes": node.processes})
-        if first_rank:
+            node.share, node.roles = self._share_of(node), {}
+            node.ports, node.outcome, node.suspects = None, None, False
+        nodes = [node for node in self._membership.nodes if node.share]
+        config = self._config
+        placed = place(
+            [node.share for node in nodes], parameter_servers=config.parameter_servers, has_chief=config.has_chief
+        )
+        for node, node.roles in zip(nodes, placed, strict=True):
+            self._send(node, {"type": "prepare", "round": self._round, "processes": len(node.roles)})
+        if nodes:
             self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
 
     def _share_of(self, node: Node) -> int:
@@ -197,24 +199,27 @@ class Coordinator:
         if self._evaluator is None:
             policy = RestartPolicy(
                 workers=all_workers,
-                min_workers=self._config.min_workers or all_workers,
+                # A lost parameter server says nothing about the number of workers.
+                min_workers=(not self._config.parameter_servers and self._config.min_workers) or all_workers,
                 max_restarts=self._config.max_restarts,
                 delay_seconds=self._config.restart_delay,
             )
             self._evaluator = AttemptEvaluator(policy, self._config.run_id)
-        roles = (chief_and_worker_roles if self._config.has_chief else worker_roles)(sum(node.share for node in nodes))
+        roles = {rank: role for node in nodes for rank, role in node.roles.items()}
         self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
         self._phase = _Phase.RUNNING
-        start = {
+        self._start = {
             "type": "start",
             "attempt": self._attempt,
             "addresses": self._membership.addresses(),
+            "workers": sum(node.share for node in nodes),
             "all_workers": all_workers,
+            "parameter_servers": self._config.parameter_servers,
             "has_chief": self._config.has_chief,
             "may_restart": self._evaluator.may_restart,
         }
         for node in nodes:
-            self._send(node, {**start, "first_rank": node.first_rank})
+            self._send(node, {**self._start, "ranks": list(node.roles)})
         shares = ", ".join(f"{node.name}: {node.share}" for node in nodes)
         text = f"attempt {self._attempt}: {describe_jobs(roles.values())} ({shares})"
         self._broadcast({"type": "notice", "text": text})
@@ -235,7 +240,6 @@ class Coordinator:
         """Ends the run, or plans the next attempt."""
         if self._evaluator is None:
             return
-        nodes = [node for node in self._membership.nodes if node.share]
         outcome, present = tracker.outcome(now=now), self._membership.workers
         has_enough = self._config.min_workers is not None and present >= self._config.min_workers
         available = present if has_enough else self._membership.all_workers
@@ -245,7 +249,8 @@ class Coordinator:
             return
         self._last_code = outcome.exit_code or 1
         self._broadcast({"type": "attempt_over", "lines": result.lines, "entry": result.error_entry})
-        self._left_out = self._leave_out(nodes, outcome.failed_rank, available - result.workers)
+        left_out = available - result.workers
+        self._left_out = workers_left_out(self._membership.nodes, outcome.failed_rank, left_out)
         for node in self._membership.nodes:
             node.share = 0
         ended_at = now if tracker.ordered_at is None else tracker.ordered_at
@@ -264,7 +269,7 @@ class Coordinator:
         if self._phase is _Phase.PREPARING:
             self._phase, self._deadline = _Phase.GATHERING, now + self._config.start_timeout
         if self._phase is _Phase.RUNNING and self._tracker is not None and node.is_running:
-            self._tracker.lose(node, text, now=now)
+            text += self._tracker.lose(node, text, now=now)
         self._broadcast({"type": "notice", "text": text})
 
     def _stop(self, node: Node, number: int, again: bool, now: float) -> None:
@@ -273,17 +278,6 @@ class Coordinator:
             self._tracker.stop(number, text, again=again, now=now)
         elif not self.is_over:
             self._finish(128 + number, [f"{text}: the run ends"])
-
-    def _leave_out(self, nodes: list[Node], failed_rank: int | None, count: int) -> dict[int, int]:
-        """Returns how many workers each node leaves out: first the node of the failed worker, then the last nodes."""
-        failed = [node for node in nodes if failed_rank in range(node.first_rank, node.first_rank + node.processes)]
-        left_out: dict[int, int] = {}
-        for node in [*failed, *reversed(self._membership.nodes)]:
-            taken = min(count, node.workers - left_out.get(node.rank, 0))
-            if taken > 0:
-                left_out[node.rank] = left_out.get(node.rank, 0) + taken
-                count -= taken
-        return left_out
 
     def _finish(self, code: int, lines: list[str], *, entry: dict[str, Any] | None = None) -> None:
         self._phase = _Phase.OVER

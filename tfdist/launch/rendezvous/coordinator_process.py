@@ -22,7 +22,7 @@ from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
-PROTOCOL = 2
+PROTOCOL = 3
 _POLL_SECONDS = 0.1
 _FAREWELL_SECONDS = 5.0  # for all nodes to read the end of the run
 _BACKLOG = 128

@@ -60,6 +60,7 @@ def join_run(
                     "--max-restarts": config.max_restarts,
                     "--min-workers": config.min_workers,
                     "--chief": config.has_chief,
+                    "--parameter-servers": config.parameter_servers,
                 },
             }
         )

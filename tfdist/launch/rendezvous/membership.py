@@ -5,6 +5,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.run_config import RunConfig
 
@@ -39,9 +40,8 @@ class Node:
     heard_at: float  # time of its last message
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
-    has_chief: bool = False  # whether a chief runs there, beside its workers
-    first_rank: int = 0  # rank of its first process
-    ports: tuple[int, ...] | None = None  # of its processes
+    roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)  # its processes in the attempt, by rank
+    ports: tuple[int, ...] | None = None  # of these processes
     outcome: Outcome | None = None
 
     @property
@@ -54,13 +54,9 @@ class Node:
         return f"node {self.rank} ({self.host})"
 
     @property
-    def processes(self) -> int:
-        """Number of its processes in the attempt.
-
-        >>> Node(0, "a", "10.0.0.1", 2, None, 0.0, share=2, has_chief=True).processes
-        3
-        """
-        return self.share + (self.has_chief and self.share > 0)
+    def has_chief(self) -> bool:
+        """Whether a chief runs there, for which other processes run TensorFlow's server."""
+        return any(role.task.type == "chief" for role in self.roles.values())
 
     @property
     def is_running(self) -> bool:
@@ -126,6 +122,7 @@ class Membership:
             "--max-restarts": config.max_restarts,
             "--min-workers": config.min_workers,
             "--chief": config.has_chief,
+            "--parameter-servers": config.parameter_servers,
         }
         differing = [option for option, value in ours.items() if theirs[option] != value]
         if differing:
@@ -146,7 +143,6 @@ class Membership:
                 "different rank, or end the other tfdist run first."
             )
         node = Node(rank, str(message["host"])[:255], str(message["address"]), workers, connection, now)
-        node.has_chief = config.has_chief and rank == 0
         self._nodes[rank] = node
         self._sizes[rank] = workers
         return node, before
@@ -164,12 +160,15 @@ class Membership:
         """
         coordinator = [node.connection.local_address for node in self.nodes if node.rank]
         reached = next((address for address in coordinator if not is_loopback(address)), "")
-        found = []
+        found = {}
         for node in self.nodes:
             if node.share:
                 address = reached if not node.rank and reached and is_loopback(node.address) else node.address
-                found += [f"{bracketed(address)}:{port}" for port in node.ports or ()]
-        return found
+                found |= {
+                    rank: f"{bracketed(address)}:{port}"
+                    for rank, port in zip(node.roles, node.ports or (), strict=True)
+                }
+        return [found[rank] for rank in sorted(found)]
 
 
 def is_loopback(address: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
-from tfdist.launch.process_roles import chief_and_worker_roles, worker_roles
+from tfdist.launch.process_roles import count_workers, run_roles
 from tfdist.launch.processes.active_clock import ActiveClock
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
@@ -48,7 +48,7 @@ class NodeClient(RunPolicy):
         self._start: AttemptStart | None = None  # not yet passed to the supervisor
         self._end: RunEnd | None = None
         self._attempt: int | None = None  # the running one
-        self._has_reported_lost_peer = self._suspects_freeze = False
+        self._has_reported_lost_peer = self._suspects_freeze = self._has_other_workers = False
         self._stops_sent = 0
 
     def join(self, request: Mapping[str, Any]) -> None:
@@ -139,6 +139,15 @@ class NodeClient(RunPolicy):
             self._send({"type": "lost_peer", "attempt": self._attempt, "text": text})
         return self.is_connected
 
+    @property
+    def has_other_workers(self) -> bool:
+        """Whether other hosts have workers, as far as this host knows."""
+        return self._has_other_workers
+
+    def report_no_worker(self) -> None:
+        """Reports that no worker of this host is left; the coordinator answers if no other host has any."""
+        self._send({"type": "no_worker", "attempt": self._attempt})
+
     def report_signals(self, received: Sequence[int]) -> None:
         """Reports the signals that this supervisor received, each once."""
         for index, number in enumerate(received):
@@ -185,6 +194,9 @@ class NodeClient(RunPolicy):
             self._release_ports()
             # Not in `next_attempt`: the order to shut down may already follow in the same read.
             self._attempt, self.shutdown_order, self._has_reported_lost_peer = self._start.attempt, None, False
+            self._has_other_workers = count_workers(self._start.roles) > count_workers(self._start.local_roles)
+        elif kind == "no_worker_left" and message["attempt"] == self._attempt:
+            self._has_other_workers = False
         elif kind == "shut_down" and message["attempt"] == self._attempt:
             number = message["signal"]
             stop_signal = None if number is None else int(number)
@@ -204,14 +216,12 @@ class NodeClient(RunPolicy):
                 self.shutdown_order = self.shutdown_order or ShutdownOrder("the run is over")
 
     def _attempt_start(self, message: Mapping[str, Any]) -> AttemptStart:
-        addresses = tuple(str(address) for address in message["addresses"])
-        has_chief = bool(message["has_chief"])
-        first, count = int(message["first_rank"]), 0 if self._reserved is None else len(self._reserved.ports)
+        servers, has_chief = int(message["parameter_servers"]), bool(message["has_chief"])
         return AttemptStart(
             int(message["attempt"]),
-            chief_and_worker_roles(len(addresses) - 1) if has_chief else worker_roles(len(addresses)),
-            local_ranks=range(first, first + count),
-            addresses=addresses,
+            run_roles(int(message["workers"]), parameter_servers=servers, has_chief=has_chief),
+            local_ranks=tuple(int(rank) for rank in message["ranks"]),
+            addresses=tuple(str(address) for address in message["addresses"]),
             full_workers=int(message["all_workers"]),
             run_id=self.run_id,
             may_restart=bool(message["may_restart"]),

@@ -195,8 +195,18 @@ class WorkerBackoff:
         if worker is not None:
             worker.started_at, worker.due_at, worker.has_exited = now, None, False
 
-    def record_exit(self, rank: int, *, now: float) -> str:
+    @property
+    def none_left(self) -> str:
+        """Why no worker is left, for the user."""
+        return f"no worker is left (--worker-restarts {self._limit})"
+
+    def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
         """Records that a worker exited or could not be started.
+
+        Args:
+            rank: The worker.
+            now: Time in seconds.
+            has_others: Whether other hosts have workers.
 
         Returns:
             What follows, for the user.
@@ -204,14 +214,14 @@ class WorkerBackoff:
         worker = self._workers[rank]
         worker.has_exited, worker.due_at = True, None
         if worker.restarts_left == 0:
-            limit = f"--worker-restarts {self._limit}"
-            return f"no worker is left ({limit})" if self.is_exhausted else f"not restarted ({limit})"
+            is_end = self.is_exhausted and not has_others
+            return self.none_left if is_end else f"not restarted (--worker-restarts {self._limit})"
         if worker.restarts_left is not None:
             worker.restarts_left -= 1
         is_young = now - worker.started_at < _LONG_LIFE_SECONDS
         worker.delay = min(2 * worker.delay, MAX_DELAY_SECONDS) if worker.delay and is_young else FIRST_DELAY_SECONDS
         worker.due_at = now + worker.delay
-        is_last = all(other.has_exited for other in self._workers.values())
+        is_last = not has_others and all(other.has_exited for other in self._workers.values())
         meanwhile = "training waits for it" if is_last else "training continues without it"
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
