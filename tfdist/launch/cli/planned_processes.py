@@ -41,7 +41,7 @@ def apply_plan(options: argparse.Namespace) -> dict[str, str]:
         file = PlanFile.read(options.plan)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # Workers are counted by host in the command, and all together in the plan. Plans with parameter servers are for one host.
+    # Workers are counted by host in the command, and all together in the plan. Plans with servers are for one host.
     nodes = options.nodes
     plan = best_plan(
         file, workers=None if options.workers is None else nodes * options.workers, with_servers=nodes == 1

@@ -160,7 +160,7 @@ class Membership:
         """
         coordinator = [node.connection.local_address for node in self.nodes if node.rank]
         reached = next((address for address in coordinator if not is_loopback(address)), "")
-        found = {}
+        found: dict[int, str] = {}
         for node in self.nodes:
             if node.share:
                 address = reached if not node.rank and reached and is_loopback(node.address) else node.address
