@@ -7,8 +7,8 @@ One process reads all rows once and discards them. Everything is local, and the 
 
 - **by batches**, what is written in a few lines: `ParquetFile.iter_batches` in `Dataset.from_generator`, a batch as
   NumPy arrays, then `prefetch`.
-- **by row groups**, the fastest that was found for plain `tf.data`: whole row groups in `from_generator`, then `rebatch`
-  and `prefetch`.
+- **by row groups**, the fastest that was found for plain `tf.data`: whole row groups in `from_generator`, then
+  `rebatch` and `prefetch`.
 - **tfdist**: `from_parquet`, or the engine's function. `from_spark` reads the files that Spark has written, and so do
   its references; `from_dask` and `from_ray` get a data frame of the files, whose rows their processes hold.
 

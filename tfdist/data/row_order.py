@@ -197,7 +197,7 @@ class BatchRows:
     def _bounds(self, rows: int, rows_of_streams: list[int]) -> tuple[int, int]:
         """Returns the first and the last position of this worker in a batch of `rows` rows."""
         before, replicas = self._replicas_before, self._replicas_before[-1]
-        if all(number * self.streams % replicas == 0 for number in before):  # no stream is read by two workers
+        if all(number * self.streams % replicas == 0 for number in before):  # no two workers share a stream
             starts = [0, *itertools.accumulate(rows_of_streams)]
             bounds = [starts[number * self.streams // replicas] for number in before]
         else:
