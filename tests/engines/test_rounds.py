@@ -139,7 +139,7 @@ def is_alive(pid):
 def result(rank, exit_code, *, failed_attempts=0, last_lines=("why",)):
     failure = None
     if failed_attempts:
-        cause = {"rank": 1, "description": "worker 1: killed by SIGKILL", "last_lines": []}
+        cause = {"rank": 1, "description": "worker 1: killed by SIGKILL", "signal": "SIGKILL", "last_lines": []}
         failure = {"attempt": failed_attempts - 1, "cause": cause, "earlier": []}
     value = {} if exit_code else {(0, rank): RankResult(value=b"\x80\x04K\x07.")}
     return PlaceResult(rank, exit_code, value, failure, tuple(last_lines))

@@ -15,6 +15,6 @@ def run_in_threads(call, *, show=print, should_stop=lambda: False, on_addresses=
             for rank in range(call.workers)
         ]
         for place in concurrent.futures.as_completed(places, 120):
-            if place.exception() is not None or place.result().leaves_others_waiting:
+            if place.exception() is not None or place.result().ends_round:
                 stop_places(call.run)
         return [place.result() for place in places]

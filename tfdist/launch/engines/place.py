@@ -28,8 +28,8 @@ _KILL_SECONDS = 5.0
 # Variables of `srun`, which are those of the engine's process: its tasks are not the workers.
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_PROCID")
 _SAID = "tfdist: "
-# Of a launcher: its place is lost, has announced its end, or has lost the others. Workers may have the last ones, too.
-_LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+# Of a launcher: its place has announced its end, or has lost the others.
+_LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,12 @@ class PlaceResult:
     @property
     def is_interrupted(self) -> bool:
         """Whether the round ended because a place was lost or announced its end, not by the function."""
-        return self.exit_code < 0 or (self.exit_code in _LEFT and not self._is_exit_of_worker)
+        return (self.is_killed or self.exit_code in _LEFT) and not self._is_exit_of_worker
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended the launcher, or its worker, whose exit code it then has."""
+        return self.exit_code < 0 or self.exit_code > 128
 
     @property
     def used_attempts(self) -> int:
@@ -65,12 +70,13 @@ class PlaceResult:
         return max(self.attempts, 0 if self.failure is None else int(self.failure["attempt"]) + 1)
 
     @property
-    def leaves_others_waiting(self) -> bool:
-        """Whether the launchers of the other places do not end by themselves: the engine's adapter has to stop them.
+    def ends_round(self) -> bool:
+        """Whether the engine's adapter has to stop the other places.
 
-        This one was killed, or has rejected its command; the others would wait for it until `start_timeout_seconds`.
+        The launcher was killed, has left, or has rejected its command; the others would wait for it until
+        `start_timeout_seconds`.
         """
-        return self.exit_code < 0 or bool(self.usage_error)
+        return self.is_interrupted or bool(self.usage_error)
 
     @property
     def ends_round(self) -> bool:

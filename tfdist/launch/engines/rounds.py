@@ -79,13 +79,15 @@ def _interruption(results: Sequence[PlaceResult]) -> str:
     interrupted = [result for result in results if result.is_interrupted]
     if not interrupted:
         return ""
-    if killed := [result for result in interrupted if result.exit_code < 0]:
-        return ", ".join(
-            f"the launcher of place {result.rank} was killed by {signal_name(-result.exit_code)}" for result in killed
-        )
+    if ended := [result for result in interrupted if result.is_killed]:
+        return ", ".join(f"the launcher of place {result.rank} was ended by {_signal_of(result)}" for result in ended)
     names = ", ".join(f"place {result.rank}" for result in interrupted)
     lines = [line.removeprefix("tfdist: ") for line in interrupted[0].last_lines]
     return f"{names} left before the function returned" + (f" ({lines[-1]})" if lines else "")
+
+
+def _signal_of(result: PlaceResult) -> str:
+    return signal_name(-result.exit_code if result.exit_code < 0 else result.exit_code - 128)
 
 
 def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:

@@ -73,8 +73,13 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
     own_pid = os.getpid()
     launcher = fork()
     if launcher != 0:
+
+        def forward(number: int, _: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and this process is about to
+                os.kill(launcher, number)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: os.kill(launcher, number))
+            signal.signal(number, forward)
         die_with_parent(caller_pid)
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         if code < 0:  # end by the same signal
