@@ -79,11 +79,6 @@ class PlaceResult:
         return self.is_interrupted or bool(self.usage_error)
 
     @property
-    def ends_round(self) -> bool:
-        """Whether the places that still run have to be stopped."""
-        return self.is_interrupted or self.leaves_others_waiting
-
-    @property
     def _is_exit_of_worker(self) -> bool:
         if self.failure is None or int(self.failure["attempt"]) + 1 < self.attempts:
             return False

@@ -82,10 +82,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
             signal.signal(number, forward)
         die_with_parent(caller_pid)
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
-        if code < 0:  # end by the same signal
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        sys.exit(code)
+        sys.exit(code if code >= 0 else 128 - code)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher handles it
     try:
         die_with_parent(own_pid, signal.SIGTERM)
