@@ -9,7 +9,14 @@ import time
 import engine_functions as functions
 import numpy as np
 import pytest
-from engine_runs import assert_identical, engine_environment, eventually, launched_processes, weights_of_run
+from engine_runs import (
+    assert_identical,
+    engine_environment,
+    eventually,
+    launched_processes,
+    ray_directory,
+    weights_of_run,
+)
 
 from tfdist.launch import WorkerError, on_ray
 
@@ -22,9 +29,12 @@ LOCAL = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_00
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory):
-    """The directory of temporary files of this process and of Ray's."""
+    """The directory of temporary files of this process and of places."""
     directory = tmp_path_factory.mktemp("temporary")
-    with engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
+    with (
+        ray_directory() as variables,
+        engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables),
+    ):
         yield directory
 
 

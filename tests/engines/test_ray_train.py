@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 
 import numpy as np
 import pytest
 import ray_train_functions as functions
-from engine_runs import engine_environment, eventually
+from engine_runs import engine_environment, eventually, ray_directory
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 train = pytest.importorskip("ray.train", reason="needs the extra `ray`")
@@ -21,11 +20,9 @@ LOCAL = {"include_dashboard": False, "object_store_memory": 80_000_000}
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory):
-    # Ray has sockets below its directory, whose paths have at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        variables = {"RAY_TMPDIR": directory, "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
-        with engine_environment(tmp_path_factory.mktemp("temporary"), **variables):
-            yield
+    variables = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
+    with ray_directory() as own, engine_environment(tmp_path_factory.mktemp("temporary"), **variables, **own):
+        yield
 
 
 @pytest.fixture
