@@ -180,6 +180,17 @@ def test_lost_places_lead_to_another_round(lost, left):
     assert len(said) == 1 and f"({left} restart" in said[0]
 
 
+def test_a_value_whose_class_is_missing_here_is_an_error_of_its_worker():
+    value = b"cno_such_module\nThing\n."
+    with pytest.raises(
+        WorkerError, match="value of worker 0 cannot be read here. Received: ModuleNotFoundError"
+    ) as caught:
+        run_rounds(
+            call_of(where, 1, workers=1), lambda call: [PlaceResult(0, 0, {(0, 0): RankResult(value)}, None, ())]
+        )
+    assert caught.value.rank == 0
+
+
 def test_no_restart_is_left():
     run_round, calls = rounds(LostPlaceError("place 1 (b) was lost: killed"))
     with pytest.raises(WorkerError, match=r"no restart is left. Received: place 1 \(b\) was lost: killed\. Expected"):
@@ -205,6 +216,9 @@ def test_what_a_place_is_told():
         call_of(where, threads_per_worker=2).task(0, ADDRESSES, threads=4).arguments
     )
     assert "--nodes" not in call_of(where, workers=1).task(0, ADDRESSES[:1]).arguments
+    second = call.next_round(2)
+    assert f"--log-dir {os.getcwd()}/logs/round-1" in " ".join(second.task(0, ADDRESSES).arguments)
+    assert second.run != call.run and call.token[:4] not in call.run
     assert call.token not in repr(call) + repr(call.task(0, ADDRESSES)), "not in logs"
 
 
@@ -217,6 +231,10 @@ def test_what_a_place_is_told():
         ({"threads_per_worker": 0}, "Invalid `threads_per_worker`"),
         ({"grace_seconds": -1}, "Invalid `grace_seconds`"),
         ({"start_timeout_seconds": float("nan")}, "Invalid `start_timeout_seconds`"),
+        (
+            {"start_timeout_seconds": 0},
+            "Invalid `start_timeout_seconds`. Received: start_timeout_seconds=0. Expected: a number",
+        ),
         ({"chief": True, "parameter_servers": 1}, "Parameter servers have a chief already. Received: chief=True"),
     ],
 )

@@ -97,6 +97,7 @@ class EngineCall:
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
         start_timeout_seconds: How long to wait for places and for workers.
         token: The secret of the rendezvous.
+        name: Names the call in its places and in the engine; no secret.
         round: Number of the round, from 0.
         versions: Of the driver.
     """
@@ -111,6 +112,7 @@ class EngineCall:
     grace_seconds: float = 5.0
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
     round: int = 0
     versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)
 
@@ -145,6 +147,11 @@ class EngineCall:
             check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
         check_seconds("grace_seconds", grace_seconds)
         check_seconds("start_timeout_seconds", start_timeout_seconds)
+        if not start_timeout_seconds:
+            raise ValueError(
+                f"Invalid `start_timeout_seconds`. Received: start_timeout_seconds={start_timeout_seconds}. Expected: "
+                "a number of seconds above 0, such as 300."
+            )
         if chief and parameter_servers:
             raise ValueError(
                 f"Parameter servers have a chief already. Received: chief={chief!r} with parameter_servers="
@@ -171,7 +178,7 @@ class EngineCall:
     @property
     def run(self) -> str:
         """Identifies the round in the places."""
-        return f"{self.token[:8]}-{self.round}"
+        return f"{self.name}-{self.round}"
 
     def next_round(self, max_restarts: int) -> "EngineCall":
         """Returns the call for another round, with so many restarts left."""
@@ -200,5 +207,7 @@ class EngineCall:
         if (count := self.threads_per_worker or threads) is not None:
             arguments += ["--threads-per-worker", str(count)]
         if self.log_dir is not None:
-            arguments += ["--log-dir", self.log_dir]
+            # A launcher empties its files; those of earlier rounds say why there is another.
+            directory = os.path.join(self.log_dir, f"round-{self.round}") if self.round else self.log_dir
+            arguments += ["--log-dir", directory]
         return PlaceTask(self.run, rank, self.payload, tuple(arguments), self.token, self.grace_seconds, self.versions)

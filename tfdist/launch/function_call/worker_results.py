@@ -131,7 +131,7 @@ def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) ->
         calls: How many processes have called the function.
 
     Raises:
-        WorkerError: If a value is missing or could not be pickled.
+        WorkerError: If a value is missing, or could not be pickled or restored.
     """
     attempt = max((attempt for attempt, _ in results), default=0)
     last = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
@@ -140,4 +140,16 @@ def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) ->
             raise unpicklable_value(rank, result.pickling_error)
         if result.value is None:
             raise no_value(rank)
-    return [pickle.loads(result.value) for result in last if result.value is not None]
+    return [_loaded(rank, result.value) for rank, result in enumerate(last) if result.value is not None]
+
+
+def _loaded(rank: int, value: bytes) -> Any:
+    try:
+        return pickle.loads(value)
+    except Exception as error:  # whatever a class does
+        raise WorkerError(
+            f"The value of worker {rank} cannot be read here. Received: {type(error).__name__}: {error}. Expected: a "
+            "value whose classes this process can import and restore. Install their package here, or return numbers, "
+            "NumPy arrays, and lists and dictionaries of them.",
+            rank=rank,
+        ) from error
