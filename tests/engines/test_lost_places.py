@@ -8,8 +8,9 @@ from thread_places import run_in_threads
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch import WorkerError
+from tfdist.launch.engines import place as place_module
 from tfdist.launch.engines.engine_call import EngineCall
-from tfdist.launch.engines.place import PlaceResult
+from tfdist.launch.engines.place import PlaceResult, _Stop, place_address, run_place
 from tfdist.launch.engines.rounds import run_rounds
 from tfdist.launch.function_call.rank_files import RankResult
 from tfdist.utils.argument_checks import UsageError
@@ -155,3 +156,46 @@ def killed_once():
 
     if os.environ["TFDIST_ATTEMPT"] == "0":
         os.kill(os.getpid(), 9)
+
+
+def test_the_place_that_knows_the_failure_describes_it():
+    outcome = [result(0, 1), result(1, 1, attempt=0, exit_code=1), result(2, 1)]
+    with pytest.raises(WorkerError, match="Worker 1 of 2 failed: how"):
+        run_rounds(call_of(lambda: 7), lambda call: outcome)
+
+
+def test_a_launcher_that_does_not_end_is_killed_after_the_grace_period(monkeypatch):
+    now, sent = [100.0], []
+    monkeypatch.setattr(place_module.time, "monotonic", lambda: now[0])
+
+    class Launcher:
+        send_signal = staticmethod(sent.append)
+
+    task = call_of(lambda: 7, workers=1, grace_seconds=7).task(0, [place_address("127.0.0.1")])
+    stop = _Stop(task, Launcher(), lambda: now[0] >= 101)
+    stop.poll()
+    assert sent == []
+    now[0] = 101.0
+    stop.poll()
+    now[0] = 108.0  # the launcher itself kills workers then, and may need time to say so
+    stop.poll()
+    assert sent == [signal.SIGTERM]
+    now[0] = 130.0
+    stop.poll()
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_the_environment_of_a_worker(monkeypatch):
+    """A task of `srun` that is a process of an engine is no worker; the token is the launchers' alone."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    names = ("SLURM_STEP_ID", "SLURM_PROCID", "TFDIST_TOKEN", "CUDA_VISIBLE_DEVICES")
+    task = call_of(environment, names, workers=1).task(0, [place_address("127.0.0.1")])
+    place = run_place(task, environ={"CUDA_VISIBLE_DEVICES": "3"})
+    assert run_rounds(call_of(environment, names, workers=1), lambda call: [place]) == [[None, None, None, "3"]]
+
+
+def environment(names):
+    import os
+
+    return [os.environ.get(name) for name in names]
