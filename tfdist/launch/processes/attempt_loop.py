@@ -109,7 +109,7 @@ class AttemptLoop:
             grace_periods=self._timeouts.grace_periods(may_restart=start.may_restart),
             monitor=monitor,
         )
-        self._status.begin_attempt(start.attempt, roles, monitor, now=time.monotonic())
+        self._status.begin_attempt(start.attempt, start.roles, monitor, now=time.monotonic())
         self._console.follow(self._status, now=time.monotonic())
         try:
             return self._attempt.run()

@@ -51,8 +51,8 @@ class RunStatus:
 
         Args:
             attempt: Number of the attempt, 0 first.
-            roles: The processes of this host, by rank.
-            monitor: Their heartbeats.
+            roles: The processes of all hosts, by rank.
+            monitor: The heartbeats of this host's.
             now: The time.
         """
         workers = count_workers(roles)
