@@ -13,7 +13,6 @@ from tfdist.data.block_source import BlockSource, checked_rows
 from tfdist.data.row_order import BatchRows, RowRange, Segment, Window, segments_of_streams, windows_of_epoch
 from tfdist.data.tensor_layout import TensorFormat
 
-_KEPT_WINDOWS = 2  # of a stream: the present and the next one
 _LOADING_THREADS = 2
 
 
@@ -60,7 +59,8 @@ class BatchReader:
         if not pieces:
             return [np.empty([0, *tensor.shape], tensor.dtype) for tensor in self.tensors]
         cut = [[array[start:stop] for array in arrays] for arrays, start, stop in pieces]
-        return cut[0] if len(cut) == 1 else [np.concatenate(parts) for parts in zip(*cut, strict=True)]
+        # Also copied where there is one piece: TensorFlow takes an array's memory, and writes results of `map` into it.
+        return [np.concatenate(parts) for parts in zip(*cut, strict=True)]
 
     def _pieces(self, streams: int, rows: RowRange, seed: int) -> Iterator[tuple[list[np.ndarray], int, int]]:
         """Yields where rows of a stream are: the arrays of a window, and the first and last position in them."""
@@ -94,7 +94,7 @@ class BatchReader:
                     loaded[seed, wanted] = self._submit(windows[wanted])
             present = loaded[seed, number]
             for known in [known for known in loaded if known not in ((seed, number), (seed, number + 1))]:
-                loaded.pop(known).cancel()
+                del loaded[known]  # not cancelled: another iterator may wait for it
         return present.result()
 
     def _submit(self, window: Window) -> "concurrent.futures.Future[list[np.ndarray]]":
