@@ -11,6 +11,9 @@ from tfdist.data.block_source import BlockSource
 from tfdist.data.partitioned_data import PartitionedData
 
 _READING_FOOTERS = 8  # threads
+_INT96 = (
+    "us"  # of Spark's timestamps, most of which nanoseconds cannot hold: those of year 9999 would come out as others
+)
 
 
 def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> PartitionedData:
@@ -144,9 +147,10 @@ def _files(path: str) -> list[str]:
 def _opened(path: str) -> Any:
     parquet = import_arrow("pyarrow.parquet")
     if not is_remote(path):
-        return parquet.ParquetFile(path, memory_map=True)
+        return parquet.ParquetFile(path, memory_map=True, coerce_int96_timestamp_unit=_INT96)
     system, inner = file_system(path)
-    return parquet.ParquetFile(system.open_input_file(inner), pre_buffer=True)
+    file = system.open_input_file(inner)
+    return parquet.ParquetFile(file, pre_buffer=True, coerce_int96_timestamp_unit=_INT96)
 
 
 def _footer(path: str) -> tuple[Any, list[int]]:

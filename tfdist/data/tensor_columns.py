@@ -1,12 +1,13 @@
 """Columns of Arrow tables as tensors: the dtype and shape of each column, and what no tensor can hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tfdist.data.arrow_import import import_arrow
+from tfdist.data.column_casts import cast_values, check_fill, chosen_dtype
 
 _MICROSECONDS = {"timestamp": "timestamp('us')", "duration": "duration('us')", "time64": "time64('us')"}
 
@@ -55,16 +56,12 @@ def column_format(
     natural = _natural_dtype(values)
     if natural is None and dtype is not None and types.is_decimal(values):
         natural = np.dtype("float64")
-    if natural is None:
+    if natural is None or _is_permuted(kind):
         raise ValueError(_refusal(column, kind, values))
     if shape is not None:
         shape = _checked_shape(column, kind, tuple(shape), found)
-    chosen = natural if dtype is None else np.dtype(dtype)
-    if dtype is not None and (natural.kind == "O") != (chosen.kind == "O"):
-        raise ValueError(
-            f"Column {column!r} cannot be cast. Received: dtype {chosen} for {kind}. Expected: a numeric dtype for a "
-            "numeric column. Leave it out of `dtypes`, and convert strings in the engine or by the dataset's `map`."
-        )
+    chosen = natural if dtype is None else chosen_dtype(column, dtype, kind, natural)
+    check_fill(column, fill, values, kind)
     return ColumnFormat(column, chosen, found if shape is None else tuple(shape), fill, dtype is not None)
 
 
@@ -150,6 +147,12 @@ def _natural_dtype(kind: Any) -> Any:
     return np.dtype("int32") if types.is_date(kind) else None
 
 
+def _is_permuted(kind: Any) -> bool:
+    """Whether tensors are stored with their axes in another order."""
+    order = getattr(kind, "permutation", None)
+    return order is not None and list(order) != sorted(order)
+
+
 def _refusal(column: str, kind: Any, values: Any) -> str:
     types = import_arrow("pyarrow.types")
     remedy = "Convert it in the engine, or leave it out of `features`"
@@ -157,6 +160,8 @@ def _refusal(column: str, kind: Any, values: Any) -> str:
         remedy = f"Choose a dtype, as `dtypes={{{column!r}: 'float64'}}`, or cast it in the engine"
     elif types.is_struct(values):
         remedy = f"Select its fields in the engine, as `{column}.{values[0].name if values.num_fields else 'field'}`"
+    elif _is_permuted(kind):
+        remedy = "Store the values with their axes in the order of the shape, without a permutation"
     elif types.is_null(values):
         remedy = "All of its values are null: leave it out of `features`, or fill it in the engine"
     return (
@@ -260,33 +265,4 @@ def _flat_numpy(array: Any, target: ColumnFormat, where: str) -> np.ndarray:
             f"The type of a column differs between blocks: {where}. Received: {kind}. Expected: the type that becomes "
             f"{target.dtype}. Write all files with the same types."
         )
-    return found.astype(target.dtype)
-
-
-def known_columns(schema: Any, names: Sequence[str], argument: str) -> None:
-    """Checks that columns exist.
-
-    Raises:
-        ValueError: A column does not exist, or exists twice.
-    """
-    for name in names:
-        if schema.names.count(name) != 1:
-            raise ValueError(
-                f"There is no column {name!r}, or there are several of that name. Received: {argument} with {name!r}. "
-                f"Expected: some of {schema.names}."
-            )
-
-
-def checked_keys(argument: str, values: Mapping[str, Any] | None, used: Sequence[str]) -> Mapping[str, Any]:
-    """Returns a dictionary by column.
-
-    Raises:
-        ValueError: A key is not a column that the dataset uses.
-    """
-    unknown = sorted(set(values or {}) - set(used))
-    if unknown:
-        raise ValueError(
-            f"`{argument}` names columns that this dataset does not use. Received: {unknown}. Expected: some of "
-            f"{sorted(used)}."
-        )
-    return values or {}
+    return cast_values(found, target.dtype, where)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.data.block_source import BlockSource
-from tfdist.data.tensor_columns import ColumnFormat, checked_keys, column_format, infer_shape, known_columns, to_array
+from tfdist.data.tensor_columns import ColumnFormat, column_format, infer_shape, to_array
 
 _STRING_BYTES = 1 << 14  # between a word and an image
 
@@ -112,9 +112,9 @@ def layout_of(
     groups += [] if weight is None else [("weight", None, [(weight,)])]
     used = list(dict.fromkeys(column for _, _, columns in groups for group in columns for column in group))
     for argument, _, columns in groups:
-        known_columns(schema, [column for group in columns for column in group], argument)
+        _check_columns(schema, [column for group in columns for column in group], argument)
     dtypes, shapes, fill = (
-        checked_keys(name, values, used) for name, values in (("dtypes", dtypes), ("shapes", shapes), ("fill", fill))
+        _checked_keys(name, values, used) for name, values in (("dtypes", dtypes), ("shapes", shapes), ("fill", fill))
     )
     formats = {
         name: column_format(
@@ -176,3 +176,32 @@ def _tensor(columns: Sequence[ColumnFormat]) -> TensorFormat:
         )
     dtype = np.result_type(*(column.dtype for column in columns))
     return TensorFormat(tuple(columns), dtype, (sum(column.width for column in columns),))
+
+
+def _check_columns(schema: Any, names: Sequence[str], argument: str) -> None:
+    """Checks that columns exist.
+
+    Raises:
+        ValueError: A column does not exist, or exists twice.
+    """
+    for name in names:
+        if schema.names.count(name) != 1:
+            raise ValueError(
+                f"There is no column {name!r}, or there are several of that name. Received: {argument} with {name!r}. "
+                f"Expected: some of {schema.names}."
+            )
+
+
+def _checked_keys(argument: str, values: Mapping[str, Any] | None, used: Sequence[str]) -> Mapping[str, Any]:
+    """Returns a dictionary by column.
+
+    Raises:
+        ValueError: A key is not a column that the dataset uses.
+    """
+    unknown = sorted(set(values or {}) - set(used))
+    if unknown:
+        raise ValueError(
+            f"`{argument}` names columns that this dataset does not use. Received: {unknown}. Expected: some of "
+            f"{sorted(used)}."
+        )
+    return values or {}
