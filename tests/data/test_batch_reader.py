@@ -1,7 +1,9 @@
 """Rows in memory: what TensorFlow does with batches does not change them, and several iterators share them."""
 
 import concurrent.futures
+import json
 import threading
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -54,3 +56,16 @@ def test_an_iterator_that_waits_is_not_disturbed_by_another_one_elsewhere(monkey
             assert submitted.acquire(timeout=60) and submitted.acquire(timeout=60)
         source.gate.set()
         assert [read.result(60)[0].tolist() for read in reads] == [[0], [4], [8]]
+
+
+def test_workers_without_a_common_seed_are_warned(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"x": np.arange(4)}), tmp_path / "rows.parquet")
+    data = from_parquet(tmp_path / "rows.parquet")
+    cluster = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.warns(RuntimeWarning, match="Workers shuffle rows in different orders"):
+        data.dataset(2, features="x", shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.dataset(2, features="x", shuffle=True, seed=1)
+        data.dataset(2, features="x")

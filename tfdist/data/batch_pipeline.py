@@ -1,6 +1,7 @@
 """The `tf.data` pipeline over a reader: epochs, steps, batches."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from tfdist.data.batch_reader import BatchReader
 from tfdist.data.row_order import BatchRows
 from tfdist.data.tensor_layout import BatchLayout, TensorFormat
 from tfdist.tensorflow_internals.batch_selection import SelectableDataset, Selection
+from tfdist.tensorflow_internals.input_pipeline import has_unseeded, random_seeds
 from tfdist.utils.argument_checks import optional_integer_variable
 
 _READ_AHEAD_BATCHES = 4
@@ -82,7 +84,17 @@ def batch_pipeline(
         counted = epochs.flat_map(epoch).apply(tf.data.experimental.assert_cardinality(batches.number - first))
         return counted.prefetch(_READ_AHEAD_BATCHES).with_options(options)
 
-    return SelectableDataset(build, Selection(streams=streams), batch_size)
+    dataset = SelectableDataset(build, Selection(streams=streams), batch_size)
+    if number_of_readers() > 1 and has_unseeded(random_seeds(dataset)):
+        warnings.warn(
+            "Workers shuffle rows in different orders. If a worker reads all rows and uses its part of a batch, some "
+            "rows are used twice in an epoch and others not at all. Received: `shuffle` without a seed, and several "
+            "workers in the environment. Expected: one seed for all workers. Create a strategy of tfdist before the "
+            "dataset, call `keras.utils.set_random_seed` with the same number on all workers, or give `seed`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return dataset
 
 
 def _batches_of_call(layout: BatchLayout, rows: int) -> int:

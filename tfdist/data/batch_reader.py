@@ -25,10 +25,12 @@ class BatchReader:
         source: Where the rows are.
         tensors: What a batch consists of.
         shuffled_rows: 0, or how many rows of a stream are shuffled together.
+        owner: The object whose end releases the rows, None if there is none.
     """
 
     def __init__(self, source: BlockSource, tensors: Sequence[TensorFormat], shuffled_rows: int) -> None:
         self.source, self.tensors, self.shuffled_rows = source, tuple(tensors), shuffled_rows
+        self.owner: Any = None
         self._columns = list(dict.fromkeys(column.column for tensor in tensors for column in tensor.columns))
         self._segments: dict[int, list[tuple[Segment, ...]]] = {}
         self._windows: dict[tuple[int, int], tuple[int, list[Window], list[int]]] = {}

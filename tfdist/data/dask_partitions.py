@@ -51,7 +51,7 @@ def from_dask(
     if store is not None:
 
         def write(path: str) -> None:
-            ddf.to_parquet(path, write_index=False, write_metadata_file=False)
+            ddf.to_parquet(path, write_index=False, write_metadata_file=False, name_function=_file_name)
 
         return data_in_store(store, write, keep=keep, engine="Dask")
     client = distributed.default_client() if client is None else client
@@ -192,6 +192,11 @@ class DaskSource(BlockSource):
                     ) from error
                 self._owns_client = True
             return self._client
+
+
+def _file_name(partition: int) -> str:
+    """Returns a name that comes in the order of partitions, as files are read in the order of their names."""
+    return f"part-{partition:08}.parquet"
 
 
 def _keep_frame(frame: Any) -> Any:

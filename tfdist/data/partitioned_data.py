@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tfdist.data.block_source import BlockSource
 from tfdist.data.tensor_layout import Columns, layout_of
 from tfdist.utils.argument_checks import check_whole_number
@@ -151,7 +153,9 @@ class PartitionedData:
         from tfdist.data.batch_reader import BatchReader
 
         check_whole_number("batch_size", batch_size, at_least=1, example=32)
-        check_whole_number("shuffle", int(shuffle), at_least=0, example=10000)
+        is_flag = isinstance(shuffle, bool | np.bool_)
+        if not is_flag:
+            check_whole_number("shuffle", shuffle, at_least=0, example=10000)
         if streams is not None:
             check_whole_number("streams", streams, at_least=1, example=4)
         if self._is_closed:
@@ -160,8 +164,9 @@ class PartitionedData:
                 "data that the driver still holds. Close it when the training has ended."
             )
         layout = layout_of(self._source, features, label, weight, dtypes, shapes, fill)
-        rows = _SHUFFLED_ROWS if shuffle is True else int(shuffle)
+        rows = _SHUFFLED_ROWS if is_flag and shuffle else int(shuffle)
         reader = BatchReader(self._source, layout.tensors, rows)
+        reader.owner = self  # as long as the dataset lives, what it reads does
         return batch_pipeline(
             reader,
             layout,
