@@ -4,6 +4,7 @@ import signal
 import socket
 
 import pytest
+from test_rounds import eventually, is_alive
 from thread_places import run_in_threads
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
@@ -183,6 +184,29 @@ def test_a_launcher_that_does_not_end_is_killed_after_the_grace_period(monkeypat
     now[0] = 130.0
     stop.poll()
     assert sent == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_a_frozen_launcher_is_killed_with_its_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(place_module, "_KILL_SECONDS", 0)
+    frozen = tmp_path / "frozen"
+    call = call_of(freeze_launcher, str(frozen), workers=1, grace_seconds=1)
+    [place] = run_in_threads(call, should_stop=frozen.exists)
+    assert place.exit_code == -signal.SIGKILL
+    for pid in frozen.read_text().split():
+        eventually(lambda pid=pid: not is_alive(int(pid)), 10)
+
+
+def freeze_launcher(path):
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    text = Path(f"{path}.new")
+    text.write_text(f"{os.getppid()} {os.getpid()}")
+    os.kill(os.getppid(), signal.SIGSTOP)
+    text.rename(path)
+    time.sleep(100)
 
 
 def test_the_environment_of_a_worker(monkeypatch):

@@ -120,14 +120,17 @@ class LauncherProcess:
                 except KeyboardInterrupt as interrupt:
                     interrupts.append(interrupt)
                     is_forwarded = len(interrupts) <= _MAX_FORWARDED_INTERRUPTS
-                    self._process.send_signal(signal.SIGINT if is_forwarded else signal.SIGKILL)
+                    self.send_signal(signal.SIGINT if is_forwarded else signal.SIGKILL)
         if interrupts:
             raise KeyboardInterrupt from None
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process unless it has ended."""
-        self._process.send_signal(number)
+        """Sends a signal to the process unless it has ended; SIGKILL also to the one for which it forwards signals."""
+        if number == signal.SIGKILL and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
 
     def _show(self, line: str, is_error: bool) -> None:
         if _ERROR.match(line):
