@@ -9,12 +9,13 @@ from pathlib import Path
 STEPS_OF_EPOCH, KILLED_AFTER = 8, 11
 
 
-def train(directory, victim=None, data=None):
+def train(directory, victim=None, data=None, compression=None):
     """Returns the weights after two epochs, and the number of steps here.
 
     Args:
         directory: for checkpoints.
         data: of `from_dask`, with columns `x` and `y`; None: arrays.
+        compression: of the strategy.
         victim: what is killed in the middle, once: an ancestor of worker 1 (see `ancestor`), 0 for itself.
     """
     import keras
@@ -35,7 +36,7 @@ def train(directory, victim=None, data=None):
                 os.kill(ancestor(victim), signal.SIGKILL)
                 time.sleep(60)  # until the launcher ends this process
 
-    strategy = MultiWorkerMirroredStrategy()
+    strategy = MultiWorkerMirroredStrategy(compression=compression)
     keras.utils.set_random_seed(0)
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=(32 * STEPS_OF_EPOCH, 16)).astype("float32")
@@ -51,6 +52,25 @@ def train(directory, victim=None, data=None):
         batches = data.dataset(32, features=["x"], label="y", shuffle=True, seed=0)
         model.fit(batches, epochs=2, verbose=0, callbacks=callbacks)
     return [np.asarray(weight) for weight in model.get_weights()], killer.steps
+
+
+def train_with_servers():
+    """Returns the weights after two epochs of synchronous rounds."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist.strategies import ParameterServerStrategy, Synchronous
+
+    strategy = ParameterServerStrategy(mode=Synchronous())
+    keras.utils.set_random_seed(0)
+    inputs = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", loss="mse")
+    batches = tf.data.Dataset.from_tensor_slices((inputs, inputs[:, :1] ** 2)).batch(16)
+    model.fit(batches, epochs=2, verbose=0)
+    return [np.asarray(weight) for weight in model.get_weights()]
 
 
 def train_in_stages():
@@ -149,5 +169,9 @@ if __name__ == "__main__":
     import numpy as np
 
     task = json.loads(os.environ["TF_CONFIG"])["task"]
-    weights = train_in_stages() if task["type"] == "chief" else train(sys.argv[1])[0]
+    is_served = "ps" in json.loads(os.environ["TF_CONFIG"])["cluster"]
+    if task["type"] == "chief":
+        weights = train_with_servers() if is_served else train_in_stages()
+    else:
+        weights = train(sys.argv[1], compression=(sys.argv[2:] or [None])[0])[0]
     np.savez(Path(sys.argv[1]) / f"{task['type']}-{task['index']}.npz", *weights)

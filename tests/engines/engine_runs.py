@@ -32,10 +32,13 @@ def ray_directory():
         yield {"RAY_TMPDIR": directory}
 
 
-def weights_of_run(folder, name, *more):
+OPTIONS = ("--workers", "2", "--threads-per-worker", "1", "--network", "host")
+SCRIPT = HERE / "engine_functions.py"
+
+
+def weights_of_run(folder, name, *more, arguments=()):
     """The weights of `tfdist run` of `engine_functions.py`."""
-    options = ("--workers", "2", "--threads-per-worker", "1", "--network", "host", *more)
-    run = launch(folder, HERE / "engine_functions.py", options=options).assert_complete()
+    run = launch(folder, SCRIPT, *arguments, options=(*OPTIONS, *more)).assert_complete()
     return list(run.arrays(name).values())
 
 
