@@ -197,6 +197,18 @@ def _topic(run: str) -> str:
     return f"{PLACE_KEY}-{run.partition('-')[0]}"  # the same in all rounds
 
 
+def ends_early(futures: Mapping[str, Any]) -> bool:
+    """Returns whether a place has failed, or ended so that the others have to be stopped.
+
+    Args:
+        futures: Of the places' tasks.
+    """
+    return any(
+        future.status == "error" or (future.status == "finished" and future.result(timeout=ANSWER_SECONDS).ends_round)
+        for future in futures.values()
+    )
+
+
 def task_has_ended() -> Callable[[], bool]:
     """Returns a function that says whether the task of this thread was cancelled, or its Dask worker closes.
 

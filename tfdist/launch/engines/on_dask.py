@@ -14,6 +14,7 @@ from tfdist.launch.engines.dask_cluster import (
     ReplacedWorkerError,
     client_in_use,
     describe_worker,
+    ends_early,
     import_distributed,
     names_of_workers,
     run_beside_tasks,
@@ -111,7 +112,9 @@ class _Round:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
             self._start()
-            while self._pending() and self._pending() <= names_of_workers(self._client) and not self._pending("error"):
+            while (
+                (left := self._pending()) and left <= names_of_workers(self._client) and not ends_early(self._futures)
+            ):
                 self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
             self._stop()
             return self._results()

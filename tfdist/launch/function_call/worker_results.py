@@ -43,7 +43,10 @@ def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, w
     how = str(cause["description"]).removeprefix(f"worker {rank}: ")
     if error is not None:
         how = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
-    who = "The workers" if rank is None else f"Worker {rank} of {workers}"
+    kind, _, number = str(cause.get("task") or f"worker {rank}").partition(" ")
+    other = "The parameter server" if kind == "ps" else f"The {kind}"
+    who = f"Worker {number} of {workers}" if kind == "worker" else f"{other} {number}".rstrip()
+    who = "The workers" if rank is None else who
     text = [f"{who} failed: {how}"]
     if earlier:
         text.append(f"This was attempt {failure['attempt'] + 1}. Earlier attempts:")
