@@ -4,6 +4,7 @@ import logging
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from tfdist.recovery import save_schedule
@@ -42,6 +43,15 @@ def test_every_new_notice_is_due_once(coordinations, clock, caplog):
         "Training continues until Ray Train restarts it on other nodes."
         for step, nodes in ((13, "a"), (15, "a, b"))
     ]
+
+
+def test_it_asks_every_few_seconds_and_not_after_every_step(coordinations, clock):
+    asked = []
+    notices = RayTrainNotices(lambda: asked.append(clock.now), coordinations(1)[0], 0, seconds_between_questions=5)
+    for step in range(1, 61):
+        clock.now += 1
+        notices.is_due(step)
+    assert 10 <= len(asked) <= 12 and min(np.diff(asked)) >= 5
 
 
 def test_workers_ask_after_the_same_steps_whatever_their_clocks_say(coordinations, clock, in_threads):
