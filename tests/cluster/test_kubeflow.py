@@ -188,7 +188,7 @@ def start(tmp_path):
         begun = {}
         for (kind, index), variables in on_loopback(kubeflow.operator_variables(job)).items():
             container = kubeflow.container_of(specs[kind]["template"]["spec"], "tensorflow")
-            variables |= {"TF_NUM_INTRAOP_THREADS": "1", "TFDIST_START_TIMEOUT": "60"}
+            variables |= {"TF_NUM_INTRAOP_THREADS": "1"}
             pod = Pod(container, variables, specs[kind]["restartPolicy"], where, f"{kind}-{index}")
             begun[kind, index] = pods[where, kind, index] = pod
         return begun

@@ -36,7 +36,7 @@ class Pod:
 
     Args:
         container: Of the manifest.
-        variables: Its environment, besides that of this process without a cluster.
+        variables: Its environment, besides what the manifest sets.
         restart_policy: "OnFailure", "Always" or "Never".
         directory: Working directory, which replaces the image, and contains the mounted volumes.
         name: Of its output file.
@@ -56,7 +56,8 @@ class Pod:
         self._command = [sys.executable, *(f"{directory}{word}" if word in mounts else word for word in command[1:])]
         for mount in mounts:
             Path(f"{directory}{mount}").mkdir(exist_ok=True)
-        self._variables, self._policy, self._directory = variables, restart_policy, directory
+        own = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+        self._variables, self._policy, self._directory = {**own, **variables}, restart_policy, directory
         self._output = directory / f"{name}.txt"
         self.codes: list[int] = []
         self._start()
