@@ -112,9 +112,7 @@ class _Round:
         """Runs the places; returns how they ended. Raises LostPlaceError if Dask workers were lost."""
         try:
             self._start()
-            while (
-                (left := self._pending()) and left <= names_of_workers(self._client) and not ends_early(self._futures)
-            ):
+            while self._pending() and self._running() == self._pending() and not ends_early(self._futures):
                 self._wait(_LOOK_SECONDS, until=lambda: not self._pending())
             self._stop()
             return self._results()
@@ -194,8 +192,8 @@ class _Round:
                 raise concurrent.futures.CancelledError("The task of Dask that has called `on_dask` was cancelled.")
             time.sleep(_POLL_SECONDS)
 
-    def _pending(self, *statuses: str) -> set[str]:
-        return {name for name, future in self._futures.items() if future.status in (statuses or ("pending", "lost"))}
+    def _pending(self) -> set[str]:
+        return {name for name, future in self._futures.items() if future.status in ("pending", "lost")}
 
     def _describe(self, names: Collection[str]) -> dict[str, DaskWorker]:
         return run_beside_tasks(self._client, names, describe_worker, self._resources)
