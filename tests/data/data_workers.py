@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Linear(keras.Model):
 
 
 class Steps(keras.callbacks.Callback):
-    """Collects the ids of each step in a file, and kills this worker once after a number of steps."""
+    """Collects the ids of each step in a file, and kills this worker after a number of steps."""
 
     is_stateless = True
 
@@ -54,8 +55,8 @@ class Steps(keras.callbacks.Callback):
         with self._file.open("a") as file:
             print(json.dumps([self._epoch, batch, sorted(self.model.seen)]), file=file)
         self._steps += 1
-        if self._steps == self._kill_after and os.environ["TFDIST_ATTEMPT"] == "0":
-            os.kill(os.getpid(), 9)
+        if self._steps == self._kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def count_blocks(read):
@@ -82,18 +83,28 @@ def main(folder, parquet, case, options):
         model = Linear()
         model.compile(keras.optimizers.SGD(RATE), "mse")
     name = f"{case}-{strategy.rank}-{os.environ['TFDIST_ATTEMPT']}"
-    kill = options.get("kill", {})
+    attempt = int(os.environ["TFDIST_ATTEMPT"])
+    faults = options.get("faults", [])
+    rank, after = faults[attempt] if attempt < len(faults) else (None, None)
+    kill_after = after if rank == strategy.rank else None
+    if kill_after == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     # Before the step is saved: every step that a checkpoint has is in the files of all workers.
-    callbacks = [Steps(folder / f"{name}.jsonl", kill.get("after") if kill.get("rank") == strategy.rank else None)]
+    callbacks = [Steps(folder / f"{name}.jsonl", kill_after)]
     if "recover" in options:
         callbacks.append(FailureRecovery(folder / f"{case}-checkpoints", every_steps=1, background=False))
     history = model.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     loss = history.history.get("loss", [])
     np.savez(folder / f"{name}.npz", kernel=model.layer.kernel.numpy(), loss=loss)
+    if strategy.rank == 0:
+        (folder / f"{case}-finished").touch()
     (folder / f"{name}.json").write_text(json.dumps({"blocks": sorted(read), "workers": strategy.num_workers}))
 
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[3]).read_text())
     for wanted in sys.argv[4].split(","):
+        # A restart repeats only the case that was interrupted: all workers have finished the earlier ones.
+        if (Path(sys.argv[1]) / f"{wanted}-finished").exists():
+            continue
         main(Path(sys.argv[1]), sys.argv[2], wanted, cases[wanted])

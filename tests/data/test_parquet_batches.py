@@ -51,8 +51,8 @@ def reference(rows, size, streams):
     return [sorted(batch) for batch in found]
 
 
-@pytest.mark.parametrize("streams", [1, 2, 3, 5, 30])
-@pytest.mark.parametrize("size", [1, 4, 6, 100])
+@pytest.mark.parametrize("streams", [1, 3, 30, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, 6, 100, pytest.param(4, marks=pytest.mark.long)])
 def test_batches_take_the_next_rows_of_every_stream(ids, size, streams):
     dataset = ids.dataset(size, features="id", streams=streams)
     assert [sorted(batch) for batch in batches_of(dataset)] == reference(22, size, streams)
@@ -60,8 +60,12 @@ def test_batches_take_the_next_rows_of_every_stream(ids, size, streams):
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (3,), (2, 1, 1), (1,) * 9])
-@pytest.mark.parametrize("size", [4, 5, 7])
-@pytest.mark.parametrize("options", [{"streams": 2}, {"streams": 3, "shuffle": 6, "seed": 2}, {"streams": 1}], ids=str)
+@pytest.mark.parametrize("size", [5, pytest.param(4, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options",
+    [{"streams": 2}, {"streams": 3, "shuffle": 6, "seed": 2}, pytest.param({"streams": 1}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_parts_of_workers_are_the_global_batches(ids, replicas, size, options):
     whole = batches_of(ids.dataset(size, features="id", **options))
     parts = [
@@ -115,7 +119,9 @@ def test_several_devices_of_a_process_take_each_row_once(ids, cpus):
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": 6}], ids=["in order", "shuffled"])
-@pytest.mark.parametrize("after", [1, 4, 6, 8])
+@pytest.mark.parametrize(
+    "after", [4, 8, pytest.param(1, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)]
+)
 def test_an_interrupted_training_resumes_where_it_was(ids, tmp_path, options, after):
     def make(streams=2):
         return ids.dataset(4, features="id", streams=streams, **options)
