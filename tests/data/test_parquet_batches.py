@@ -1,5 +1,6 @@
 """Batches of Parquet files in one process: each row once, as tensors of its column's type, from any step on."""
 
+import gc
 import io
 import pickle
 
@@ -13,7 +14,7 @@ from recovered_runs import run
 
 from tfdist.data import from_parquet
 from tfdist.launch.function_call import function_pickling
-from tfdist.strategies import MirroredStrategy
+from tfdist.strategies import MirroredStrategy, ModelParallelStrategy, Pipeline
 
 pytestmark = pytest.mark.usefixtures("cpus")
 ROWS_OF_FILES = (5, 0, 13, 3, 1)  # 22 rows, as many as the trainings of `recovered_runs` expect
@@ -191,3 +192,38 @@ def test_data_that_changes_after_it_was_counted_is_an_error(tmp_path):
     (tmp_path / "ids" / "part-0.parquet").unlink()
     with pytest.raises(tf.errors.OpError, match="cannot be read"):
         batches_of(data.dataset(4, features="id"))
+
+
+def test_a_dataset_keeps_its_files(tmp_path):
+    from tfdist.data.store_directory import data_in_store
+
+    def put(path):
+        write(type(tmp_path)(path))
+
+    dataset = data_in_store(tmp_path, put, keep=False, engine="a test").dataset(9, features="id")
+    gc.collect()
+    assert sum(batches_of(dataset), []) == list(range(1, 23))
+
+
+def test_no_rows_are_no_batches(tmp_path):
+    data = write(tmp_path / "none", rows_of_files=(0,))
+    assert batches_of(data.dataset(4, features="id", shuffle=True, seed=1, streams=2)) == []
+
+
+def test_stages_draw_the_batches_of_one_process(tmp_path, cpus):
+    data = write(tmp_path / "xy", lambda ids: {"x": ids * 0.1, "y": ids * 0.2})
+
+    def trained(strategy):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([1]), keras.layers.Dense(2, "relu"), keras.layers.Dense(1)])
+            model.set_weights([np.full(weight.shape, 0.5) for weight in model.get_weights()])
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.fit(data.dataset(4, features=["x"], label="y", shuffle=6, seed=1), verbose=0, epochs=2)
+        return model.get_weights()
+
+    for ours, theirs in zip(
+        trained(ModelParallelStrategy(cpus[:2], pipeline=Pipeline(stages=2))),
+        trained(tf.distribute.get_strategy()),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)  # a dozen updates of sums that associate differently

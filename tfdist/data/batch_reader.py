@@ -28,9 +28,11 @@ class BatchReader:
         owner: The object whose end releases the rows, None if there is none.
     """
 
-    def __init__(self, source: BlockSource, tensors: Sequence[TensorFormat], shuffled_rows: int) -> None:
+    def __init__(
+        self, source: BlockSource, tensors: Sequence[TensorFormat], shuffled_rows: int, owner: object = None
+    ) -> None:
+        self._owner = owner  # what releases the rows when it is collected: not while they are read
         self.source, self.tensors, self.shuffled_rows = source, tuple(tensors), shuffled_rows
-        self.owner: Any = None
         self._columns = list(dict.fromkeys(column.column for tensor in tensors for column in tensor.columns))
         self._segments: dict[int, list[tuple[Segment, ...]]] = {}
         self._windows: dict[tuple[int, int], tuple[int, list[Window], list[int]]] = {}

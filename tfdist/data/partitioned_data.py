@@ -165,8 +165,7 @@ class PartitionedData:
             )
         layout = layout_of(self._source, features, label, weight, dtypes, shapes, fill)
         rows = _SHUFFLED_ROWS if is_flag and shuffle else int(shuffle)
-        reader = BatchReader(self._source, layout.tensors, rows)
-        reader.owner = self  # as long as the dataset lives, what it reads does
+        reader = BatchReader(self._source, layout.tensors, rows, owner=self)
         return batch_pipeline(
             reader,
             layout,

@@ -1,5 +1,6 @@
 """Data of Ray: its object store holds the blocks of a dataset, and each training process reads those it needs."""
 
+import concurrent.futures
 import os
 import secrets
 import threading
@@ -115,7 +116,7 @@ class RaySource(BlockSource):
         try:
             with self._lock:
                 if not ray.is_initialized():
-                    ray.init(address=self._address, log_to_driver=False, configure_logging=False)
+                    self._connect(ray)
                 holder = ray.get_actor(self._holder, namespace=self._holder)
                 (reference,) = ray.get(holder.reference.remote(self._numbers[block]), timeout=self._timeout)
             return ray.get(reference, timeout=self._timeout).select(list(columns))
@@ -125,6 +126,11 @@ class RaySource(BlockSource):
                 f"{error}. Expected: a block that Ray holds. It does so as long as the object that `from_ray` returned "
                 "lives in the driver, and the driver is connected."
             ) from error
+
+    def _connect(self, ray: Any) -> None:
+        """Connects in another thread: in the main one Ray would handle SIGTERM in place of FailureRecovery."""
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(ray.init, address=self._address, log_to_driver=False, configure_logging=False).result()
 
     def name_of(self, block: int) -> str:
         """Returns the number of the block."""
