@@ -15,7 +15,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "launch": (160, 120, "tfdist run, notebooks", "user"),
     "callbacks": (350, 120, "FailureRecovery, monitors", "user"),
     "strategies": (790, 120, "what replaces tf.distribute", "user"),
-    "spark": (545, 48, "KerasEstimator", "user"),
+    "spark": (430, 38, "KerasEstimator", "user"),
     "doctor": (105, 225, "checks before a training", ""),
     "planning": (1020, 120, "what a plan costs", ""),
     "probe": (160, 48, "measures a program", ""),
@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "data_position": (492, 395, "position in the data", "core"),
     "collectives": (760, 395, "gradient exchange", "core"),
     "servers": (1005, 395, "TensorFlow's servers", ""),
-    "data": (1090, 310, "Parquet, Spark, Dask, Ray", "user"),
+    "data": (1090, 500, "Parquet, Spark, Dask, Ray", "user"),
     "cluster": (230, 500, "TF_CONFIG, Slurm, …", ""),
     "internals": (545, 500, "private symbols", ""),
     "compression": (820, 500, "how a gradient is encoded", "core"),
@@ -41,11 +41,13 @@ ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 BENDS: dict[tuple[str, str], list[Point]] = {
     ("doctor", "cluster"): [(202, 377), (202, 470)],
     ("callbacks", "cluster"): [(240, 200), (216, 377), (216, 470)],
-    ("servers", "cluster"): [(1030, 447), (1030, 577), (230, 577), (230, 552)],
-    ("data", "cluster"): [(1178, 380), (1178, 590), (200, 590), (200, 552)],
+    ("servers", "cluster"): [(960, 447), (960, 577), (230, 577), (230, 552)],
+    ("data", "cluster"): [(1110, 552), (1110, 590), (200, 590), (200, 552)],
+    ("data", "internals"): [(1070, 552), (1070, 564), (560, 564), (560, 552)],
+    ("spark", "data"): [(490, 38), (490, 32), (1194, 32), (1194, 526), (1176, 526)],
     ("recovery", "data_position"): [(366, 300), (366, 371)],
     ("launch", "probe"): [(130, 120), (130, 100)],
-    ("probe", "strategies"): [(246, 70), (730, 121)],
+    ("probe", "strategies"): [(246, 92), (730, 121)],
 }
 
 
@@ -117,7 +119,7 @@ def _between(room: str, other: str, arrows: Iterable[tuple[str, str]]) -> list[P
         number = [pair[1 - position] for pair in ends].index(other if position == 0 else room)
         return ROOMS[mine][0] + (number - (len(ends) - 1) / 2) * 34
 
-    if ROOMS[room][1] == ROOMS[other][1]:  # side by side
+    if ROOMS[room][1] == ROOMS[other][1] and (room, other) not in BENDS:  # side by side
         middle, side = ROOMS[room][1] + ROOM_HEIGHT / 2, ROOM_WIDTH / 2
         side = side if ROOMS[room][0] < ROOMS[other][0] else -side
         return [(ROOMS[room][0] + side, middle), (ROOMS[other][0] - side, middle)]
