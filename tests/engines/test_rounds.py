@@ -224,6 +224,15 @@ def test_what_a_place_is_told():
     assert call.token not in repr(call) + repr(call.task(0, ADDRESSES)), "not in logs"
 
 
+def test_likely_ports_differ_between_rounds_and_are_no_ports_of_clients():
+    calls = [call_of(where)]
+    for _ in range(20):
+        calls.append(calls[-1].next_round(0))
+    ports = {call.likely_port for call in calls}
+    assert len(ports) > 15 and min(ports) >= 20_000 and max(ports) < 32_768
+    assert calls[0].likely_port == calls[0].likely_port
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,14 +1,12 @@
 """Spark for `on_spark`: the session, its slots, what failed in a stage, and a place as a task of a barrier stage."""
 
-import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
-from tfdist.launch.engines.place import PlaceResult, place_address, run_place
+from tfdist.launch.engines.place import PlaceResult, run_place
 
 _ERROR_LINES = 12
 
@@ -105,10 +103,10 @@ def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[Pla
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()
         rank = context.partitionId()
-        host = context.getTaskInfos()[rank].address.rpartition(":")[0].strip("[]")
-        message = json.dumps([rank, dataclasses.asdict(place_address(host))])
-        ranked = sorted(map(json.loads, context.allGather(message)), key=lambda pair: pair[0])
-        task = call.task(rank, [PlaceAddress(**fields) for _, fields in ranked], threads=context.cpus())
+        # Not by `allGather`, which asks once a second whether the others have answered.
+        hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
+        addresses = [PlaceAddress(host, call.likely_port, host, 0) for host in hosts]
+        task = call.task(rank, addresses, threads=context.cpus())
         gpus = context.resources().get("gpu")
         environ = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
         parent = os.getppid()
