@@ -194,7 +194,6 @@ def test_data_that_changes_after_it_was_counted_is_an_error(tmp_path):
         batches_of(data.dataset(4, features="id"))
 
 
-<<<<<<< HEAD
 def test_a_dataset_keeps_its_files(tmp_path):
     from tfdist.data.store_directory import data_in_store
 
@@ -206,8 +205,6 @@ def test_a_dataset_keeps_its_files(tmp_path):
     assert sum(batches_of(dataset), []) == list(range(1, 23))
 
 
-=======
->>>>>>> e155045 (A test is formatted)
 def test_no_rows_are_no_batches(tmp_path):
     data = write(tmp_path / "none", rows_of_files=(0,))
     assert batches_of(data.dataset(4, features="id", shuffle=True, seed=1, streams=2)) == []
