@@ -209,6 +209,7 @@ def finish(pods, manifest):
     run_until(lambda: all(pod.has_succeeded for pod in needed), pods, backoff_limit=limit)
 
 
+@pytest.mark.long
 def test_workers_of_a_tfjob_train(start):
     pods = start(TFJOB, "MultiWorkerMirroredStrategy", Worker=2)
     finish(pods, TFJOB)

@@ -63,6 +63,7 @@ def test_workers_without_a_common_seed_are_warned(tmp_path, monkeypatch):
     data = from_parquet(tmp_path / "rows.parquet")
     cluster = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    tf.random.set_seed(None)  # other tests of this process have set one
     with pytest.warns(RuntimeWarning, match="Workers shuffle rows in different orders"):
         data.dataset(2, features="x", shuffle=True)
     with warnings.catch_warnings():

@@ -13,9 +13,13 @@ from local_spark import require_spark, spark_environment, spark_session
 from tfdist.launch import on_dask, on_ray, on_spark
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
+TABLE = PAGE.read_text(encoding="utf-8").partition("## What works together")[2].partition("\n## ")[0]
 HEADER, *_ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in PAGE.read_text(encoding="utf-8").partition("## What works together")[2].splitlines()
+    for line in PAGE.read_text(encoding="utf-8")
+    .partition("## What works together")[2]
+    .partition("\n## ")[0]
+    .splitlines()
     if line.startswith("| ")
 ]
 ROWS = {row[0]: dict(zip(HEADER[1:], row[1:], strict=True)) for row in _ROWS}

@@ -97,7 +97,7 @@ def test_stopped_places_let_the_function_save(tmp_path):
 
 def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
     call, started = call_of(wait_for_signal, str(tmp_path / "started"), workers=1), tmp_path / "started"
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     place = subprocess.Popen([sys.executable, "-c", PLACE], env=environ, stdin=subprocess.PIPE)
     with place.stdin as stdin:
         pickle.dump(call.task(0, [place_address("127.0.0.1")]), stdin)
