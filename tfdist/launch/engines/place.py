@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,23 +96,7 @@ def place_address(host: str) -> PlaceAddress:
         return PlaceAddress(host, reserved.ports[0], socket.gethostname(), os.getpid())
 
 
-class _RunningPlaces:
-    """The rounds that run in this process, and those that another thread has asked to stop."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stopped: set[str] = set()
-
-    def stop(self, run: str) -> None:
-        with self._lock:
-            self._stopped.add(run)
-
-    def is_stopped(self, run: str) -> bool:
-        with self._lock:
-            return run in self._stopped
-
-
-_places = _RunningPlaces()
+_stopped_runs: set[str] = set()  # which another thread has asked to stop
 
 
 def stop_places(run: str) -> None:
@@ -122,7 +105,7 @@ def stop_places(run: str) -> None:
     Args:
         run: `EngineCall.run`. A place of this round that starts later ends at once.
     """
-    _places.stop(run)
+    _stopped_runs.add(run)
 
 
 def run_place(
@@ -198,6 +181,6 @@ class _Stop:
         if self._kill_at is not None:
             if now >= self._kill_at:
                 self._launcher.send_signal(signal.SIGKILL)
-        elif _places.is_stopped(self._task.run) or self._should_stop():
+        elif self._task.run in _stopped_runs or self._should_stop():
             self._launcher.send_signal(signal.SIGTERM)
             self._kill_at = now + self._task.grace_seconds + _KILL_SECONDS
