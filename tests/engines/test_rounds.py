@@ -19,7 +19,7 @@ from tfdist.launch.engines.place import PlaceResult, place_address, run_place, s
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.rank_files import RankResult
 
-ADDRESSES = [PlaceAddress("10.0.0.1", 4000, "a", 1), PlaceAddress("fd00::2", 4001, "b", 2)]
+ADDRESSES = [PlaceAddress("10.0.0.1", 4000), PlaceAddress("fd00::2", 4001)]
 
 
 def where(scale):

@@ -24,17 +24,12 @@ class PlaceAddress:
     Args:
         host: Its address, at which all other places reach it.
         port: A TCP port that was free there; place 0's is that of the rendezvous.
-        hostname: Its name, for messages.
-        pid: The process of the engine.
+        pid: The process of the engine; 0: unknown.
     """
 
     host: str
     port: int
-    hostname: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"{self.hostname} ({self.host}, process {self.pid})"
+    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def place_address(host: str) -> PlaceAddress:
         host: The address at which other places reach this host.
     """
     with ReservedPorts(1) as reserved:
-        return PlaceAddress(host, reserved.ports[0], socket.gethostname(), os.getpid())
+        return PlaceAddress(host, reserved.ports[0], os.getpid())
 
 
 _stopped_runs: set[str] = set()  # which another thread has asked to stop

@@ -105,7 +105,7 @@ def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[Pla
         rank = context.partitionId()
         # Not by `allGather`, which asks once a second whether the others have answered.
         hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
-        addresses = [PlaceAddress(host, call.likely_port, host, 0) for host in hosts]
+        addresses = [PlaceAddress(host, call.likely_port) for host in hosts]
         task = call.task(rank, addresses, threads=context.cpus())
         gpus = context.resources().get("gpu")
         environ = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
