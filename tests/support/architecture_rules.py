@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("tfdist", "strategies", "callbacks", "examples", "benchmarks")
-MAX_LINES = 300
+MAX_LINES = 500
 
 # A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
 # The sub-packages and modules of launch are rooms of their own.
