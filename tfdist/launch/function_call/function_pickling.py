@@ -2,6 +2,7 @@
 
 import functools
 import io
+import marshal
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,9 @@ def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
     rejected = _loaded(_PROCESS_BOUND if tensors else (_TENSOR, *_PROCESS_BOUND))
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
+        # cloudpickle 3.1.3 drops the names of files, by which a worker's traceback shows the lines of a notebook.
+        dispatch_table = {**cloudpickle.Pickler.dispatch_table, types.CodeType: _reduced_code}
+
         def persistent_id(self, obj: Any) -> None:
             for kind, name in rejected:
                 if isinstance(obj, kind):
@@ -55,6 +59,10 @@ def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
         raise
     except Exception as error:  # __reduce__ may raise anything
         raise PicklingError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def _reduced_code(code: types.CodeType) -> tuple[Any, ...]:
+    return marshal.loads, (marshal.dumps(code),)  # both processes run the same version of Python
 
 
 def import_cloudpickle() -> Any:
