@@ -29,6 +29,7 @@ from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_kera
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.complete_batches import is_complete
+from tfdist.tensorflow_internals.function_methods import reject_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.static_batches import (
@@ -186,6 +187,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             ValueError: The model's step cannot run under this strategy. The message gives the reason and the remedy.
         """
         check_collectives()
+        if self.num_replicas_in_sync > 1:
+            reject_compiled_function()
         if not tf.executing_eagerly():
             self.extended.replica_operations.equalize_keys()
         model, name = bound_step(fn)

@@ -17,6 +17,7 @@ from tfdist.keras_internals.keras_symbols import (
     stateless_scope,
     tree,
 )
+from tfdist.keras_internals.model_introspection import bound_to
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
 from tfdist.tensorflow_internals.xla_functions import (
     CannotCompileError,
@@ -58,7 +59,7 @@ def patch_compiled_calls(
             return make(self, step_function)
         self._jit_compile = False
         try:
-            return make(self, step_function)
+            return make(self, bound_to(self, step_function))
         finally:
             self._jit_compile = jit_compile
 

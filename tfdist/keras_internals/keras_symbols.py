@@ -47,6 +47,7 @@ for _path, _why in {
     "keras.src.losses.loss:unscale_loss_for_distribution": "its inverse, for the logged loss",
     "keras.src.losses.loss:reduce_values": "does not scale a loss that the user has averaged",
     "keras.src.losses.loss:reduce_weighted_values": "normalises masked losses by the replica's own mask",
+    "keras.src.trainers.compile_utils:get_loss": "does not scale a loss that overrides `__call__`",
     f"{_TRAINER}:TFEpochIterator": "takes the number of batches from the worker's own dataset",
     f"{_TRAINER_CLASS}.predict_on_batch": "makes every replica predict all rows",
     f"{_TRAINER_CLASS}._compute_loss": "does not show whether a loss was scaled",

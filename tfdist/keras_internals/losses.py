@@ -146,6 +146,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     TensorFlowTrainer._compute_loss = compute_loss_by_share
     _replace(losses, "reduce_values", reduce_values_by_share)
     _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
+    _patch_own_calls(current_step)
     patch_metric_updates(current_step)
 
     patch_layer_outputs(current_step)
@@ -155,6 +156,38 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         return None if step is None else step.parts_of_gradient(targets, gradients)
 
     patch_gradient_tapes(parts)
+
+
+def _patch_own_calls(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes compiled losses whose class overrides `__call__` return a part: no reduction of Keras scales theirs."""
+    get_loss = compile_utils.get_loss
+
+    @functools.wraps(get_loss)
+    def get_loss_by_share(*args: Any, **kwargs: Any) -> Any:
+        loss = get_loss(*args, **kwargs)
+        is_reduced = loss is None or type(loss).__call__ is keras.losses.Loss.__call__
+        return loss if is_reduced else _OwnCall(loss, current_step)
+
+    compile_utils.get_loss = get_loss_by_share
+
+
+class _OwnCall:
+    """A loss that computes the loss of a batch itself."""
+
+    def __init__(self, loss: Any, current_step: Callable[[], LossStep | None]) -> None:
+        self.name = loss.name
+        self._loss, self._current_step = loss, current_step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._current_step()
+        if step is None:
+            return self._loss(*args, **kwargs)
+        others_have_scaled, step.has_scaled = step.has_scaled, False
+        loss = self._loss(*args, **kwargs)
+        if is_scalar(loss):  # values of samples are scaled with the loss of the model
+            loss = step.as_part(loss, is_mean=not step.has_scaled)
+        step.has_scaled |= others_have_scaled
+        return loss
 
 
 def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:

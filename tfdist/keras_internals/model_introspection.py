@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,31 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer, tree
+from tfdist.tensorflow_internals.function_methods import inlined, python_function_of
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
-    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for others."""
+    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for others.
+
+    The step may be decorated by `tf.function`.
+    """
+    function = python_function_of(function)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, keras.Model) and name in ("train_step", "test_step"):
         return owner, name
     return None, None
+
+
+def bound_to(model: Any, step_function: Any) -> Any:
+    """Returns what Keras runs as a step of a model so that `bound_step` knows it: a decorator may hide the method."""
+    if bound_step(step_function)[0] is not None:
+        return step_function
+
+    def run_step(_: Any, data: Any) -> Any:
+        return inlined(step_function)(data)
+
+    run_step.__name__ = "train_step" if step_function == model.train_step else "test_step"
+    return types.MethodType(run_step, model)
 
 
 def has_own_step(model: Any) -> bool:

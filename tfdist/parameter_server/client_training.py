@@ -14,6 +14,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.worker_step import StepResult
+from tfdist.tensorflow_internals.function_methods import inlined
 
 _current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)
 
@@ -148,7 +149,7 @@ def _local_steps(model: keras.Model, iterator: Any, steps: tf.Tensor) -> tuple[t
 
     def one_step() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         batch = next(iterator)
-        logs = model.train_step(batch)
+        logs = inlined(model.train_step)(batch)
         rows = tf.shape(first_input(batch), out_type=tf.int64)[0]
         given = logs.items() if isinstance(logs, dict) else ()
         return rows, {key: tf.convert_to_tensor(value) for key, value in given if not isinstance(value, dict)}

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.tensorflow_internals.function_methods import inlined
 from tfdist.tensorflow_internals.pruned_function import PrunedFunction
 
 
@@ -159,7 +160,7 @@ class LossNormalizers:
         def run() -> None:
             scope = WorkerScope(self._model.metrics_variables, tf.constant(0, tf.int64), None)
             with contextlib.suppress(AllRecorded), scope.step(recording):
-                self._model.train_step(batch)
+                inlined(self._model.train_step)(batch)
 
         self._strategy.run(run)
         if len(recording.normalizers) < number:

@@ -9,6 +9,7 @@ from tfdist.compression import MomentumCorrection, Policy
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.model_introspection import computes_over_all_replicas
 from tfdist.servers.server_monitor import is_reachable
+from tfdist.tensorflow_internals.function_methods import is_compiled
 
 
 def reject_unsupported_model(model: Any) -> None:
@@ -64,10 +65,10 @@ def reject_unsupported_clients(model: Any, policy: Policy) -> None:
             "A client's average of weights ends with the round. Received: an optimizer with use_ema=True. Expected: "
             "use_ema=False. Average the weights of the servers in a callback."
         )
-    if model.jit_compile and model.jit_compile != "auto":
+    if is_compiled(model.train_step) or (model.jit_compile and model.jit_compile != "auto"):
         raise ValueError(
             "Clients do not compile their steps by XLA. Received: jit_compile=True. Expected: jit_compile=False or "
-            "'auto' in `compile`."
+            "'auto' in `compile`, and no `@tf.function(jit_compile=True)` at `train_step`."
         )
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
         raise ValueError(

@@ -15,6 +15,7 @@ from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
 from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,9 @@ def compute(
     """
     counter = update_counter(model.optimizer)
     updates = tf.cast(counter.read_value(), tf.int64)
-    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=jit_compiles_on_workers(model))
+    train_step = inlined(model.train_step)
+    jit_compile = is_compiled(model.train_step) or jit_compiles_on_workers(model)
+    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=jit_compile)
     sizes = [tf.shape(first_input(batch), out_type=tf.int64)[0] for batch in batches]
     all_samples = sizes[0] if total_samples is None else total_samples(tf.add_n(sizes))
     of_outputs = means_of_outputs(model)
@@ -78,7 +81,7 @@ def compute(
         values = scope.mean_values(of_outputs)
         # One after another, so that the activations of a micro-step are freed before the next one.
         with tf.control_dependencies(before), scope.step(loss_step):
-            logs = model.train_step(batch)
+            logs = train_step(batch)
         if of_outputs:
             scope.weigh_means(tf.math.divide_no_nan(*_floats(size, all_samples)), of_outputs, values)
         before = [values_of(gradient) for _, gradients in scope.pushed[-1] for gradient in gradients]
@@ -104,13 +107,12 @@ def compute(
 
 def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Runs `model.test_step`; returns what it adds to the variables of the metrics, and its logs."""
-    scope = WorkerScope(
-        model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=jit_compiles_on_workers(model)
-    )
+    jit_compile = is_compiled(model.test_step) or jit_compiles_on_workers(model)
+    scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=jit_compile)
     of_outputs = means_of_outputs(model)
     values = scope.mean_values(of_outputs)
     with scope.step():
-        logs = model.test_step(batch)
+        logs = inlined(model.test_step)(batch)
     scope.weigh_means(1.0, of_outputs, values)
     return _metric_values(model, scope), logs if isinstance(logs, dict) else {}
 

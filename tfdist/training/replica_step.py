@@ -18,6 +18,7 @@ from tfdist.keras_internals.model_introspection import (
     set_added_losses,
     step_states,
 )
+from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.static_batches import samples_of_replicas, without_filled_rows
@@ -47,6 +48,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     Returns:
         A function of a replica's data.
     """
+    is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
     if computes_over_all_replicas(model):
@@ -71,7 +73,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             if is_within_worker:
                 step.stay_within_worker(len(parts))
             step.model, step.has_own_loss = model, has_own_loss(model)
-            if not tf.executing_eagerly() and jit_compiles(model, replica_data):
+            if not tf.executing_eagerly() and (is_compiled_by_user or jit_compiles(model, replica_data)):
                 step.graph = tf.compat.v1.get_default_graph()
             if shared is not None and training:
                 step.timing = shared.start_timing(model, replica_data, step)
