@@ -16,6 +16,7 @@ from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saving_memory import patch_saving
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss, current_stage_loss
+from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 _is_patched = False
 
@@ -44,6 +45,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_creation_from_initializers(create)
     patch_errors_of_steps(explain)
     patch_auto_jit_compile(is_ours)
+    patch_graph_reset(is_ours)
     patch_losses(current_stage_loss)
     patch_saving(lambda model: is_ours(getattr(model, "distribute_strategy", None)))
     patch_learning_rates(lambda optimizer: is_ours(optimizer._distribution_strategy))

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.embeddings import patch_embedding_layers
+from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
@@ -21,6 +22,7 @@ from tfdist.parameter_server.embedding_lookup import look_up, num_parts
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.federated_chief import FederatedChief
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 _is_patched = False
 
@@ -42,8 +44,14 @@ def patch_keras_once(strategy_class: Any) -> None:
         strategy = tf.distribute.get_strategy()
         return num_parts(strategy.variable_partitioner, shape) if is_ours(strategy) else 1
 
+    def explain(strategy: Any, error: BaseException) -> None:
+        if is_ours(strategy):
+            strategy.divided_rows.explain(error)
+
+    patch_errors_of_steps(explain)
     patch_optimizers_of_strategies(is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
     patch_auto_jit_compile(is_ours)
+    patch_graph_reset(is_ours)
     patch_losses(current_loss_step)
     patch_compiled_calls(is_ours, WorkerScope.compiles_calls, WorkerScope.current)
     patch_optimizer_update_step()

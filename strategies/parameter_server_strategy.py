@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
+from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.variable_creation import keras_creates_variable
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.parameter_server.client_datasets import ClientDatasets
@@ -122,6 +123,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.variable_partitioner = variable_partitioner
         self.coordinator = Coordinator(self)
         self._stats = StatsCollector(self._num_workers)
+        self.divided_rows = DividedRows(1)
         patch_keras_once(ParameterServerStrategy)
         check_installed_versions(is_chief=True)
 

@@ -18,6 +18,7 @@ from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
+from tfdist.tensorflow_internals.runtime import patch_graph_reset
 from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
 from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
@@ -55,8 +56,10 @@ def patch_keras_once(strategy_class: Any) -> None:
 
     def after_error(strategy: Any, error: BaseException) -> None:
         if is_ours(strategy):
+            strategy.divided_rows.explain(error)
             recover_from(error, strategy._models, strategy)
 
+    patch_graph_reset(is_ours)
     patch_losses(current_step)
     patch_auto_jit_compile(is_ours)
     patch_compiled_calls(is_ours, compiles_calls)

@@ -13,6 +13,7 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
+from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     bound_step,
@@ -29,7 +30,7 @@ from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_kera
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.complete_batches import is_complete
-from tfdist.tensorflow_internals.function_methods import reject_compiled_function
+from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.static_batches import (
@@ -103,6 +104,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         self._reduction_context = ReductionContext()
         self._reduction_context.time_wait = time_wait
         self._compression_state = CompressionState(policy if policy.compresses else None)
+        self.divided_rows = DividedRows(1)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         context, state = self._reduction_context, self._compression_state
         self._reduction_within_worker = lambda launcher, index: ReplicaReduction(
@@ -188,7 +190,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         """
         check_collectives()
         if self.num_replicas_in_sync > 1:
-            reject_compiled_function()
+            reject_exchange_in_compiled_function()
         if not tf.executing_eagerly():
             self.extended.replica_operations.equalize_keys()
         model, name = bound_step(fn)
@@ -196,7 +198,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
             args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)
-            with self._within_worker():
+            self.divided_rows = DividedRows(self.num_replicas_in_sync)
+            with self._within_worker(), self.divided_rows.explained():
                 return super().run(fn, args, kwargs, options)
         self._models.add(model)
         training = name == "train_step"
@@ -205,7 +208,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             self._local_updates.add_model(model)
         data = args[0] if args else None
         replica_step = step_on_replicas(model, fn, data, self)
-        with self._within_worker() if training else nullcontext():
+        with self._within_worker() if training else nullcontext(), self.divided_rows.explained():
             results = super().run(replica_step, args, kwargs, options)
         if self.row_shares is not None and is_complete(data):
             results, report = results

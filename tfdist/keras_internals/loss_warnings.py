@@ -52,7 +52,7 @@ class LossWarnings:
         """A mean is divided by a number that equals that of the replicas, and was not read from the strategy."""
         meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
         self._warn(
-            f"A custom `train_step` multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
+            f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
             f"scales means itself, and takes this for {meant}. Received: {describe(tensor)}. Expected: the loss of one "
             "process. If the factor stands for the number of replicas, remove it, or write "
             "`loss / strategy.num_replicas_in_sync`."

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.divided_rows import DividedRows
+from tfdist.keras_internals.model_introspection import first_input
 from tfdist.parameter_server import worker_step
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
@@ -86,7 +88,9 @@ class WorkerFunctions:
     def _train(
         self, batches: list[Any], part: PartInfo, total_samples: Callable[[tf.Tensor], tf.Tensor] | None
     ) -> Results:
-        result = worker_step.compute(self._model, batches, part, self._strategy.pull_dtype, total_samples)
+        parts = 1 if self._buffers is None else self._strategy.num_workers  # a push is a whole batch
+        divided = self._strategy.divided_rows = DividedRows.of([first_input(batches[0]).shape[0]], parts)
+        result = worker_step.compute(self._model, batches, part, self._strategy.pull_dtype, total_samples, divided)
         self._last_num_normalizers = result.num_normalizers
         if self._buffers is None:
             report = push(result, self._model.optimizer, self._encoder)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import pull_as
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
@@ -92,6 +93,14 @@ class WorkerScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Returns the value of `variable` in this scope; `None`: read it from the server."""
+        if is_in_compiled_function():
+            raise ValueError(
+                "XLA cannot compile on a worker what reads variables of the servers. Received: a "
+                f"`tf.function(jit_compile=True)` that uses {variable.path!r}. Expected: functions of their arguments. "
+                "Leave out `jit_compile=True` there, and compile the model with "
+                "`model.compile(..., jit_compile=True)`, or decorate its `train_step` as a whole: then the workers "
+                "compile its layers."
+            )
         known = super().get_current_value(variable)
         if known is not None:
             return known

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import values_of
 from tfdist.keras_internals.auto_jit_compile import jit_compiles_on_workers
+from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.losses import means_of_outputs
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter
@@ -51,6 +52,7 @@ def compute(
     part: PartInfo,
     pull_dtype: tf.DType | None,
     total_samples: Callable[[tf.Tensor], tf.Tensor] | None,
+    divided: DividedRows,
 ) -> StepResult:
     """Runs `model.train_step` on each of `batches`, one after another, and changes no variable.
 
@@ -61,6 +63,7 @@ def compute(
         pull_dtype: As which dtype trainable variables cross the network.
         total_samples: Given the number of samples in `batches`, returns the number in all parts; both are int64
             scalars. `None`: `batches` is one batch and the only part.
+        divided: How the rows of a batch are divided.
     """
     counter = update_counter(model.optimizer)
     updates = tf.cast(counter.read_value(), tf.int64)
@@ -80,7 +83,8 @@ def compute(
         loss_step.observe(batch, size if static_size is None else static_size)
         values = scope.mean_values(of_outputs)
         # One after another, so that the activations of a micro-step are freed before the next one.
-        with tf.control_dependencies(before), scope.step(loss_step):
+        with tf.control_dependencies(before), divided.checked_literals() as traced, scope.step(loss_step):
+            traced.append(loss_step)
             logs = train_step(batch)
         if of_outputs:
             scope.weigh_means(tf.math.divide_no_nan(*_floats(size, all_samples)), of_outputs, values)

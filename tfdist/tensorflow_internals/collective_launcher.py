@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.function_methods import reject_compiled_function
+from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
@@ -110,7 +110,7 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
         signature, self._launching = self._launching, None
         if is_compiling():
             raise CannotCompileError
-        reject_compiled_function()
+        reject_exchange_in_compiled_function()
         if tf.executing_eagerly():
             return super()._next_instance_key()
         return self._instance_keys.next(signature)

@@ -7,13 +7,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.xla_functions import is_compiling
 
 _FUNCTION = "tensorflow.python.eager.polymorphic_function"
 _in_xla_context = private(
     "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext",
     "whether a function is being traced that XLA will compile",
 )
-_convert = private("tensorflow.python.autograph.impl.api:convert", "traces Python's conditions and loops as functions do")
+_convert = private("tensorflow.python.autograph.impl.api:convert", "traces Python's conditions as functions do")
 _ag_ctx = private("tensorflow.python.autograph.core:ag_ctx", "whether it does so")
 _Target = private(f"{_FUNCTION}.tf_method_target:TfMethodTarget", "the object of a decorated method")
 _Function = private(
@@ -50,17 +51,18 @@ def is_compiled(function: Any) -> bool:
     return isinstance(function, _Function) and bool(function._jit_compile)
 
 
-def reject_compiled_function() -> None:
-    """Raises an error while a `tf.function` with `jit_compile=True` is being traced that the user's code calls.
+def is_in_compiled_function() -> bool:
+    """Whether a `tf.function` with `jit_compile=True` is being traced that the user's code calls."""
+    return not (tf.executing_eagerly() or is_compiling()) and bool(_in_xla_context(tf.compat.v1.get_default_graph()))
 
-    Call this before replicas exchange anything.
-    """
-    if tf.executing_eagerly() or not _in_xla_context(tf.compat.v1.get_default_graph()):
-        return
-    raise ValueError(
-        "XLA cannot compile what replicas exchange. Received: a `tf.function(jit_compile=True)` that updates variables "
-        "by an optimizer, reduces over the replicas, or calls `strategy.run`. Expected: computations of one replica. "
-        "Leave `jit_compile=True` out there, or give it to the part that only computes; a model that is compiled "
-        "with `model.compile(..., jit_compile=True)`, and a `train_step` that is decorated as a whole, have their "
-        "layers compiled under tfdist's strategies."
-    )
+
+def reject_exchange_in_compiled_function() -> None:
+    """Raises an error while such a function is being traced. Call this before replicas exchange anything."""
+    if is_in_compiled_function():
+        raise ValueError(
+            "XLA cannot compile what replicas exchange. Received: a `tf.function(jit_compile=True)` that updates "
+            "variables by an optimizer, reduces over the replicas, or calls `strategy.run`. Expected: computations of "
+            "one replica. Leave out `jit_compile=True` there, or give it to the part that only computes. A model that "
+            "is compiled with `model.compile(..., jit_compile=True)`, or whose `train_step` is decorated as a whole, "
+            "has its layers compiled."
+        )

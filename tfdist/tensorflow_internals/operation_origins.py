@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_KERAS_FUNCTIONS = ("ops", "backend", "utils")  # which programs call, too
+_KERAS_FUNCTIONS = ("ops", "backend", "random", "utils")  # which programs call, too
 
 
 @functools.cache

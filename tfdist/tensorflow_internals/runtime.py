@@ -5,9 +5,11 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.tensorflow_symbols import context
@@ -34,6 +36,22 @@ def exclude_from_autograph() -> None:
     """
     if not any(rule.matches("tfdist") for rule in _autograph.CONVERSION_RULES):
         _autograph.CONVERSION_RULES = (_autograph.DoNotConvert("tfdist"), *_autograph.CONVERSION_RULES)
+
+
+def patch_graph_reset(is_ours: Callable[[Any], bool]) -> None:
+    """Keeps the default graph within the scope of a strategy that `is_ours`, as in `keras.utils.clear_session`.
+
+    The graph holds the scope: what is created afterwards would be outside, and the end of the scope would fail. Without
+    graphs of TensorFlow 1 it holds nothing else. May be called more than once, for different strategies.
+    """
+    reset = tf.compat.v1.reset_default_graph
+
+    @functools.wraps(reset)
+    def reset_outside_of_scopes() -> None:
+        if not (tf.distribute.has_strategy() and is_ours(tf.distribute.get_strategy())):
+            reset()
+
+    tf.compat.v1.reset_default_graph = reset_outside_of_scopes
 
 
 def cluster_is_running() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import jit_compiles
+from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
@@ -60,6 +61,9 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     static = [] if samples[0] is not None else [first_input(part) for part in parts]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
     steps = iter(_static_steps(static, replicas) if shared is None else shared.steps)
+    micro_batches = strategy.micro_batches if training else 1
+    counts = [static_samples(first_input(part)) for part in parts]
+    divided = strategy.divided_rows = DividedRows.of(counts, strategy.num_replicas_in_sync, micro_batches)
     waiting = zip(parts, samples, strict=True)
 
     @tf.autograph.experimental.do_not_convert
@@ -78,10 +82,13 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
             if shared is not None and training:
                 step.timing = shared.start_timing(model, replica_data, step)
             with step.running():
-                if training and strategy.micro_batches > 1 and _can_be_split(replica_data):
-                    results = _run_micro_batches(model, step_function, replica_data, step, strategy, fillers)
-                else:
-                    results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
+                is_first = replica_data is parts[0]  # one replica stands for all
+                with divided.checked_literals(is_first) as checked:
+                    if micro_batches > 1 and _can_be_split(replica_data):
+                        results = _run_micro_batches(model, step_function, replica_data, step, strategy, fillers)
+                    else:
+                        results = [_run_whole_batch(model, step_function, replica_data, step, fillers)]
+                    checked.append(results[0].step)
             if shared is None:
                 return synchronize_results(model, step, results, training=training)[0]
             shared.end_timing(model, step)
