@@ -56,8 +56,8 @@ class DividedRows:
         total = "" if self.total is None else f" of {self.total} rows"
         error.add_note(
             f"The rows of a batch are divided along the first axis of each of its tensors. Received: {rows} of a "
-            f"global batch{total}, which is divided into {self.parts}. Expected: a step that takes numbers of rows from "
-            "its data. Write `tf.shape(x)[0]` where the program contains the size of the global batch, such as "
+            f"global batch{total}, which is divided into {self.parts}. Expected: numbers of rows from "
+            "the data. Write `tf.shape(x)[0]` where the program contains the size of the global batch, such as "
             "`batch_size`, and let the first axis of each input hold the samples."
         )
 

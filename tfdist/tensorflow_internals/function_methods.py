@@ -37,7 +37,7 @@ def python_function_of(function: Any) -> Any:
 def inlined(function: Any) -> Any:
     """Returns what to call in place of a `tf.function`, to trace it in the caller's graph; another function itself.
 
-    A function of its own is traced once for all replicas of a process that look alike, with the first one's variables,
+    A separate function is traced once for all replicas of a process that look alike, with the first one's variables,
     and XLA cannot compile the collectives in it.
     """
     original = python_function_of(function)
