@@ -47,8 +47,8 @@ def variables_of_own_loss(model: Any) -> list[keras.Variable]:
 
 
 def overridden_method(model: Any, *names: str) -> str | None:
-    """Returns the first of the methods `names` that the class of the model overrides."""
-    own = {name for base in _own_classes(model) for name in vars(base)}
+    """Returns the first of the methods `names` that the class of the model, or the model itself, overrides."""
+    own = {name for base in _own_classes(model) for name in vars(base)} | set(vars(model))
     return next((name for name in names if name in own), None)
 
 

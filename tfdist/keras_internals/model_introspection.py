@@ -40,7 +40,8 @@ def bound_to(model: Any, step_function: Any) -> Any:
 def has_own_step(model: Any) -> bool:
     """Whether a model has its own `train_step` or `test_step`, which may call it on other inputs than `fit` has."""
     own, stock = type(model), TensorFlowTrainer
-    return own.train_step is not stock.train_step or own.test_step is not stock.test_step
+    is_of_class = own.train_step is not stock.train_step or own.test_step is not stock.test_step
+    return is_of_class or not {"train_step", "test_step"}.isdisjoint(vars(model))
 
 
 def has_own_loss(model: Any) -> bool:
