@@ -16,6 +16,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_tra
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
+from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
@@ -60,6 +61,7 @@ def patch_keras_once(strategy_class: Any) -> None:
             recover_from(error, strategy._models, strategy)
 
     patch_graph_reset(is_ours)
+    patch_statements_in_scope(is_ours)
     patch_losses(current_step)
     patch_auto_jit_compile(is_ours)
     patch_compiled_calls(is_ours, compiles_calls)

@@ -47,8 +47,7 @@ class DividedRows:
         text = str(error)
         if self.parts == 1 or not isinstance(error, _KINDS) or not _ABOUT_SHAPES.search(text):
             return
-        numbers = {int(number) for number in _NUMBER.findall(text)}
-        if self.rows is not None and not numbers & {self.rows, self.total} and not _FIRST_AXIS.search(text):
+        if not _FIRST_AXIS.search(text) and not self._is_named_in(text):
             return
         if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
             return
@@ -60,6 +59,13 @@ class DividedRows:
             "the data. Write `tf.shape(x)[0]` where the program contains the size of the global batch, such as "
             "`batch_size`, and let the first axis of each input hold the samples."
         )
+
+    def _is_named_in(self, text: str) -> bool:
+        """Whether an error names the size of the global batch, or an index beyond the rows of a part."""
+        numbers = {int(number) for number in _NUMBER.findall(text)}
+        if self.total is None:
+            return any(number * self.parts in numbers for number in numbers - {0})
+        return self.total in numbers or f"is not in [0, {self.rows})" in text
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -80,30 +86,32 @@ class DividedRows:
         is_checked = is_asked and self.rows != self.total and not tf.executing_eagerly()
         first = len(_operations()) if is_checked else 0
         yield steps
-        if is_checked:
-            found = (self._literal(operation, steps[0]) for operation in _operations()[first:])
-            tensor = next((tensor for tensor in found if tensor is not None), None)
-            if tensor is not None:
-                self._warn(describe(tensor))
+        tensor = self._literal(_operations()[first:], steps[0]) if is_checked else None
+        if tensor is not None:
+            self._warn(describe(tensor))
 
-    def _literal(self, operation: tf.Operation, step: LossStep) -> tf.Tensor | None:
-        """Returns noise that stands for the samples of a global batch, or what is concatenated with samples."""
+    def _literal(self, operations: Sequence[tf.Operation], step: LossStep) -> tf.Tensor | None:
+        """Returns noise that stands for the samples of a global batch, or a concatenation with other such rows.
 
-        def is_literal(tensor: tf.Tensor) -> bool:
-            return bool(tensor.shape.rank) and tensor.shape[0] == self.total and not step.holds_samples(tensor)
+        Two concatenated parts of two replicas have as many rows as the global batch: then noise may be for them.
+        """
+        noises = []
+        for operation in operations:
+            tensor = operation.outputs[0] if operation.outputs else None
+            if operation.type == "ConcatV2":
+                *parts, axis = operation.inputs
+                is_of_rows = tf.get_static_value(axis) in (0, -(parts[0].shape.rank or 0))
+                if is_of_rows and any(map(step.holds_samples, parts)):
+                    if self._has_rows(tensor):
+                        return None
+                    if any(self._has_rows(part) and not step.holds_samples(part) for part in parts):
+                        return tensor
+            elif operation.type in RANDOM and self._has_rows(tensor) and _has_written_shape(operation):
+                noises.append(tensor)
+        return next((noise for noise in noises if not is_of_keras(noise)), None)
 
-        if operation.type in RANDOM:
-            tensor = operation.outputs[0]
-            return tensor if is_literal(tensor) and not is_of_keras(tensor) else None
-        if operation.type == "ConcatV2":
-            *parts, axis = operation.inputs
-            if (
-                tf.get_static_value(axis) in (0, -(parts[0].shape.rank or 0))
-                and any(map(is_literal, parts))
-                and any(map(step.holds_samples, parts))
-            ):
-                return operation.outputs[0]
-        return None
+    def _has_rows(self, tensor: tf.Tensor) -> bool:
+        return bool(tensor.shape.rank) and tensor.shape[0] == self.total
 
     def _warn(self, line: str) -> None:
         message = (
@@ -115,6 +123,12 @@ class DividedRows:
         if message not in _warned:
             _warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def _has_written_shape(operation: tf.Operation) -> bool:
+    """Whether the shape of noise is a constant, and not what `tf.shape` returns for a tensor of known shape."""
+    shape = operation.inputs[0].op
+    return shape.type == "Const" and not shape.name.rpartition("/")[2].startswith("Shape")
 
 
 def _operations() -> list[tf.Operation]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
+from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
 from tfdist.keras_internals.variable_paths import unique_path
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
@@ -242,10 +243,14 @@ def patch_optimizers(
             if not is_ours(self):
                 return apply(self, grads, trainable_variables)
             variables = None if trainable_variables is None else list(trainable_variables)
+            is_outside = is_outside_of_replicas(self._distribution_strategy)
             if not self.built and variables:
-                build(self, variables)
+                (build_outside_trace if is_outside and tf.executing_eagerly() else build)(self, variables)
             of_all = self._trainable_variables if variables is None and self.built else variables or []
             are_values = [self._overwrite_variable_with_gradient(variable) for variable in of_all]
+            if is_outside:
+                on_replica = functools.partial(apply_once, self, trainable_variables=variables)
+                return apply_on_replicas(self._distribution_strategy, on_replica, list(grads), are_values)
             return together(lambda total: apply(self, total, variables), list(grads), are_values)
 
         return apply_once

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer
+from tfdist.keras_internals.divided_rows import DividedRows
+from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, tree
 from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.static_batches import batch_spec
@@ -135,10 +136,13 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
         try:
             with local_values(strategy):
                 return build(self, iterator=iterator, data_batch=data_batch)
-        except _BUILD_ERRORS:
-            if not steps_by_itself:
-                raise
-            return _build_without_call(self)
+        except _BUILD_ERRORS as error:
+            if steps_by_itself:
+                return _build_without_call(self)
+            rows = next((leaf.shape[0] for leaf in tree.flatten(declared) if leaf is not None), None)
+            if rows is not None:
+                DividedRows.of([rows], strategy.num_replicas_in_sync).explain(error)
+            raise
 
     TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
 
