@@ -305,3 +305,60 @@ def adversarial(model, inputs, targets):
 @pytest.mark.parametrize("step", [adversarial, generator(lambda inputs: 2 * tf.shape(inputs)[0])])
 def test_rows_of_the_data_are_not_warned_of(cpus, step):
     fitted(MirroredStrategy(cpus[:2]), functools.partial(Step, step))
+
+
+def eager_loop(strategy):
+    """A chapter's loop without `strategy.run`: tapes, optimizers, plain variables and functions in the scope."""
+    with strategy.scope():
+        model, adam, rate = network(), keras.optimizers.Adam(0.1), tf.Variable(0.5)
+        sgd, slots = keras.optimizers.SGD(rate), tf.Variable([0.0, 0.0])
+
+        def loss(inputs, targets):
+            return tf.reduce_mean(tf.square(model(inputs, training=True) - targets))
+
+        @tf.function
+        def step(inputs, targets):
+            with tf.GradientTape() as tape:
+                value = loss(inputs, targets)
+            weights = model.trainable_weights
+            sgd.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+            return value
+
+        keras.utils.clear_session()
+        rate.assign(0.25)
+        slots.scatter_nd_update([[1]], [2.0])
+        for inputs, targets in tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(BATCH):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    value = loss(inputs, targets)
+                first = tape.gradient(value, model.trainable_weights[0])
+            second = outer.gradient(tf.reduce_sum(first**2), model.trainable_weights)
+            adam.apply(second, model.trainable_weights)
+            step(inputs, targets)
+            with tf.GradientTape() as tape:
+                squared = slots * slots
+            slots.assign_sub(0.1 * tf.linalg.diag_part(tape.jacobian(squared, slots)))
+        copies = [strategy.experimental_local_results(weight.value) for weight in model.trainable_weights]
+    model.trainable_weights[0].assign(model.trainable_weights[0] * 1.5)
+    with tf.GradientTape() as tape:  # after the scope
+        value = loss(INPUTS, TARGETS)
+    sgd.apply_gradients([(tape.gradient(value, model.trainable_weights[0]), model.trainable_weights[0])])
+    numbers = [float(sgd.learning_rate), int(adam.iterations), int(sgd.iterations)]
+    return [*model.get_weights(), slots.numpy(), numbers], copies
+
+
+def test_statements_outside_of_replicas_equal_one_process(cpus):
+    values, copies = eager_loop(MirroredStrategy(cpus[:2]))
+    expected, _ = in_one_process(eager_loop)
+    for value, reference in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, reference, rtol=0, atol=TOLERANCE)
+    assert all(np.array_equal(*of_replicas) for of_replicas in copies)
+
+
+def test_a_loaded_layer_works_within_the_scope(cpus, tmp_path):
+    network().export(str(tmp_path / "model"), verbose=False)
+    expected = keras.layers.TFSMLayer(str(tmp_path / "model"), call_endpoint="serve")(INPUTS)
+    with MirroredStrategy(cpus[:2]).scope():
+        np.testing.assert_array_equal(
+            keras.layers.TFSMLayer(str(tmp_path / "model"), call_endpoint="serve")(INPUTS), expected
+        )

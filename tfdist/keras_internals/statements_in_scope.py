@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfdist.private_symbols import private
 
 _DistributedVariable = private(
-    "tensorflow.python.distribute.values:DistributedVariable", "cannot be converted to a number of Python"
+    "tensorflow.python.distribute.values:DistributedVariable",
+    "cannot be converted to a number of Python, nor updated by rows",
 )
 
 
@@ -49,6 +50,9 @@ def patch_statements_in_scope(is_ours: Callable[[Any], bool]) -> None:
     keras.layers.TFSMLayer.call = call_on_replicas
     if not hasattr(_DistributedVariable, "__float__"):
         _DistributedVariable.__float__ = lambda self: float(self.read_value())
+        _DistributedVariable.__int__ = lambda self: int(self.read_value())
+        for name in ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update"):
+            setattr(_DistributedVariable, name, _on_copies(name))
 
 
 def _first_copies(sources: Any) -> Any:
@@ -58,6 +62,24 @@ def _first_copies(sources: Any) -> Any:
         return tf.distribute.get_strategy().experimental_local_results(variable)[0] if is_distributed else variable
 
     return tf.nest.map_structure(first, sources)
+
+
+def _on_copies(name: str) -> Callable[..., Any]:
+    """Returns a method of a distributed variable that calls the method `name` of its copies."""
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = self.distribute_strategy
+
+        def update_one(variable: tf.Variable) -> None:
+            getattr(variable, name)(*args, **kwargs)
+
+        if tf.distribute.in_cross_replica_context():
+            strategy.extended.update(self, tf.autograph.experimental.do_not_convert(update_one), group=False)
+        else:
+            update_one(self._get_on_device_or_primary())
+        return self
+
+    return update
 
 
 def is_outside_of_replicas(strategy: Any) -> bool:
@@ -74,11 +96,16 @@ def apply_on_replicas(
 
     On several workers these are then the mean of the workers' gradients.
     """
-    parts = [
-        gradient if is_value or gradient is None else _part(gradient, strategy.num_replicas_in_sync)
-        for gradient, is_value in zip(gradients, are_values, strict=True)
-    ]
-    strategy.run(tf.autograph.experimental.do_not_convert(lambda: apply(parts)))
+
+    def apply_parts() -> None:  # a tensor for each replica: one for all of them would be reduced to itself
+        apply(
+            [
+                gradient if is_value or gradient is None else _part(gradient, strategy.num_replicas_in_sync)
+                for gradient, is_value in zip(gradients, are_values, strict=True)
+            ]
+        )
+
+    strategy.run(tf.autograph.experimental.do_not_convert(apply_parts))
 
 
 def _part(gradient: Any, count: int) -> Any:
