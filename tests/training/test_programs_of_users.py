@@ -310,8 +310,8 @@ def test_rows_of_the_data_are_not_warned_of(cpus, step):
 def eager_loop(strategy):
     """A chapter's loop without `strategy.run`: tapes, optimizers, plain variables and functions in the scope."""
     with strategy.scope():
-        model, adam, rate = network(), keras.optimizers.Adam(0.1), tf.Variable(0.5)
-        sgd, slots = keras.optimizers.SGD(rate), tf.Variable([0.0, 0.0])
+        model, adam, sgd = network(), keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.5)
+        slots = tf.Variable([0.0, 0.0])
 
         def loss(inputs, targets):
             return tf.reduce_mean(tf.square(model(inputs, training=True) - targets))
@@ -325,7 +325,7 @@ def eager_loop(strategy):
             return value
 
         keras.utils.clear_session()
-        rate.assign(0.25)
+        sgd.learning_rate.assign(0.25)
         slots.scatter_nd_update([[1]], [2.0])
         for inputs, targets in tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(BATCH):
             with tf.GradientTape() as outer:

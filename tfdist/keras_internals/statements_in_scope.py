@@ -11,7 +11,7 @@ from tfdist.private_symbols import private
 
 _DistributedVariable = private(
     "tensorflow.python.distribute.values:DistributedVariable",
-    "cannot be converted to a number of Python, nor updated by rows",
+    "has no Python number, and no update of rows",
 )
 
 
