@@ -163,6 +163,29 @@ class MeanAndPenalty(keras.Model):
         return super().compute_loss(x, y, y_pred, sample_weight) + 0.3 * ops.mean(y_pred**2)
 
 
+class DecoratedStep(OwnStep):
+    """As the methods of public examples are decorated."""
+
+    train_step = tf.function(OwnStep.train_step, jit_compile=True)
+    test_step = tf.function(OwnStep.test_step)
+
+
+class OwnCall(keras.losses.Loss):
+    """A loss that reduces by itself."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+
+@case()
+def decorated_steps_and_losses(strategy: tf.distribute.Strategy) -> Outcome:
+    nothing: Any = {"loss": lambda: None, "metrics": lambda: None, "data": dataset(21)}
+    return {
+        "step": fitted(strategy, lambda: SGD(0.1), model=lambda: DecoratedStep(own_mean), **nothing),
+        "loss": fitted(strategy, lambda: SGD(0.1), data=dataset(21), loss=OwnCall),
+    }
+
+
 @case()
 def compute_loss_that_adds_a_mean(strategy: tf.distribute.Strategy) -> Outcome:
     return fitted(strategy, lambda: Adam(0.01), model=MeanAndPenalty, data=dataset(21))
