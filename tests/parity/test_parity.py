@@ -28,14 +28,16 @@ _LEFT_OUT = set(
 _LONG_ON_REPLICAS = set(
     "accumulation_by_callback accumulation_that_changes adam batch_logs class_weights compiled_by_xla "
     "convolutions_without_samples "
-    "decorated_steps_and_losses embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch "
+    "decorated_steps_and_losses "
+    "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch "
     "lookups_without_samples loss_scale loss_scale_overflow_on_one_replica masked_sequences run_eagerly "
     "on_batch_methods regularizers seeded_shuffle_and_cache stateful_layers static_sizes step_of_the_guide "
     "steps_per_execution sum_reduction texts".split()
 )
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "
-    "decorated_steps_and_losses everything_on_arrays lookups_without_samples loss_scale_overflow_on_one_replica masked_sequences "
+    "decorated_steps_and_losses "
+    "everything_on_arrays lookups_without_samples loss_scale_overflow_on_one_replica masked_sequences "
     "stateful_layers static_sizes step_of_the_guide sum_reduction uneven_workers_of_known_size "
     "uneven_workers_of_unknown_size".split()
 )
