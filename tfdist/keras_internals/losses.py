@@ -175,7 +175,7 @@ class _OwnCall:
     """A loss that computes the loss of a batch itself."""
 
     def __init__(self, loss: Any, current_step: Callable[[], LossStep | None]) -> None:
-        self.name = loss.name
+        self.name = getattr(loss, "name", None)
         self._loss, self._current_step = loss, current_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

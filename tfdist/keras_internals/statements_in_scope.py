@@ -68,15 +68,13 @@ def _on_copies(name: str) -> Callable[..., Any]:
     """Returns a method of a distributed variable that calls the method `name` of its copies."""
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = self.distribute_strategy
-
         def update_one(variable: tf.Variable) -> None:
             getattr(variable, name)(*args, **kwargs)
 
-        if tf.distribute.in_cross_replica_context():
-            strategy.extended.update(self, tf.autograph.experimental.do_not_convert(update_one), group=False)
-        else:
-            update_one(self._get_on_device_or_primary())
+        if not tf.distribute.in_cross_replica_context():  # replicas would change their copies in different ways
+            return getattr(tf.Variable, name)(self, *args, **kwargs)
+        update_one = tf.autograph.experimental.do_not_convert(update_one)
+        self.distribute_strategy.extended.update(self, update_one, group=False)
         return self
 
     return update

@@ -62,7 +62,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
     steps = iter(_static_steps(static, replicas) if shared is None else shared.steps)
     micro_batches = strategy.micro_batches if training else 1
-    counts = [static_samples(first_input(part)) for part in parts]
+    counts = [static_samples(first_input(part)) for part in parts] if shared is None else []
     divided = strategy.divided_rows = DividedRows.of(counts, strategy.num_replicas_in_sync, micro_batches)
     waiting = zip(parts, samples, strict=True)
 
