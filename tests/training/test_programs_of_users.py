@@ -40,14 +40,14 @@ def network(outputs=4):
     )
 
 
-def fitted(strategy, create, **arguments):
-    """The weights, the History and the evaluation of a model after two steps."""
+def fitted(strategy, create, *, evaluates=False, **arguments):
+    """The weights, the History and, if asked for, the evaluation of a model after two steps."""
     with strategy.scope():
         model = create()
         model.compile(keras.optimizers.SGD(0.1), **{"jit_compile": False, **arguments})
     targets = [TARGETS] * len(model.outputs) if getattr(model, "outputs", None) else TARGETS
     history = model.fit(INPUTS, targets, batch_size=BATCH, shuffle=False, verbose=0).history
-    evaluated = model.evaluate(INPUTS, targets, batch_size=BATCH, verbose=0, return_dict=True)
+    evaluated = model.evaluate(INPUTS, targets, batch_size=BATCH, verbose=0, return_dict=True) if evaluates else {}
     return model.get_weights(), history, evaluated
 
 
@@ -94,7 +94,7 @@ def two_outputs():
 @pytest.mark.filterwarnings("error:A loss is neither")
 def test_losses_that_override_call_equal_one_process(cpus):
     assert_equal_to_one_process(cpus, network, loss=OfSamples())
-    assert_equal_to_one_process(cpus, two_outputs, loss=[Mean(), Twice()], loss_weights=[1.0, 0.5])
+    assert_equal_to_one_process(cpus, two_outputs, loss=[Mean(), Twice()], loss_weights=[1.0, 0.5], evaluates=True)
     with pytest.warns(UserWarning, match="computes a loss eagerly"):
         assert_equal_to_one_process(cpus, network, loss=Mean(), run_eagerly=True)
 
@@ -195,9 +195,18 @@ class CompiledLoss(Step):
         return self.logs(self.update(*data))
 
 
-@pytest.mark.parametrize("create", [CompiledStep, TracedStep, HiddenStep, StepOfTheInstance, CompiledLoss])
+@pytest.mark.parametrize(
+    "create",
+    [
+        CompiledStep,
+        TracedStep,
+        HiddenStep,
+        pytest.param(StepOfTheInstance, marks=pytest.mark.long),  # by the same lines as the hidden one
+        pytest.param(CompiledLoss, marks=pytest.mark.long),
+    ],
+)
 def test_decorated_steps_equal_one_process(cpus, create):
-    assert_equal_to_one_process(cpus, create)
+    assert_equal_to_one_process(cpus, create, evaluates=create is CompiledStep)
 
 
 def test_a_compiled_function_with_an_exchange_is_refused(cpus):
