@@ -340,9 +340,8 @@ def eager_loop(strategy):
             with tf.GradientTape() as outer:
                 with tf.GradientTape() as tape:
                     value = loss(inputs, targets)
-                first = tape.gradient(value, model.trainable_weights[0])
-            second = outer.gradient(tf.reduce_sum(first**2), model.trainable_weights)
-            adam.apply(second, model.trainable_weights)
+                steepness = tf.reduce_sum(tape.gradient(value, model.trainable_weights[0]) ** 2)
+            adam.apply(outer.gradient(steepness, model.trainable_weights), model.trainable_weights)
             step(inputs, targets)
             with tf.GradientTape() as tape:
                 squared = slots * slots
