@@ -9,6 +9,7 @@ from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
 from tfdist.cluster.detect import detect
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.cluster.kubernetes import from_kubernetes, is_kubernetes_cluster
+from tfdist.cluster.run_seed import SEED_VARIABLE, new_seed, seed_of_run
 from tfdist.cluster.slurm import expand_hostlist, expand_tasks_per_node, from_slurm, is_slurm_step
 from tfdist.cluster.tf_config import from_tf_config, has_tf_config
 from tfdist.cluster.wait_for_peers import wait_for_peers, why_unreachable
@@ -16,6 +17,7 @@ from tfdist.cluster.wait_for_peers import wait_for_peers, why_unreachable
 __all__ = [
     "LOST_RUN_EXIT_CODE",
     "PREEMPTED_EXIT_CODE",
+    "SEED_VARIABLE",
     "ClusterConfig",
     "ClusterSpec",
     "Heartbeat",
@@ -29,6 +31,8 @@ __all__ = [
     "has_tf_config",
     "is_kubernetes_cluster",
     "is_slurm_step",
+    "new_seed",
+    "seed_of_run",
     "wait_for_peers",
     "why_unreachable",
 ]

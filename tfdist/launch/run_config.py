@@ -85,6 +85,7 @@ class RunConfig:
 
     Args:
         run_id: Identifies the run.
+        seed: The seed of the run.
         nodes: Number of nodes.
         max_restarts: Number of restarts allowed.
         min_workers: Least number of workers of all nodes together; None: all.
@@ -93,9 +94,11 @@ class RunConfig:
         timeouts: When workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too.
         has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server and hold stages.
         parameter_servers: Number of parameter servers of all nodes together; with any, node 0 also starts their chief.
+        seed_option: The seed that the user has given to `tfdist run`, or None.
     """
 
     run_id: str
+    seed: int
     nodes: int
     max_restarts: int
     min_workers: int | None
@@ -104,6 +107,7 @@ class RunConfig:
     timeouts: Timeouts
     has_chief: bool = False
     parameter_servers: int = 0
+    seed_option: int | None = None
 
     @property
     def heartbeat_timeout(self) -> float:

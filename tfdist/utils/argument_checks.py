@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+MAX_SEED = 2**32 - 1  # of NumPy's generator, and of PYTHONHASHSEED
 _MAX_SECONDS = 1e9  # the system calls that wait accept no more
 
 
@@ -78,7 +79,20 @@ def check_seconds(name: str, value: Any) -> None:
         )
 
 
-def whole_number(*, at_least: int, example: int) -> Callable[[str], int]:
+def check_seed(seed: Any) -> None:
+    """Checks an argument `seed`.
+
+    Raises:
+        ValueError: If it is not a whole number from 0 to `MAX_SEED`.
+    """
+    if not is_whole_number(seed, at_least=0) or seed > MAX_SEED:
+        raise ValueError(
+            f"Invalid `seed`. Received: seed={_shortened(seed)}. Expected: a whole number from 0 to {MAX_SEED}, or None "
+            "for a new one."
+        )
+
+
+def whole_number(*, at_least: int, at_most: int | None = None, example: int) -> Callable[[str], int]:
     """Returns a parser of whole numbers, for the `type` of an argument.
 
     >>> whole_number(at_least=1, example=2)("0")
@@ -92,10 +106,11 @@ def whole_number(*, at_least: int, example: int) -> Callable[[str], int]:
             number = int(text)
         except ValueError:
             number = at_least - 1
-        if number < at_least:
+        if number < at_least or (at_most is not None and number > at_most):
+            limit = "" if at_most is None else f" and at most {at_most}"
             raise argparse.ArgumentTypeError(
-                f"Invalid number. Received: {text!r}. Expected: a whole number of at least {at_least}, for example "
-                f"{example}."
+                f"Invalid number. Received: {text!r}. Expected: a whole number of at least {at_least}{limit}, for "
+                f"example {example}."
             )
         return number
 

@@ -69,7 +69,7 @@ def execute(options: argparse.Namespace) -> int:
     start_timeout = _start_timeout(options, os.environ)
     if node is None:
         _check_min_workers(options)
-    run_id = secrets.token_hex(8)
+    run_id, seed = secrets.token_hex(8), _seed(options, os.environ)
     logs = LogFiles(options.log_dir)
     if node is None:
         logs.open(roles, attempt=0)
@@ -84,9 +84,9 @@ def execute(options: argparse.Namespace) -> int:
         with contextlib.ExitStack() as until_the_end:
             policy: RunPolicy
             if node is None:
-                policy = _single_node_policy(options, run_id, error_file, console)
+                policy = _single_node_policy(options, run_id, seed, error_file, console)
             else:
-                config = _run_config(options, node, run_id, start_timeout, timeouts)
+                config = _run_config(options, node, run_id, seed, start_timeout, timeouts)
                 joined = join_run(node, config, console, workers=options.workers, error_file=error_file)
                 policy = until_the_end.enter_context(joined)
             return AttemptLoop(
@@ -109,7 +109,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _single_node_policy(
-    options: argparse.Namespace, run_id: str, error_file: ErrorFile, console: Console
+    options: argparse.Namespace, run_id: str, seed: int, error_file: ErrorFile, console: Console
 ) -> SingleNodePolicy:
     restarts = RestartPolicy(
         workers=options.workers,
@@ -121,16 +121,18 @@ def _single_node_policy(
         AttemptEvaluator(restarts, run_id),
         lambda workers: _roles(options, workers),
         options.workers,
+        seed=seed,
         error_file=error_file,
         say=console.say,
     )
 
 
 def _run_config(
-    options: argparse.Namespace, node: NodeOptions, run_id: str, start_timeout: float, timeouts: Timeouts
+    options: argparse.Namespace, node: NodeOptions, run_id: str, seed: int, start_timeout: float, timeouts: Timeouts
 ) -> RunConfig:
     return RunConfig(
         run_id,
+        seed,
         node.nodes,
         options.max_restarts,
         options.min_workers,
@@ -139,6 +141,7 @@ def _run_config(
         timeouts,
         options.chief,
         options.parameter_servers,
+        options.seed,
     )
 
 
@@ -204,6 +207,15 @@ def _start_timeout(options: argparse.Namespace, environ: Mapping[str, str]) -> f
             f"Invalid environment variable {_START_TIMEOUT_VARIABLE}. Received: {_START_TIMEOUT_VARIABLE}={text!r}. "
             "Expected: a number of seconds above 0, for example 300. Correct the variable, or use --start-timeout."
         ) from None
+
+
+def _seed(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if options.seed is not None:
+        return int(options.seed)
+    try:
+        return cluster.new_seed(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _worker_command(options: argparse.Namespace) -> list[str]:

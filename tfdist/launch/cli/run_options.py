@@ -7,7 +7,7 @@ from tfdist.launch.cli.node_options import add_node_options
 from tfdist.launch.cli.planned_processes import add_plan_option
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
 from tfdist.launch.run_config import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
-from tfdist.utils.argument_checks import seconds, whole_number
+from tfdist.utils.argument_checks import MAX_SEED, seconds, whole_number
 
 START_TIMEOUT_SECONDS = 300.0
 
@@ -160,6 +160,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(at_least=1, example=2),
         metavar="T",
         help="threads of each worker (default: usable cores / workers, unless the environment sets them)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(at_least=0, at_most=MAX_SEED, example=1),
+        metavar="S",
+        help="where the random generators of Python, NumPy and TensorFlow start in every worker, and after every "
+        "restart, unless the script seeds them (default: TFDIST_SEED; else a new seed for each run or batch job)",
     )
     add_node_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")

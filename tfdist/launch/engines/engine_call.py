@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tfdist
+from tfdist.cluster import new_seed
 from tfdist.launch.function_call.function_pickling import import_cloudpickle
 from tfdist.launch.function_call.written_call import check_function, pickle_call
-from tfdist.utils.argument_checks import check_seconds, check_whole_number
+from tfdist.utils.argument_checks import check_seconds, check_seed, check_whole_number
 
 START_TIMEOUT_SECONDS = 300.0
 
@@ -89,6 +90,7 @@ class EngineCall:
         has_chief: Whether a chief runs in place 0, beside its worker, and calls the function alone.
         max_restarts: How often all workers may be restarted.
         threads_per_worker: Threads of each worker; None: those that the engine gives a place.
+        seed: The seed of the run, the same in all rounds.
         log_dir: Directory for the workers' output on their hosts, or None.
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
         start_timeout_seconds: How long to wait for places and for workers.
@@ -104,6 +106,7 @@ class EngineCall:
     has_chief: bool = False
     max_restarts: int = 0
     threads_per_worker: int | None = None
+    seed: int = dataclasses.field(default_factory=lambda: new_seed(os.environ))
     log_dir: str | None = None
     grace_seconds: float = 5.0
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
@@ -124,6 +127,7 @@ class EngineCall:
         chief: Any = False,
         max_restarts: Any = 0,
         threads_per_worker: Any = None,
+        seed: Any = None,
         log_dir: str | os.PathLike[str] | None = None,
         grace_seconds: Any = 5.0,
         start_timeout_seconds: Any = START_TIMEOUT_SECONDS,
@@ -141,6 +145,8 @@ class EngineCall:
         check_whole_number("max_restarts", max_restarts, at_least=0)
         if threads_per_worker is not None:
             check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
+        if seed is not None:
+            check_seed(seed)
         check_seconds("grace_seconds", grace_seconds)
         check_seconds("start_timeout_seconds", start_timeout_seconds)
         if not start_timeout_seconds:
@@ -161,6 +167,7 @@ class EngineCall:
             bool(chief),
             max_restarts,
             threads_per_worker,
+            new_seed(os.environ) if seed is None else seed,
             None if log_dir is None else os.fspath(Path(log_dir).absolute()),
             float(grace_seconds),
             float(start_timeout_seconds),
@@ -198,6 +205,7 @@ class EngineCall:
         """
         nodes = len(addresses)
         arguments = ["run", "--workers", "1", "--network", "host", "--max-restarts", str(self.max_restarts)]
+        arguments += ["--seed", str(self.seed)]
         arguments += ["--grace", f"{self.grace_seconds:g}", "--start-timeout", f"{self.start_timeout_seconds:g}"]
         if nodes > 1:
             rendezvous = addresses[0]

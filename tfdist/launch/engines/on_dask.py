@@ -41,6 +41,7 @@ def on_dask(
     max_restarts: int = 0,
     resources: Mapping[str, float] | None = None,
     threads_per_worker: int | None = None,
+    seed: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     grace_seconds: float = 5.0,
     start_timeout_seconds: float = START_TIMEOUT_SECONDS,
@@ -67,6 +68,8 @@ def on_dask(
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         resources: What each process takes of its Dask worker's resources, such as `{"GPU": 1}`.
         threads_per_worker: Threads of each worker. Defaults to those of its Dask worker.
+        seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
+            restart, unless `function` seeds them. By default TFDIST_SEED of this process; else a new seed for each call.
         log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
         start_timeout_seconds: How long to wait for free Dask workers, and then for the processes to start.
@@ -92,6 +95,7 @@ def on_dask(
         chief=chief,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
+        seed=seed,
         log_dir=log_dir,
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,

@@ -34,6 +34,7 @@ def on_spark(
     chief: bool = False,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
+    seed: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     grace_seconds: float = 5.0,
     start_timeout_seconds: float = START_TIMEOUT_SECONDS,
@@ -59,6 +60,8 @@ def on_spark(
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         threads_per_worker: Threads of each worker. Defaults to `spark.task.cpus`.
+        seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
+            restart, unless `function` seeds them. By default TFDIST_SEED of this process; else a new seed for each call.
         log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
         start_timeout_seconds: How long to wait for free slots, and then for the processes to start.
@@ -82,6 +85,7 @@ def on_spark(
         chief=chief,
         max_restarts=max_restarts,
         threads_per_worker=threads_per_worker,
+        seed=seed,
         log_dir=log_dir,
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,

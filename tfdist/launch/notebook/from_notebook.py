@@ -15,7 +15,7 @@ from tfdist.launch.function_call.written_call import check_function, pickle_call
 from tfdist.launch.notebook.plan_from_notebook import NotebookPlans
 from tfdist.planning.plan_choice import Processes, best_plan
 from tfdist.planning.plans import PlanFile
-from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number
+from tfdist.utils.argument_checks import UsageError, check_seconds, check_seed, check_whole_number
 
 Value = TypeVar("Value")
 _NETWORKS = ("auto", "private", "host")
@@ -28,6 +28,7 @@ def from_notebook(
     plan: NotebookPlans | str | os.PathLike[str] | None = None,
     max_restarts: int = 0,
     threads_per_worker: int | None = None,
+    seed: int | None = None,
     network: str = "auto",
     log_dir: str | os.PathLike[str] | None = None,
     grace_seconds: float = 5.0,
@@ -65,6 +66,8 @@ def from_notebook(
         max_restarts: How often to restart all workers after a failure, and to call the function again. With
             `FailureRecovery` the training resumes from the newest checkpoint.
         threads_per_worker: Threads of each worker. Defaults to the usable cores divided by `workers`.
+        seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
+            restart, unless `function` seeds them. By default TFDIST_SEED of this process; else a new seed for each call.
         network: "private": only the workers can connect to each other; "host": for functions that need the internet;
             "auto": private where permitted.
         log_dir: Directory for the workers' output, in files `rank-<rank>.log`, in addition.
@@ -83,6 +86,8 @@ def from_notebook(
         KeyboardInterrupt: If the call was interrupted, after the workers have ended.
     """
     _check_options(function, workers, max_restarts, threads_per_worker, network, grace_seconds)
+    if seed is not None:
+        check_seed(seed)
     import_cloudpickle()
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -104,6 +109,8 @@ def from_notebook(
         options += ["--error-file", str(directory / FAILURE), "--grace", f"{grace_seconds:g}"]
         if threads_per_worker is not None:
             options += ["--threads-per-worker", str(threads_per_worker)]
+        if seed is not None:
+            options += ["--seed", str(seed)]
         if log_dir is not None:
             options += ["--log-dir", os.fspath(log_dir)]
         with LauncherProcess(["run", *options, str(script)]) as launcher:

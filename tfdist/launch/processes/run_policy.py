@@ -26,6 +26,7 @@ class AttemptStart:
         addresses: `host:port` of the processes of all hosts, by rank.
         full_workers: Number of workers that were requested, on all hosts together.
         run_id: Identifies the run.
+        seed: The seed of the run.
         may_restart: Whether a failure may be followed by a restart.
     """
 
@@ -35,6 +36,7 @@ class AttemptStart:
     addresses: tuple[str, ...]
     full_workers: int
     run_id: str
+    seed: int
     may_restart: bool = False
 
     @property
@@ -146,6 +148,7 @@ class SingleNodePolicy(RunPolicy):
         evaluator: Decides what follows each attempt.
         roles: Returns the processes of an attempt, given its number of workers.
         workers: Number of workers of the first attempt.
+        seed: The seed of the run.
         error_file: Describes failed attempts.
         say: Shows lines to the user.
     """
@@ -156,11 +159,13 @@ class SingleNodePolicy(RunPolicy):
         roles: Callable[[int], Mapping[int, Role]],
         workers: int,
         *,
+        seed: int,
         error_file: ErrorFile,
         say: Callable[..., None],
     ) -> None:
         self._evaluator, self._roles, self._error_file, self._say = evaluator, roles, error_file, say
         self._full_workers = self._workers = workers
+        self._seed = seed
         self._attempt = 0
         self._not_before = 0.0
         self._end: RunEnd | None = None
@@ -185,6 +190,7 @@ class SingleNodePolicy(RunPolicy):
             addresses,
             self._full_workers,
             self._evaluator.run_id,
+            self._seed,
             self._evaluator.may_restart,
         )
 

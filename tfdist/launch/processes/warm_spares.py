@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfdist.launch.processes.seeded_environment import has_started
 from tfdist.launch.processes.worker_process import WorkerProcess
 
 _PROGRAM = str(Path(__file__).with_name("warm_spare_main.py"))
@@ -44,7 +45,7 @@ class _WarmSpare:
         """Turns it into a worker; returns False if it has exited."""
         self._channel.setblocking(True)
         try:
-            self._channel.sendall(json.dumps(dict(environ)).encode())
+            self._channel.sendall(json.dumps(has_started(environ)).encode())
             self._channel.shutdown(socket.SHUT_WR)
         except OSError:
             return False

@@ -11,6 +11,7 @@ from tfdist.cluster import ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
 from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
 from tfdist.launch.processes.run_policy import AttemptStart
+from tfdist.launch.processes.seeded_environment import seeded_environment
 from tfdist.launch.run_config import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
@@ -168,8 +169,9 @@ class WorkerEnvironments:
         roles = start.local_roles
         share = ThreadShare(count_computing(roles), usable_cores(), self._threads_per_worker, self._environ)
         spec = cluster_spec(start.roles.values(), start.addresses)
+        inherited = {name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE}
         common = {
-            **{name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE},
+            **seeded_environment(inherited, start.seed),
             **share.environment(),
             "PYTHONUNBUFFERED": "1",
             "TFDIST_START_TIMEOUT": f"{self._start_timeout:g}",

@@ -83,7 +83,7 @@ class Coordinator:
             self._handle_loss(before, "it joined again", now)
         config = self._config
         timing = {"heartbeat_seconds": config.heartbeat_seconds, "heartbeat_timeout": config.heartbeat_timeout}
-        connection.send({"type": "joined", "run": config.run_id, **timing})
+        connection.send({"type": "joined", "run": config.run_id, "seed": config.seed, **timing})
         if self._phase is _Phase.RUNNING and self._tracker is not None:
             if self._tracker.take_back(node):
                 self._send(node, {**self._start, "ranks": list(node.roles)})

@@ -61,6 +61,7 @@ def join_run(
                     "--min-workers": config.min_workers,
                     "--chief": config.has_chief,
                     "--parameter-servers": config.parameter_servers,
+                    "--seed": config.seed_option,
                 },
             }
         )

@@ -123,6 +123,7 @@ class Membership:
             "--min-workers": config.min_workers,
             "--chief": config.has_chief,
             "--parameter-servers": config.parameter_servers,
+            "--seed": config.seed_option,
         }
         differing = [option for option, value in ours.items() if theirs[option] != value]
         if differing:

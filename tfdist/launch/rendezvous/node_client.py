@@ -40,7 +40,7 @@ class NodeClient(RunPolicy):
     ) -> None:
         self._connection, self._say, self._error_file = connection, say, error_file
         self.address = address or connection.local_address
-        self.run_id = ""
+        self.run_id, self._seed = "", 0
         self._heartbeat_seconds, self._heartbeat_timeout = 1.0, 0.0
         self._clock = ActiveClock(now=time.monotonic())
         self._heard_at = self._heartbeat_at = 0.0
@@ -176,7 +176,7 @@ class NodeClient(RunPolicy):
     def _take_answer(self, answer: Mapping[str, Any]) -> None:
         if answer.get("type") == "rejected":
             raise UsageError(f"The rendezvous rejects this host. {answer.get('reason')}")
-        self.run_id = str(answer["run"])
+        self.run_id, self._seed = str(answer["run"]), int(answer["seed"])
         self._heartbeat_seconds = float(answer["heartbeat_seconds"])
         self._heartbeat_timeout = float(answer["heartbeat_timeout"])
         self._heard_at = self._clock.advance(time.monotonic())
@@ -224,6 +224,7 @@ class NodeClient(RunPolicy):
             addresses=tuple(str(address) for address in message["addresses"]),
             full_workers=int(message["all_workers"]),
             run_id=self.run_id,
+            seed=self._seed,
             may_restart=bool(message["may_restart"]),
         )
 

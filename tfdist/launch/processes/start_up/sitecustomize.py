@@ -1,0 +1,82 @@
+"""Starts the random generators of a worker from the seed of the run, before its program begins.
+
+Python imports the first module of this name on its path when it starts. The launcher puts this directory in front of a
+worker's PYTHONPATH. The module removes it, so that the worker's program and processes that it starts see the user's
+own PYTHONPATH, then runs the `sitecustomize` that Python would have found without it.
+
+NumPy is seeded when the program imports it: what a program sets in `os.environ` before that still has its effect.
+"""
+
+import os
+import random
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+_NUMPY = "numpy.random"
+# Some of the libraries that they import draw from `random`. A warm spare has imported them before the program begins.
+_KEEPING = ("tensorflow", "keras")
+
+
+class _SeedingFinder:
+    """Finds modules as the other finders do, and seeds or restores the generators once they are imported."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._searched: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in (_NUMPY, *_KEEPING) or name in self._searched:
+            return None
+        self._searched.add(name)
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def execute_and_seed(module: ModuleType) -> None:
+            del loader.exec_module
+            state = random.getstate()
+            execute(module)
+            if module.__name__ in _KEEPING:
+                random.setstate(state)
+            elif hasattr(module, "seed"):
+                module.seed(self._seed)
+
+        # On the instance, so that the module has the loader that it would have.
+        loader.exec_module = execute_and_seed
+
+
+def _leave_path(directory: str) -> None:
+    sys.path[:] = [entry for entry in sys.path if entry != directory]
+    rest = os.environ.get("PYTHONPATH", "").removeprefix(directory).removeprefix(os.pathsep)
+    if rest:
+        os.environ["PYTHONPATH"] = rest
+    else:
+        os.environ.pop("PYTHONPATH", None)
+
+
+def _run_own_sitecustomize() -> None:
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    sys.modules["sitecustomize"] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _start(seed: str) -> None:
+    _leave_path(os.path.dirname(__file__))
+    if seed.isdigit():
+        random.seed(int(seed))
+        sys.meta_path.insert(0, _SeedingFinder(int(seed)))  # type: ignore[arg-type]
+    _run_own_sitecustomize()
+
+
+_start(os.environ.get("TFDIST_SEED", ""))
