@@ -29,6 +29,7 @@ from tfdist.strategies.worker_start import (
     default_micro_batches,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
+from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
@@ -43,6 +44,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
     is_equal_on_all_replicas,
 )
 from tfdist.training.balanced_batches import complete_batches
+from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -144,8 +146,11 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._split_state()
         self._micro_batches = default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
         if self.num_workers > 1:
-            agree_on_random_seed(self.rank, f"tfdist/seed/{self._collective_key_base}")
+            agree_on_random_seed(self.rank, self.num_workers, f"tfdist/seed/{self._collective_key_base}")
             compare_cpus(self.rank, self.num_workers, f"tfdist/cpu/{self._collective_key_base}")
+            self._batch_comparison = BatchComparison(
+                self.rank, self.num_workers, f"tfdist/batches/{self._collective_key_base}"
+            )
         self._row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
@@ -195,13 +200,22 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """
         counts = self.replicas_of_workers
         if self.row_shares is not None and isinstance(dataset, tf.data.Dataset):
-            batches = complete_batches(dataset, counts[self.rank], self.num_workers, self.rank)
+            batches = complete_batches(self._compared(dataset), counts[self.rank], self.num_workers, self.rank)
             return mark_complete(self.extended.distribute_worker_batches(dataset, batches, False, options))
         reads_own_rows = self.num_workers > 1 and selectable(dataset) is not None
+        compared = dataset
+        if isinstance(dataset, tf.data.Dataset) and not reads_own_rows and draws_common_batches(dataset):
+            compared = self._compared(dataset)
         if not isinstance(dataset, tf.data.Dataset) or (len(set(counts)) == 1 and not reads_own_rows):
-            return super().experimental_distribute_dataset(dataset, options)
-        batches, shards_files = worker_batches(dataset, counts, self.rank)
+            if compared is dataset:
+                return super().experimental_distribute_dataset(dataset, options)
+            return self.extended.distribute_shown_batches(dataset, compared, options)
+        batches, shards_files = worker_batches(compared, counts, self.rank)
         return self.extended.distribute_worker_batches(dataset, batches, shards_files, options)
+
+    def _compared(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the dataset with the same batches, which are compared with those of the other workers."""
+        return dataset if self._batch_comparison is None else self._batch_comparison.shown(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
         """Distributes the datasets of workers; see `tf.distribute.Strategy.distribute_datasets_from_function`.

@@ -1,6 +1,7 @@
 """Patches Keras where it has no hook for strategies. Strategies of TensorFlow are not affected."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
+from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import patch_concatenation, patch_predict_on_batch
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
@@ -21,6 +23,7 @@ from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
+from tfdist.training.batch_comparison import DifferentBatchesError
 from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
@@ -55,10 +58,23 @@ def patch_keras_once(strategy_class: Any) -> None:
     def keep_static_sizes(strategy: Any, dataset: Any) -> Any:
         return strategy._keep_static_sizes(dataset) if is_ours(strategy) else dataset
 
+    def before_step(strategy: Any) -> None:
+        if is_ours(strategy):
+            strategy.check_batches()
+
     def after_error(strategy: Any, error: BaseException) -> None:
         if is_ours(strategy):
             strategy.divided_rows.explain(error)
             recover_from(error, strategy._models, strategy)
+            # Another worker may have left because of it, so that this one fails in an exchange.
+            if not isinstance(error, DifferentBatchesError):
+                strategy.check_batches()
+
+    def at_end(is_training: bool, call: Callable[..., None], callback_list: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = getattr(getattr(callback_list, "model", None), "distribute_strategy", None)
+        if is_ours(strategy) and strategy._batch_comparison is not None:
+            strategy._batch_comparison.end(only_new=not is_training)
+        call(*args, **kwargs)
 
     patch_graph_reset(is_ours)
     patch_statements_in_scope(is_ours)
@@ -71,7 +87,10 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_predict_on_batch(is_ours, strategy_class._shard_rows)
     patch_concatenation(keeps_order)
     patch_number_of_batches(agree_on_batches, keep_static_sizes)
-    patch_errors_of_steps(after_error)
+    patch_errors_of_steps(after_error, before_step)
+    wrap_callback_list("on_train_end", functools.partial(at_end, True))
+    for method in ("on_test_end", "on_predict_end"):
+        wrap_callback_list(method, functools.partial(at_end, False))
     patch_distributed_iterators()
     patch_merge_calls(keep_added_losses)
     patch_symbolic_build(is_ours, build_locally)

@@ -38,6 +38,7 @@ from tfdist.tensorflow_internals.static_batches import (
     without_filled_rows,
 )
 from tfdist.training.balanced_batches import own_rows
+from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.empty_batches import predict_on_replicas
 from tfdist.training.model_checks import check_model
 from tfdist.training.replica_step import local_parts, step_on_replicas
@@ -101,6 +102,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         self._state_sharding: StateSharding | None = None
         self._row_shares: RowShares | None = None
         self._local_updates: LocalUpdates | None = None
+        self._batch_comparison: BatchComparison | None = None
         self._reduction_context = ReductionContext()
         self._reduction_context.time_wait = time_wait
         self._compression_state = CompressionState(policy if policy.compresses else None)
@@ -191,6 +193,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         check_collectives()
         if self.num_replicas_in_sync > 1:
             reject_exchange_in_compiled_function()
+        self.check_batches()
         if not tf.executing_eagerly():
             self.extended.replica_operations.equalize_keys()
         model, name = bound_step(fn)
@@ -215,6 +218,11 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             if training:
                 self.row_shares.add_step(self.experimental_local_results(report)[0])
         return self._wrap_results(results)
+
+    def check_batches(self) -> None:
+        """Raises an error if workers are known to have drawn different batches."""
+        if self._batch_comparison is not None:
+            self._batch_comparison.check()
 
     def run_over_all_replicas(self, fn: Callable[[], Any]) -> Any:
         """Runs `fn` on each replica while a function is traced; it reduces over the replicas of all workers."""

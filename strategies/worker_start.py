@@ -1,11 +1,15 @@
 """What the workers of a cluster agree on, and what is set in their processes, when they start."""
 
+import json
 import os
-import secrets
+import pickle
+import random
 import zlib
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster import new_seed
 from tfdist.tensorflow_internals.runtime import (
     global_seed,
     set_key_value,
@@ -16,21 +20,35 @@ from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xl
 from tfdist.utils.argument_checks import optional_integer_variable
 
 
-def agree_on_random_seed(rank: int, name: str) -> None:
-    """Sets the same global TensorFlow seed on all workers unless the user has set one.
+def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
+    """Sets the same seed for the global generators of TensorFlow, Python and NumPy on all workers.
 
-    Each worker shuffles the complete dataset and takes its part. With different seeds, some samples of an epoch would
-    be seen twice and others never. All attempts of one `tfdist run` have the same seed, so a training that resumes
-    after a failure sees the same order.
+    Each worker draws all batches and takes its part. With different seeds, some samples of an epoch would be seen twice
+    and others never. All attempts of a run have the same seed, so a training that resumes after a failure sees the same
+    order.
+
+    A seed of TensorFlow that the user has set is kept. The generators of Python and NumPy are seeded only where they
+    differ between workers, and nobody has seeded or used them since this module was imported. That is so where
+    `tfdist run` has not seeded them before the program began.
 
     Args:
         rank: The rank of this worker.
+        num_workers: The number of workers.
         name: Of the seed in the key-value store of the cluster.
     """
+    if rank == 0:
+        set_key_value(name, str(new_seed(os.environ)))
+    seed = int(wait_for_key_value(name))
     if global_seed() is None:
-        if rank == 0:
-            set_key_value(name, str(_seed_of_run()))
-        tf.random.set_seed(int(wait_for_key_value(name)))
+        tf.random.set_seed(seed)
+    states = _states_of_generators()
+    unused = {kind: state == _STATES_AT_IMPORT[kind] for kind, state in states.items()}
+    set_key_value(f"{name}/{rank}", json.dumps([states, unused]))
+    everyone = [json.loads(wait_for_key_value(f"{name}/{worker}")) for worker in range(num_workers)]
+    for kind, seed_generator in (("python", random.seed), ("numpy", np.random.seed)):
+        differ = len({state[kind] for state, _ in everyone}) > 1
+        if differ and all(is_unused[kind] for _, is_unused in everyone):
+            seed_generator(seed)
 
 
 def compare_cpus(rank: int, num_workers: int, name: str) -> None:
@@ -94,6 +112,10 @@ def answer_peers_during_computation() -> None:
             threading.set_inter_op_parallelism_threads(2)
 
 
-def _seed_of_run() -> int:
-    run = os.environ.get("TFDIST_RUN_ID")
-    return secrets.randbits(31) if run is None else zlib.crc32(run.encode()) >> 1
+def _states_of_generators() -> dict[str, int]:
+    """Returns hashes of the states of the generators of Python and NumPy."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    return {kind: zlib.crc32(pickle.dumps(state)) for kind, state in states.items()}
+
+
+_STATES_AT_IMPORT = _states_of_generators()

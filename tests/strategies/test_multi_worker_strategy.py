@@ -161,11 +161,3 @@ def test_a_strategy_created_after_the_start_of_tensorflow_is_rejected(attempts):
     assert "Move it above the first tensor" in message
 
 
-def test_the_attempts_of_a_run_have_one_seed(monkeypatch):
-    from tfdist.strategies.worker_start import _seed_of_run
-
-    monkeypatch.setenv("TFDIST_RUN_ID", "one")
-    first = _seed_of_run()
-    assert first == _seed_of_run()
-    monkeypatch.setenv("TFDIST_RUN_ID", "another")
-    assert first != _seed_of_run()

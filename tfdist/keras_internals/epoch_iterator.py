@@ -177,12 +177,23 @@ def patch_number_of_batches(
     trainer.TFEpochIterator = AgreedEpochIterator
 
 
-def patch_errors_of_steps(on_error: Callable[[Any, BaseException], None]) -> None:
-    """Calls `on_error(strategy, error)` before an exception ends a `fit`, `evaluate` or `predict` within an epoch."""
+def patch_errors_of_steps(
+    on_error: Callable[[Any, BaseException], None], before_step: Callable[[Any], None] = lambda strategy: None
+) -> None:
+    """Calls functions around the steps of `fit`, `evaluate` and `predict`.
+
+    Args:
+        on_error: Takes the strategy and the error before an exception ends an epoch.
+        before_step: Takes the strategy before each execution.
+    """
     stock = trainer.TFEpochIterator
 
     class ReportingEpochIterator(stock):  # type: ignore[misc, valid-type]
         """Keras' epoch iterator, which reports the exceptions of the loop over an epoch."""
+
+        def __next__(self) -> Any:
+            before_step(self._distribute_strategy)
+            return super().__next__()
 
         @contextmanager
         def catch_stop_iteration(self) -> Iterator[None]:

@@ -174,6 +174,29 @@ def runs_python(dataset: Any) -> bool:
     return any(operation.op in _PYTHON for operation in _operations(pipeline_nodes(user_datasets(dataset))))
 
 
+def random_operations(graph: Any) -> set[str]:
+    """Returns the operations of a pipeline's function that draw random numbers, or call Python, which may, by name."""
+    definition = graph.as_graph_def()
+    called = {function.signature.name: function.node_def for function in definition.library.function}
+    changes_variables = any("Assign" in node.op for node in definition.node)
+
+    def draws(nodes: Iterable[Any], seen: frozenset[str]) -> bool:
+        for node in nodes:
+            # The seed generators of Keras are variables.
+            if node.op in _PYTHON or "Rng" in node.op or ("seed" in node.attr and "seed2" in node.attr):
+                return True
+            if changes_variables and node.op == "ReadVariableOp":
+                return True
+            functions = [value.func for value in node.attr.values() if value.HasField("func")]
+            functions += [function for value in node.attr.values() for function in value.list.func]
+            for name in {function.name for function in functions} - seen:
+                if draws(called.get(name, ()), seen | {name}):
+                    return True
+        return False
+
+    return {node.name for node in definition.node if draws([node], frozenset())}
+
+
 def python_functions(dataset: Any) -> list[Any]:
     """Returns the Python functions that were given to a pipeline."""
     return [wrapper._func for node in pipeline_nodes(user_datasets(dataset)) for wrapper in node._functions()]

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
+from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
 from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
 from tfdist.tensorflow_internals.runtime import cluster_is_running, set_key_value, wait_for_key_value
 from tfdist.tensorflow_internals.tensorflow_symbols import (
@@ -194,6 +195,14 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         alone = tf.distribute.InputContext(1, 0, self._num_replicas_in_sync)
         context = self._make_input_context() if shards_files else alone
         return distribute_worker_batches(dataset, batches, self._container_strategy(), context, workers, options)
+
+    def distribute_shown_batches(self, dataset: Any, shown: Any, options: Any) -> Any:
+        """Returns the distributed dataset whose batches are drawn from `shown`; see `compared_datasets`."""
+        workers = self._input_workers_with_options(options)
+        context, strategy = self._make_input_context(), self._container_strategy()
+        return distribute_shown_batches(
+            dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options
+        )
 
     # A single worker takes the path of MirroredStrategy, without collectives where there is one.
 

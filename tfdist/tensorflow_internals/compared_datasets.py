@@ -1,0 +1,182 @@
+"""Datasets whose batches, now and then, are shown to a function, and which are otherwise those of the user."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.input_pipeline import is_per_worker, pipeline_nodes, random_operations
+
+_Distributed = private(
+    "tensorflow.python.distribute.input_lib:DistributedDataset", "is rebuilt to skip on each worker, after sharding"
+)
+private(
+    "tensorflow.python.distribute.input_lib:DistributedDataset._make_rebatch_fn",
+    "sees the batch size of a dataset, but not beyond a function that is mapped",
+)
+
+# The first batch of a pass, and those whose numbers, from 1, are powers of 8.
+_POWERS_OF_8 = sum(1 << (3 * exponent) for exponent in range(21))
+_ROWS_AT_LEAST = 4
+_VALUES = 1 << 16  # of an input, to look at
+_ENDLESS = 1 << 62
+_Policy = tf.data.experimental.AutoShardPolicy
+
+Show = Callable[[int, int, list[np.ndarray]], None]
+
+
+def draws_common_batches(dataset: tf.data.Dataset) -> bool:
+    """Whether all workers draw the same batches of a dataset that is distributed, of which each takes its rows."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    has_shard = any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
+    return policy in (_Policy.AUTO, _Policy.DATA) and not has_shard and not is_per_worker(dataset)
+
+
+def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:
+    """Returns the parts of a batch that all workers draw alike: names, and numbers in the flattened batch.
+
+    Parts that depend on random numbers which threads draw in any order are left out: they differ between workers that
+    draw the same samples.
+
+    >>> pairs = tf.data.Dataset.from_tensor_slices(([[1.0], [2.0]], [0, 1])).batch(2)
+    >>> def noisy(x, y):
+    ...     return x + tf.random.normal([1]), y
+    >>> common_inputs(pairs.map(noisy)), common_inputs(pairs.map(noisy, num_parallel_calls=2).prefetch(1))
+    ([('x', 0), ('y', 1)], [('y', 1)])
+    """
+    found, number = [], 0
+    is_random = _random_parts(dataset, {})
+    is_triple = isinstance(dataset.element_spec, tuple) and len(dataset.element_spec) in (2, 3)
+    for leaf, (path, spec) in enumerate(keras.tree.flatten_with_path(dataset.element_spec)):
+        steps = [str(step) for step in path]
+        if is_triple:
+            steps[0] = ("x", "y", "sample_weight")[int(path[0])]
+        components = len(tf.nest.flatten(spec, expand_composites=True))
+        if leaf >= len(is_random) or not is_random[leaf]:
+            found += [("/".join(steps) or "x", number + part) for part in range(components)]
+        number += components
+    return found
+
+
+def shown_batches(dataset: tf.data.Dataset, numbers: list[int], show: Show) -> tf.data.Dataset:
+    """Returns a dataset with the same batches, of which the first of each pass and some later ones are shown.
+
+    Args:
+        dataset: The batches.
+        numbers: Of the parts in the flattened batch to show.
+        show: Called in a thread of the pipeline with the number of the pass over this dataset, the number of the batch,
+            both from 0, and rows of the parts.
+    """
+    passes = itertools.count()
+
+    def next_pass() -> np.ndarray:
+        return np.array(next(passes), np.int64)
+
+    def show_rows(number: np.ndarray, batch: np.ndarray, *parts: np.ndarray) -> np.ndarray:
+        show(int(number), int(batch), [np.asarray(part) for part in parts])
+        return np.array(True)
+
+    def pass_and_batch(_: tf.Tensor) -> tf.data.Dataset:
+        number = tf.numpy_function(next_pass, [], tf.int64)  # once for each iterator
+        number.set_shape([])
+        return tf.data.Dataset.zip(tf.data.Dataset.from_tensors(number).repeat(), tf.data.Dataset.range(_ENDLESS))
+
+    def look(position: tuple[tf.Tensor, tf.Tensor], batch: Any) -> Any:
+        number, index = position
+        count = index + 1
+        is_power = tf.equal(tf.bitwise.bitwise_and(count, index), 0)
+        is_shown = is_power & tf.not_equal(tf.bitwise.bitwise_and(count, tf.constant(_POWERS_OF_8, tf.int64)), 0)
+
+        def rows() -> tf.Tensor:
+            tensors = tf.nest.flatten(batch, expand_composites=True)
+            return tf.numpy_function(show_rows, [number, index, *(_some_rows(tensors[i]) for i in numbers)], tf.bool)
+
+        tf.cond(is_shown, rows, lambda: tf.constant(False))
+        return batch
+
+    positions = tf.data.Dataset.range(1).flat_map(pass_and_batch)
+    positions = positions.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    shown = tf.data.Dataset.zip(positions, dataset).map(look)
+    return shown if shown.element_spec == dataset.element_spec else dataset
+
+
+def distribute_shown_batches(
+    dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
+) -> Any:
+    """Returns the distributed dataset of `dataset`, divided as TensorFlow does, whose batches are drawn from `shown`.
+
+    Args:
+        dataset: The dataset of global batches.
+        shown: The dataset that `shown_batches` returned for it.
+        strategy: The strategy.
+        input_context: A `tf.distribute.InputContext`.
+        workers: TensorFlow's `InputWorkers`.
+        replicas: The number of replicas of all workers.
+        options: A `tf.distribute.InputOptions`, or None.
+    """
+    distributed = _Distributed(
+        workers,
+        strategy,
+        dataset,
+        num_replicas_in_sync=replicas,
+        input_context=input_context,
+        build=False,
+        options=options,
+    )
+    by_size = distributed._make_rebatch_fn
+    distributed._make_rebatch_fn = lambda _, *args: by_size(dataset, *args)
+    distributed.build(shown)
+    del distributed._make_rebatch_fn
+    return distributed
+
+
+def _some_rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns rows that are spread over a batch."""
+    if tensor.shape.rank == 0:
+        return tensor
+    count = tf.shape(tensor, tf.int64)[0]
+    values = tf.maximum(tf.size(tensor, tf.int64), 1)
+    wanted = tf.maximum(_VALUES * count // values, _ROWS_AT_LEAST)
+    return tensor[:: tf.maximum(count // wanted, 1)]
+
+
+def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:
+    """Returns which parts of the elements depend on random numbers that threads draw in any order."""
+    if id(node) not in known:
+        inputs = [_random_parts(each, known) for each in node._inputs()]
+        known[id(node)] = _of_inputs(node, inputs)
+    return known[id(node)]
+
+
+def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
+    parts = len(tf.nest.flatten(node.element_spec))
+    drawn = [flag for flags in inputs for flag in flags]
+    functions = [wrapper.function.graph for wrapper in node._functions()]
+    if not functions:
+        return drawn if len(drawn) == parts else [any(drawn)] * parts
+    is_parallel = "Parallel" in type(node).__name__
+    graph = functions[0]
+    if len(functions) > 1 or len(graph.outputs) != parts or len(inputs) != 1 or len(graph.inputs) < len(drawn):
+        draws = is_parallel and any(random_operations(each) for each in functions)
+        return [draws or any(drawn)] * parts
+    sources = {id(tensor.op) for tensor, flag in zip(graph.inputs, drawn, strict=False) if flag}
+    if is_parallel:
+        sources |= {id(graph.get_operation_by_name(name)) for name in random_operations(graph)}
+    return [_depends_on(output.op, sources) for output in graph.outputs]
+
+
+def _depends_on(operation: Any, sources: set[int]) -> bool:
+    seen: set[int] = set()
+    waiting = [operation]
+    while waiting and sources:
+        each = waiting.pop()
+        if id(each) in sources:
+            return True
+        if id(each) not in seen:
+            seen.add(id(each))
+            waiting += [tensor.op for tensor in each.inputs]
+    return False

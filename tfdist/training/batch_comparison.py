@@ -1,0 +1,226 @@
+"""Compares, in the background, the batches that workers draw, of which each computes its rows.
+
+Where Python code draws the batches, nothing but its random numbers, files and clocks makes them equal. If they are not,
+samples are seen twice or never, and labels may contradict each other, without an error in any step. So a pipeline shows
+some of its batches (`compared_datasets.py`), each worker sends their fingerprints to the chief through the key-value
+store of the cluster, and the chief reports a difference to all workers, whose main threads raise it.
+"""
+
+import atexit
+import collections
+import contextlib
+import json
+import logging
+import queue
+import threading
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
+from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
+from tfdist.tensorflow_internals.runtime import (
+    delete_key_value,
+    set_key_value,
+    wait_for_key_until,
+    wait_for_key_value,
+)
+from tfdist.training.batch_fingerprints import Difference, Fingerprints, compare, describe, fingerprint
+
+_log = logging.getLogger("tfdist")
+_ANSWER_SECONDS = 60.0
+_MOST_WAITING = 1000  # batches that some workers have drawn, and others not
+
+_CAUSES = (
+    "Likely causes: a generator without a seed (`np.random.default_rng()`, `random.Random()`, a DataFrame's "
+    "`sample(random_state=...)` of its own), files or lists of files that differ between hosts (sort `os.listdir` and "
+    "`glob`), a clock, `tf.random.set_seed` with a number of the worker{unordered}, or the order of a set of strings "
+    "(`sorted(set(labels))`, or the same PYTHONHASHSEED on all workers). Give all workers the same seed: `tfdist run` "
+    "starts the global generators of Python and NumPy from one. If each worker is to have data of its own, say so: "
+    "`distribute_datasets_from_function`, or `AutoShardPolicy.OFF` in the options of a tf.data.Dataset"
+)
+
+
+class DifferentBatchesError(ValueError):
+    """The workers have drawn different batches, of which each was to compute its rows."""
+
+
+class BatchComparison:
+    """The comparison of the batches of one strategy's datasets.
+
+    Args:
+        rank: The rank of this worker.
+        num_workers: The number of workers, at least 2.
+        name: Of its keys in the key-value store of the cluster.
+    """
+
+    def __init__(self, rank: int, num_workers: int, name: str) -> None:
+        self._rank, self._num_workers, self._name = rank, num_workers, name
+        self._datasets: collections.Counter[str] = collections.Counter()
+        self._sent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._waiting: collections.OrderedDict[str, dict[int, dict[str, Any]]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._error = ""
+        self._has_raised = self._has_warned = self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._received: dict[int, int] = {}  # on the chief, by worker: how many records
+        self._ends = 0
+        self._has_new_dataset = False
+
+    def shown(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns a dataset with the same batches, which are compared. All workers call this in the same order."""
+        if not tf.executing_eagerly():
+            return dataset
+        inputs = common_inputs(dataset)
+        if not inputs:
+            return dataset
+        names = [name for name, _ in inputs]
+        kind = f"{zlib.crc32(repr(dataset.element_spec).encode()):08x}"
+        dataset_name = f"{kind}-{self._datasets[kind]}"
+        self._datasets[kind] += 1
+        self._has_new_dataset = True
+        traits = {"dataset": dataset_name, "python": runs_python(dataset), "unordered": is_unordered(dataset)}
+        itself = weakref.ref(self)
+
+        def show(number: int, batch: int, rows: list[np.ndarray]) -> None:
+            if (comparison := itself()) is not None:
+                prints = {}
+                for name, each in zip(names, rows, strict=True):
+                    prints[name if name not in prints else f"{name}+"] = fingerprint(each)
+                comparison._add({**traits, "pass": number, "batch": batch, "prints": prints})
+
+        self._start()
+        return shown_batches(dataset, [number for _, number in inputs], show)
+
+    def check(self) -> None:
+        """Raises the difference that was found, if any.
+
+        Raises:
+            DifferentBatchesError: The workers have drawn different batches.
+        """
+        if self._error:
+            self._has_raised = True
+            raise DifferentBatchesError(self._error) from None
+
+    def end(self, *, only_new: bool) -> None:
+        """Waits until the batches drawn so far have been compared. All workers call this at the same place.
+
+        Args:
+            only_new: Whether to wait only if a dataset was distributed since the last call.
+
+        Raises:
+            DifferentBatchesError: The workers have drawn different batches.
+        """
+        if not self._threads or (only_new and not self._has_new_dataset):
+            self.check()
+            return
+        self._has_new_dataset = False
+        number, self._ends = self._ends, self._ends + 1
+        self._sent.put({"end": number})
+        key = f"{self._name}/ended/{number}"
+        with contextlib.suppress(tf.errors.OpError):  # a worker is lost, and the next exchange says so
+            if wait_for_key_until(key, _ANSWER_SECONDS):
+                self._error = self._error or wait_for_key_value(key)
+            else:
+                _log.warning(
+                    "The batches of the workers were not compared: not all workers have sent theirs within "
+                    f"{_ANSWER_SECONDS:g} s."
+                )
+        self.check()
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        targets: list[Any] = [(self._send,), (self._wait_for_difference,)]
+        if self._rank == 0:
+            self._received = dict.fromkeys(range(1, self._num_workers), 0)
+            targets += [(self._receive, rank) for rank in self._received]
+        for target, *arguments in targets:
+            thread = threading.Thread(target=target, args=arguments, daemon=True, name="tfdist compares batches")
+            self._threads.append(thread)
+            thread.start()
+        atexit.register(self._close)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self.check()  # in a loop within a function, this ends it
+        self._sent.put(record)
+
+    def _send(self) -> None:
+        with contextlib.suppress(tf.errors.OpError):
+            count = 0
+            while (record := self._sent.get()) is not None:
+                if self._rank == 0:
+                    self._take(0, record)
+                else:
+                    set_key_value(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record))
+                count += 1
+
+    def _receive(self, rank: int) -> None:
+        with contextlib.suppress(tf.errors.OpError):
+            while not self._is_closed:
+                key = f"{self._name}/sent/{rank}/{self._received[rank]}"
+                text = wait_for_key_value(key)
+                if self._is_closed:
+                    return
+                delete_key_value(key)
+                self._received[rank] += 1
+                self._take(rank, json.loads(text))
+
+    def _wait_for_difference(self) -> None:
+        with contextlib.suppress(tf.errors.OpError):
+            self._error = self._error or wait_for_key_value(f"{self._name}/different/{self._rank}")
+
+    def _take(self, rank: int, record: dict[str, Any]) -> None:
+        key = json.dumps([record.get(part) for part in ("end", "dataset", "pass", "batch")])
+        with self._lock:
+            found = self._waiting.setdefault(key, {})
+            found[rank] = record
+            if len(found) < self._num_workers:
+                while len(self._waiting) > _MOST_WAITING:
+                    self._waiting.popitem(last=False)
+                return
+            del self._waiting[key]
+            if "end" in record:
+                set_key_value(f"{self._name}/ended/{record['end']}", self._error)
+                return
+            prints: list[Fingerprints] = [found[worker]["prints"] for worker in range(self._num_workers)]
+            difference = compare(prints)
+            if difference is not None and not self._error:
+                self._report(difference, record)
+
+    def _report(self, difference: Difference, record: dict[str, Any]) -> None:
+        received = describe(difference, record)
+        if difference.shows_same_order and record["python"]:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    f"The workers draw the same labels, but other inputs. Received: {received}. Expected: the same, "
+                    "unless each worker changes its samples at random. If so, each sample is seen once, with the "
+                    "change of the worker that computes it. If not, see docs/errors.md."
+                )
+            return
+        unordered = ", `deterministic=False` in this pipeline" if record["unordered"] else ""
+        self._error = (
+            "The workers have drawn different batches, of which each computes its rows: samples are seen twice or "
+            f"never. Received: {received}. Expected: the same batches on all workers. "
+            f"{_CAUSES.format(unordered=unordered)}."
+        )
+        for worker in range(self._num_workers):
+            set_key_value(f"{self._name}/different/{worker}", self._error)
+
+    def _close(self) -> None:
+        """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
+        if self._error and not self._has_raised:
+            _log.error(self._error)
+        self._is_closed = True
+        self._sent.put(None)
+        keys = [f"{self._name}/different/{self._rank}"]
+        keys += [f"{self._name}/sent/{rank}/{count}" for rank, count in self._received.items()]
+        for key in keys:
+            with contextlib.suppress(tf.errors.OpError):
+                set_key_value(key, "")
+        for thread in self._threads:
+            thread.join(1.0)
