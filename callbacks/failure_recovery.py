@@ -20,11 +20,13 @@ from tfdist.keras_internals.running_fit import running_fit
 from tfdist.keras_internals.scheduled_training import training_of
 from tfdist.recovery.checkpoint_saver import CheckpointSaver
 from tfdist.recovery.preemption import PreemptionHandler, exit_process
+from tfdist.recovery.random_generators import drawn_before_fit
 from tfdist.recovery.ray_train_notices import RayTrainNotices
 from tfdist.recovery.recovery_warnings import (
     InitialLearningRates,
     is_terminated_by_nan,
     warn_lost_callback_state,
+    warn_other_seed,
     warn_signals_not_handled,
     warn_terminated_by_nan,
     warn_training_complete,
@@ -146,12 +148,13 @@ class FailureRecovery(LastCallback):
         self._was_complete = self._is_terminated_by_nan = False
         self._progress, self._logs = TrainingProgress(), None
         self._learning_rates = InitialLearningRates(self.model)
+        self._drawn = drawn_before_fit(os.environ)
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
         self._learning_rates.mark_trained()
         sequence = 0 if sequence is None else sequence + 1
         self._saver = CheckpointSaver(
-            self._state, self._iterator, self._store, self._writer, self._coordination, attempt, sequence
+            self._state, self._iterator, self._store, self._writer, self._coordination, attempt, sequence, self._drawn
         )
         self._schedule = SaveSchedule(self._interval, self._coordination, self._progress.step)
         fit = running_fit(self.model)
@@ -275,6 +278,8 @@ class FailureRecovery(LastCallback):
             self._state.adopt_accumulation_steps(checkpoint)  # that callback does so only when the epoch begins
         self._state.restore(checkpoint, rank, num_workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint
+        if rank == 0 and not self._was_complete:
+            warn_other_seed(checkpoint.metadata.get("drawn"), self._drawn)
         self._learning_rates.compare_with_restored(
             checkpoint.metadata.get("learning_rates"), self.others, warn=rank == 0 and not self._was_complete
         )

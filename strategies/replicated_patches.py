@@ -71,7 +71,7 @@ def patch_keras_once(strategy_class: Any) -> None:
                 strategy.check_batches()
 
     def at_end(is_training: bool, call: Callable[..., None], callback_list: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = getattr(getattr(callback_list, "model", None), "distribute_strategy", None)
+        strategy: Any = getattr(getattr(callback_list, "model", None), "distribute_strategy", None)
         if is_ours(strategy) and strategy._batch_comparison is not None:
             strategy._batch_comparison.end(only_new=not is_training)
         call(*args, **kwargs)

@@ -48,6 +48,19 @@ def test_tested_versions(monkeypatch, versions, levels):
         assert 'pip install "tensorflow>=2.18,<2.23"' in found["tensorflow"].remedy
 
 
+@pytest.mark.parametrize(
+    ("addresses", "environ", "levels"),
+    [
+        ((), {}, []),
+        (("a:1", "b:1"), {}, ["warning"]),
+        (("a:1", "b:1"), {"PYTHONHASHSEED": "random"}, ["warning"]),
+        (("a:1", "b:1"), {"PYTHONHASHSEED": "0"}, ["ok"]),
+    ],
+)
+def test_workers_need_one_seed_of_hashes(addresses, environ, levels):
+    assert [x.level for x in libraries.check_hash_seed(context(*addresses, environ=environ))] == levels
+
+
 def test_missing_library(monkeypatch):
     monkeypatch.setattr(libraries, "installed_versions", dict)
     monkeypatch.setattr(libraries, "_installed", lambda name: None)

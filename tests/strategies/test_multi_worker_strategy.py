@@ -159,5 +159,3 @@ def test_a_strategy_created_after_the_start_of_tensorflow_is_rejected(attempts):
     message, _ = attempts[1]["late"]
     assert message.startswith("RuntimeError: MultiWorkerMirroredStrategy must be created before TensorFlow creates")
     assert "Move it above the first tensor" in message
-
-

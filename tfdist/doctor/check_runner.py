@@ -8,7 +8,7 @@ from tfdist.doctor.address_and_proxy_checks import check_own_address, check_own_
 from tfdist.doctor.check_context import CheckContext, host_of, port_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
-from tfdist.doctor.library_checks import check_libraries, check_python, compare_versions
+from tfdist.doctor.library_checks import check_hash_seed, check_libraries, check_python, compare_versions
 from tfdist.doctor.link_checks import reachability_findings
 from tfdist.doctor.member_task import MemberTask, ReportSummary
 from tfdist.doctor.port_checks import free_port, listen, taken_port
@@ -20,6 +20,7 @@ Check = Callable[[CheckContext], list[Finding]]
 MACHINE_CHECKS: tuple[Check, ...] = (
     check_python,
     check_libraries,
+    check_hash_seed,
     check_tensorflow_start,
     check_cores,
     check_memory,

@@ -50,6 +50,27 @@ def check_libraries(context: CheckContext) -> list[Finding]:
     return findings
 
 
+def check_hash_seed(context: CheckContext) -> list[Finding]:
+    """Checks that the workers of a cluster have one seed for the hashes of strings, which order sets.
+
+    Python reads it when it starts, so that a program cannot set its own. `tfdist run` sets it.
+    """
+    if context.config is None or len(context.config.cluster.workers) < 2:
+        return []
+    seed = context.environ.get("PYTHONHASHSEED") or "random"
+    if seed != "random":
+        return [Finding(OK, "hash seed", f"PYTHONHASHSEED={seed}")]
+    return [
+        Finding(
+            WARNING,
+            "hash seed",
+            "each worker orders sets of strings in its own way",
+            "the same PYTHONHASHSEED on all workers",
+            "export PYTHONHASHSEED=0 before the workers start: labels that are numbered by a set differ otherwise.",
+        )
+    ]
+
+
 def own_versions() -> dict[str, str]:
     """Returns the versions that all tasks must share: Python (without its patch), tfdist, TensorFlow, Keras."""
     return {

@@ -23,10 +23,11 @@ class CheckpointSaver:
         coordination: WorkerCoordination,
         attempt: str,
         next_sequence: int,
+        drawn: Mapping[str, Any],
     ) -> None:
         self._state, self._iterator = state, iterator
         self._store, self._writer, self._coordination = store, writer, coordination
-        self._attempt, self._next_sequence = attempt, next_sequence
+        self._attempt, self._next_sequence, self._drawn = attempt, next_sequence, drawn
 
     def save(
         self,
@@ -58,6 +59,7 @@ class CheckpointSaver:
             "step": progress.step,
             "epoch": progress.epoch,
             "learning_rates": learning_rates,
+            "drawn": dict(self._drawn),
         }
         self._state.wait_for_steps()
         started = time.perf_counter()

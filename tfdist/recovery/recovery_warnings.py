@@ -50,6 +50,33 @@ def warn_signals_not_handled() -> None:
     )
 
 
+def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """Warns that the program has drawn other numbers before `fit` than before the checkpoint, such as a split.
+
+    Args:
+        before: What `drawn_before_fit` returned in the run that saved the checkpoint; None: an older version saved it.
+        now: What it returned in this run.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("always")
+    ...     warn_other_seed({"seed": 1, "numpy": 11}, {"seed": 2, "numpy": None})
+    ...     warn_other_seed({"seed": 1, "numpy": 11}, {"seed": 2, "numpy": 12})
+    >>> len(seen)
+    1
+    """
+    if before is None or before["seed"] == now["seed"] or now["numpy"] in (None, before["numpy"]):
+        return
+    if before["seed"] is None:
+        return
+    warn_always(
+        "The program has drawn other random numbers before `fit` than the run that saved the checkpoint: a split of "
+        "the data that it draws without a seed is another one, so that the model is validated with samples that it "
+        f"was trained on. Received: seed {now['seed']} of this run. Expected: seed {before['seed']}. Start it with "
+        f"`tfdist run --seed {before['seed']}` (or TFDIST_SEED={before['seed']}), or seed the program."
+    )
+
+
 def warn_training_complete(progress: TrainingProgress, epochs: int, directory: Any) -> None:
     """Warns that `fit` trains nothing.
 

@@ -200,9 +200,7 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         """Returns the distributed dataset whose batches are drawn from `shown`; see `compared_datasets`."""
         workers = self._input_workers_with_options(options)
         context, strategy = self._make_input_context(), self._container_strategy()
-        return distribute_shown_batches(
-            dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options
-        )
+        return distribute_shown_batches(dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options)
 
     # A single worker takes the path of MirroredStrategy, without collectives where there is one.
 

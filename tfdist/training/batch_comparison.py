@@ -35,12 +35,12 @@ _ANSWER_SECONDS = 60.0
 _MOST_WAITING = 1000  # batches that some workers have drawn, and others not
 
 _CAUSES = (
-    "Likely causes: a generator without a seed (`np.random.default_rng()`, `random.Random()`, a DataFrame's "
-    "`sample(random_state=...)` of its own), files or lists of files that differ between hosts (sort `os.listdir` and "
-    "`glob`), a clock, `tf.random.set_seed` with a number of the worker{unordered}, or the order of a set of strings "
-    "(`sorted(set(labels))`, or the same PYTHONHASHSEED on all workers). Give all workers the same seed: `tfdist run` "
-    "starts the global generators of Python and NumPy from one. If each worker is to have data of its own, say so: "
-    "`distribute_datasets_from_function`, or `AutoShardPolicy.OFF` in the options of a tf.data.Dataset"
+    "Likely causes: a generator without a seed (`np.random.default_rng()`, `random.Random()`), files or lists of files "
+    "that differ between hosts (sort `os.listdir` and `glob`), a clock, `tf.random.set_seed` with a number of the "
+    "worker{unordered}, or the order of a set of strings (use `sorted(set(labels))`, or the same PYTHONHASHSEED on all "
+    "workers). Give all workers the same seed: `tfdist run` starts the global generators of Python and NumPy from one. "
+    "If each worker is to have data of its own, say so: `distribute_datasets_from_function`, or `AutoShardPolicy.OFF` "
+    "in the options of a tf.data.Dataset"
 )
 
 
@@ -64,7 +64,8 @@ class BatchComparison:
         self._waiting: collections.OrderedDict[str, dict[int, dict[str, Any]]] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._error = ""
-        self._has_raised = self._has_warned = self._is_closed = False
+        self._has_raised = self._has_warned = False
+        self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._received: dict[int, int] = {}  # on the chief, by worker: how many records
         self._ends = 0
@@ -160,10 +161,10 @@ class BatchComparison:
 
     def _receive(self, rank: int) -> None:
         with contextlib.suppress(tf.errors.OpError):
-            while not self._is_closed:
+            while not self._closed.is_set():
                 key = f"{self._name}/sent/{rank}/{self._received[rank]}"
                 text = wait_for_key_value(key)
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 delete_key_value(key)
                 self._received[rank] += 1
@@ -204,7 +205,7 @@ class BatchComparison:
             return
         unordered = ", `deterministic=False` in this pipeline" if record["unordered"] else ""
         self._error = (
-            "The workers have drawn different batches, of which each computes its rows: samples are seen twice or "
+            "The workers draw different batches, of which each computes its rows: samples are seen twice or "
             f"never. Received: {received}. Expected: the same batches on all workers. "
             f"{_CAUSES.format(unordered=unordered)}."
         )
@@ -215,7 +216,7 @@ class BatchComparison:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
         if self._error and not self._has_raised:
             _log.error(self._error)
-        self._is_closed = True
+        self._closed.set()
         self._sent.put(None)
         keys = [f"{self._name}/different/{self._rank}"]
         keys += [f"{self._name}/sent/{rank}/{count}" for rank, count in self._received.items()]

@@ -1,5 +1,6 @@
 """Small descriptions of batches, by which workers see whether they have drawn the same samples."""
 
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,19 @@ def fingerprint(rows: np.ndarray) -> Fingerprint:
     if rows.dtype.kind != "f" and rows.dtype.name != "bfloat16":
         content = repr(rows.tolist()).encode() if rows.dtype.kind == "O" else np.ascontiguousarray(rows).tobytes()
         return [list(rows.shape), zlib.crc32(content), varies]
-    values = np.nan_to_num(rows.astype(np.float32, copy=False)).reshape(-1)
+    values = np.nan_to_num(rows.astype(np.float64), posinf=0.0, neginf=0.0).reshape(-1)
+    largest = float(np.abs(values).max(initial=0.0)) or 1.0
+    values = (values / largest).astype(np.float32)  # so that no sum overflows
     blocks = np.zeros((-(-values.size // _BLOCK), _BLOCK), np.float32)
     blocks.reshape(-1)[: values.size] = values
-    directions = np.random.Generator(np.random.PCG64(0)).standard_normal((_BLOCK, _PROJECTIONS), np.float32)
-    projected = (blocks @ directions).astype(np.float64)
-    projected *= np.cos(np.arange(len(blocks)))[:, None]
-    return [list(rows.shape), [float(np.abs(values).sum(dtype=np.float64)), *projected.sum(axis=0).tolist()], varies]
+    projected = (blocks @ _directions()).astype(np.float64) * np.cos(np.arange(len(blocks)))[:, None]
+    sums = np.array([np.abs(values).sum(dtype=np.float64), *projected.sum(axis=0)]) * largest
+    return [list(rows.shape), sums.tolist(), varies]
+
+
+@functools.cache
+def _directions() -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(0)).standard_normal((_BLOCK, _PROJECTIONS), np.float32)
 
 
 def same(one: Fingerprint, other: Fingerprint) -> bool:
@@ -83,9 +90,7 @@ def compare(prints: Sequence[Fingerprints]) -> Difference | None:
     if not differing:
         return None
     equal = tuple(name for name in names if name not in differing)
-    workers = tuple(
-        rank for rank, other in enumerate(prints) if not all(agrees(name, other) for name in differing)
-    )
+    workers = tuple(rank for rank, other in enumerate(prints) if not all(agrees(name, other) for name in differing))
     only_x = all(name.partition("/")[0] == "x" for name in differing)
     labels = [first[name] for name in equal if name.partition("/")[0] == "y"]
     return Difference(differing, equal, workers, only_x and any(label[2] for label in labels))
@@ -102,8 +107,8 @@ def describe(difference: Difference, where: Mapping[str, Any]) -> str:
     more = "" if len(difference.workers) <= _SHOWN_WORKERS else f" and {len(difference.workers) - _SHOWN_WORKERS} more"
     workers = f"worker {shown}" if len(difference.workers) == 1 else f"workers {shown}{more}"
     differ = " and ".join(difference.inputs)
-    equal = f"; {' and '.join(difference.equal)} equal" if difference.equal else ""
+    equal = f"; equal: {', '.join(difference.equal)}" if difference.equal else ""
     return (
-        f"{differ} of {workers} differ from worker 0 in batch {where['batch'] + 1} of pass {where['pass'] + 1} over "
-        f"the data{equal}"
+        f"{differ} of {workers} {'differ' if len(difference.inputs) > 1 else 'differs'} from worker 0 in batch "
+        f"{where['batch'] + 1} of pass {where['pass'] + 1} over the data{equal}"
     )

@@ -87,8 +87,8 @@ def check_seed(seed: Any) -> None:
     """
     if not is_whole_number(seed, at_least=0) or seed > MAX_SEED:
         raise ValueError(
-            f"Invalid `seed`. Received: seed={_shortened(seed)}. Expected: a whole number from 0 to {MAX_SEED}, or None "
-            "for a new one."
+            f"Invalid `seed`. Received: seed={_shortened(seed)}. Expected: a whole number from 0 to {MAX_SEED}, or "
+            "None for a new one."
         )
 
 

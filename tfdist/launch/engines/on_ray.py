@@ -62,7 +62,7 @@ def on_ray(
         max_restarts: How often to restart all workers after a failure, and to call the function again.
         threads_per_worker: Threads of each worker. Defaults to its "CPU".
         seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
-            restart, unless `function` seeds them. By default TFDIST_SEED of this process; else a new seed for each call.
+            restart, unless `function` seeds them. By default TFDIST_SEED of this process, else a new one for each call.
         log_dir: Directory for the workers' output on their hosts, in files `rank-<rank>.log`, in addition.
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
         start_timeout_seconds: How long to wait for the resources, and then for the processes to start.

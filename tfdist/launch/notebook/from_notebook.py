@@ -67,7 +67,7 @@ def from_notebook(
             `FailureRecovery` the training resumes from the newest checkpoint.
         threads_per_worker: Threads of each worker. Defaults to the usable cores divided by `workers`.
         seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
-            restart, unless `function` seeds them. By default TFDIST_SEED of this process; else a new seed for each call.
+            restart, unless `function` seeds them. By default TFDIST_SEED of this process, else a new one for each call.
         network: "private": only the workers can connect to each other; "host": for functions that need the internet;
             "auto": private where permitted.
         log_dir: Directory for the workers' output, in files `rank-<rank>.log`, in addition.

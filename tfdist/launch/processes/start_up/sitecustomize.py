@@ -75,7 +75,7 @@ def _start(seed: str) -> None:
     _leave_path(os.path.dirname(__file__))
     if seed.isdigit():
         random.seed(int(seed))
-        sys.meta_path.insert(0, _SeedingFinder(int(seed)))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _SeedingFinder(int(seed)))
     _run_own_sitecustomize()
 
 
