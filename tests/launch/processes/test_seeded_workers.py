@@ -1,0 +1,67 @@
+"""The random generators of workers start from the seed of the run."""
+
+import re
+
+import pytest
+
+# NumPy is imported late, and a library of the program's own draws while it is imported.
+DRAWS = """
+    import random
+    note_path = os.environ.get("PYTHONPATH")
+    first = random.random()
+    import numpy as np
+    np.random.seed(3) if "seeds-itself" in sys.argv else None
+    child = subprocess.run([sys.executable, "-c", "import random; print(random.random())"], capture_output=True)
+    ordered = list({"a", "b", "c", "d", "e"})
+    say(first, np.random.random(), ordered, os.environ["TFDIST_SEED"], "start_up" in str(note_path))
+    say("child", child.stdout.decode().strip())
+    if ATTEMPT == 0 and "dies" in sys.argv:
+        die() if RANK == 1 else hang()
+"""
+
+
+def drawn(ended):
+    assert ended.code == 0, ended
+    lines = [line for rank in (0, 1) for line in ended.of(rank) if not line.startswith("child")]
+    return lines, [line for rank in (0, 1) for line in ended.of(rank) if line.startswith("child")]
+
+
+def test_workers_and_restarts_draw_the_same_and_two_runs_do_not(run):
+    first, children = drawn(run(DRAWS, "--max-restarts", "1", "--restart-delay", "0", arguments=("dies",)))
+    assert len(first) >= 3 and len(set(first)) == 1
+    assert first[0].endswith("False"), "the program sees the user's PYTHONPATH"
+    assert len(set(children)) == len(children), "processes that a worker starts draw their own numbers"
+    second, _ = drawn(run(DRAWS))
+    assert set(second).isdisjoint(first)
+
+
+def test_the_seed_of_the_user_is_kept(run):
+    numbers = {}
+    for seed in ("5", "6"):
+        lines, _ = drawn(run(DRAWS, "--seed", seed, arguments=("seeds-itself",)))
+        numbers[seed] = lines[0].split(" ")
+    assert numbers["5"][0] == "0.6229016948897019"  # random.Random(5).random()
+    assert numbers["5"][0] != numbers["6"][0]
+    assert numbers["5"][1] == numbers["6"][1] == "0.5507979025745755"  # np.random.RandomState(3).random_sample()
+
+
+def test_a_sitecustomize_of_the_user_still_runs(run, environ, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import random; random.seed(6)")
+    path = f"{own}:{environ['PYTHONPATH']}"
+    code = "import random, sitecustomize; say(random.random(), sitecustomize.__file__, os.environ['PYTHONPATH'])"
+    ended = run(code, workers=1, env={"PYTHONPATH": path})
+    assert ended.of(0) == [f"0.793340083761663 {own}/sitecustomize.py {path}"]  # random.Random(6).random()
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "one"])
+def test_an_invalid_seed(run, seed):
+    ended = run("say('started')", f"--seed={seed}")
+    assert ended.code == 2
+    assert re.search(r"Expected: a whole number of at least 0 and at most 4294967295, for example 1\.", str(ended))
+
+
+def test_all_hosts_have_the_seed_of_node_0(both):
+    ended = both("import random; say(os.environ['TFDIST_SEED'], random.random(), os.environ['PYTHONHASHSEED'])")
+    assert len({each.out[0].removeprefix(f"[{rank}] ") for rank, each in enumerate(ended)}) == 1

@@ -1,0 +1,219 @@
+"""The comparison of the batches of two workers, both in this process, with a key-value store of its own."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.tensorflow_internals import compared_datasets
+from tfdist.training import batch_comparison
+from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError
+from tfdist.training.batch_fingerprints import compare, fingerprint, same
+
+LIMIT_SECONDS = 30.0
+
+
+class Store:
+    """The key-value store of a cluster."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def set(self, key, value):
+        with self.changed:
+            if key in self.values:
+                raise tf.errors.AlreadyExistsError(None, None, key)
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def wait(self, key):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, LIMIT_SECONDS), key
+            return self.values[key]
+
+    def wait_until(self, key, seconds):
+        with self.changed:
+            return self.changed.wait_for(lambda: key in self.values, seconds)
+
+    def delete(self, key):
+        with self.changed:
+            del self.values[key]
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(batch_comparison, "set_key_value", store.set)
+    monkeypatch.setattr(batch_comparison, "wait_for_key_value", store.wait)
+    monkeypatch.setattr(batch_comparison, "wait_for_key_until", store.wait_until)
+    monkeypatch.setattr(batch_comparison, "delete_key_value", store.delete)
+    monkeypatch.setattr(batch_comparison.atexit, "register", lambda function: None)
+    both = [BatchComparison(rank, 2, "batches") for rank in range(2)]
+    yield both
+    for each in both:
+        each._close()
+        assert not any(thread.is_alive() for thread in each._threads)
+
+
+def pairs(x, y):
+    return tf.data.Dataset.from_tensor_slices((np.asarray(x, "float32"), y)).batch(4)
+
+
+def end(workers):
+    """Ends a `fit` of both workers; returns their errors."""
+    errors = [None, None]
+
+    def end_one(rank):
+        try:
+            workers[rank].end(only_new=False)
+        except DifferentBatchesError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=end_one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    return errors
+
+
+def draw(workers, datasets, passes=2):
+    for worker, dataset in zip(workers, datasets, strict=True):
+        shown = worker.shown(dataset)
+        for _ in range(passes):
+            drawn = [tf.nest.map_structure(lambda leaf: leaf.numpy().tolist(), batch) for batch in shown]
+        assert drawn == [tf.nest.map_structure(lambda leaf: leaf.numpy().tolist(), batch) for batch in dataset]
+
+
+def test_equal_batches(workers):
+    draw(workers, [pairs(np.arange(40), np.arange(40))] * 2)
+    assert end(workers) == [None, None]
+
+
+def test_workers_that_draw_other_samples_all_get_the_error(workers):
+    order = np.random.default_rng(0).permutation(40)
+    draw(workers, [pairs(np.arange(40), np.arange(40)), pairs(order, order)])
+    errors = end(workers)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("The workers draw different batches, of which each computes its rows")
+    assert "Received: x and y of worker 1 differ from worker 0 in batch 1 of pass 1 over the data." in errors[0]
+    with pytest.raises(DifferentBatchesError):
+        workers[0].check()
+    with pytest.raises(tf.errors.OpError, match="The workers draw different batches"):  # a loop within a function
+        list(workers[1].shown(pairs(np.arange(40), np.arange(40))))
+
+
+def test_a_difference_in_a_later_batch(workers):
+    y = np.arange(40)
+    other = np.where(y < 28, y, y[::-1])  # batch 8 is compared
+    draw(workers, [pairs(y, y), pairs(y, other)], passes=1)
+    assert "y of worker 1 differs from worker 0 in batch 8 of pass 1 over the data; equal: x" in end(workers)[1]
+
+
+def test_numbers_of_classes_that_differ(workers):
+    y = np.arange(40) % 5
+    draw(workers, [pairs(np.arange(40), y), pairs(np.arange(40), (y + 2) % 5)])
+    assert "y of worker 1 differs" in end(workers)[0]
+
+
+def test_only_other_inputs_from_python_code_are_a_warning(workers, caplog):
+    def changed(number):
+        def batches():
+            yield np.arange(4.0, dtype="float32") + number, np.arange(4)
+
+        spec = (tf.TensorSpec([4], tf.float32), tf.TensorSpec([4], tf.int64))
+        return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+    draw(workers, [changed(0), changed(1)])
+    assert end(workers) == [None, None]
+    assert [record.message[:55] for record in caplog.records] == [
+        "The workers draw the same labels, but other inputs. Rec"
+    ]
+
+
+def test_only_other_inputs_of_arrays_are_an_error(workers):
+    draw(workers, [pairs(np.arange(40), np.arange(40)), pairs(np.arange(40) + 1, np.arange(40))])
+    assert "x of worker 1 differs" in end(workers)[0]
+
+
+def test_a_batch_that_only_one_worker_has_drawn_is_not_compared(workers):
+    draw(workers[:1], [pairs(np.arange(40), np.arange(40))])
+    workers[1].shown(pairs(np.arange(40), np.arange(40)))
+    assert end(workers) == [None, None]
+
+
+def test_a_worker_that_does_not_answer_is_a_warning(workers, caplog, monkeypatch):
+    monkeypatch.setattr(batch_comparison, "_ANSWER_SECONDS", 0.01)
+    draw(workers[:1], [pairs(np.arange(4), np.arange(4))])
+    workers[0].end(only_new=False)
+    assert "The batches of the workers were not compared" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_common"), [("AUTO", True), ("DATA", True), ("OFF", False), ("FILE", False), ("HINT", False)]
+)
+def test_which_data_is_compared(policy, is_common):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+    data = pairs(np.arange(40), np.arange(40)).with_options(options)
+    assert compared_datasets.draws_common_batches(data) == is_common
+    assert not compared_datasets.draws_common_batches(data.shard(2, 0))
+
+
+def test_files_are_not_compared():
+    assert not compared_datasets.draws_common_batches(tf.data.TextLineDataset(["one"]).batch(2))
+
+
+def noisy(x, y):
+    return x + tf.random.normal([1]), y
+
+
+def noisy_in_branch(x, y):
+    return tf.cond(tf.random.uniform([]) > 0.5, lambda: x, lambda: -x), y
+
+
+def noisy_by_python(x, y):
+    return tf.numpy_function(lambda a: a, [x], tf.float32), y
+
+
+@pytest.mark.parametrize("function", [noisy, noisy_in_branch, noisy_by_python])
+def test_what_threads_draw_in_any_order_is_left_out(function):
+    data = pairs(np.arange(40), np.arange(40))
+    in_turn, parallel = data.map(function), data.map(function, num_parallel_calls=2)
+    after = parallel.map(lambda x, y: {"sum": x + tf.cast(y, tf.float32), "y": (y, y)}).prefetch(1)
+    names = [[name for name, _ in compared_datasets.common_inputs(each)] for each in (in_turn, parallel, after)]
+    assert names == [["x", "y"], ["y"], ["y/0", "y/1"]]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.arange(6).reshape(3, 2),
+        np.array([b"one", b"two"], object),
+        np.array([True, False]),
+        np.array(["a", "b"]),
+        np.float32(3),
+        np.zeros((0, 3), "float32"),
+        np.array([np.nan, np.inf, -np.inf, 1e38, -3e38], "float32"),
+        np.array([[1e300, 0.0]]),
+        tf.constant([1.5, 2.5], tf.bfloat16).numpy(),
+        np.array([1 + 2j]),
+    ],
+)
+def test_fingerprints_of_all_types(rows):
+    rows = np.asarray(rows)
+    assert same(fingerprint(rows), fingerprint(rows.copy()))
+    assert compare([{"x": fingerprint(rows)}] * 3) is None
+    assert not same(
+        fingerprint(rows), fingerprint(np.concatenate([rows.reshape(-1), rows.reshape(-1), [rows.dtype.type(1)]]))
+    )
+
+
+def test_rounding_is_no_difference_and_other_rows_are():
+    rng = np.random.default_rng(0)
+    for size in (8, 500, 60_000):
+        rows = rng.uniform(0, 255, (8, size)).astype("float32")
+        rounded = rows * (1 + rng.uniform(-3e-7, 3e-7, rows.shape)).astype("float32")
+        assert same(fingerprint(rows), fingerprint(rounded))
+        assert not same(fingerprint(rows), fingerprint(rows[rng.permutation(8)[::-1]]))
