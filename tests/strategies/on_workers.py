@@ -5,6 +5,7 @@ They are for `test_multi_worker_strategy.py`, then for `test_compression_on_work
 
 import contextlib
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def compiled(strategy, **arguments):
 
 def digest(model):
     return float(np.sum([np.sum(weight.astype("float64")) for weight in model.get_weights()]))
+
+
+def samples_of(strategy, order):
+    """The samples that this worker gets of one pass."""
+    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(order).batch(12))
+    own = [local.numpy() for batch in distributed for local in strategy.experimental_local_results(batch)]
+    return np.concatenate(own).tolist()
 
 
 def updates_of_different_graphs(strategy):
@@ -105,6 +113,10 @@ def main(folder: Path) -> None:
     shuffled = strategy.experimental_distribute_dataset(tf.data.Dataset.range(48).shuffle(48).batch(12))
     own = [local.numpy() for batch in shuffled for local in strategy.experimental_local_results(batch)]
     seen["samples"] = np.concatenate(own).tolist()
+    # Nor for Python's draws, and the order of sets.
+    by_hash = [int(name.removeprefix("class ")) for name in {f"class {number}" for number in range(48)}]
+    in_python = [np.random.permutation(48), random.sample(range(48), 48), by_hash]
+    seen["python_samples"] = [samples_of(strategy, np.array(order)) for order in in_python]
 
     model = compiled(strategy)
     model.fit(data, verbose=0)
@@ -145,6 +157,12 @@ def main(folder: Path) -> None:
         on_epoch_end=lambda epoch, logs: epochs.append(epoch),
     )
     other.fit(data, verbose=0, callbacks=[stop], epochs=3)
+    samples_of(second, np.random.default_rng().permutation(48))  # nothing makes it equal
+    try:
+        second._batch_comparison.end(only_new=False)
+        seen["difference"] = ""
+    except ValueError as error:
+        seen["difference"] = str(error)
     seen["silence_limit"] = silence_limit_in_use()
     seen["epochs_until_the_stop"] = len(epochs)
     seen["static_sizes"] = static_sizes(strategy, folder)

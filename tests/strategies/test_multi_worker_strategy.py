@@ -31,6 +31,15 @@ class TestOnWorkers:
         assert sorted(seen[0]["samples"] + seen[1]["samples"]) == list(range(48))
         assert seen[0]["samples"] != list(range(0, 48, 2)), "not shuffled"
 
+    def test_python_code_without_a_seed_draws_the_same_on_all_workers(self, seen):
+        for one, other in zip(seen[0]["python_samples"], seen[1]["python_samples"], strict=True):
+            assert sorted(one + other) == list(range(48))
+            assert one != list(range(0, 48, 2)), "not shuffled"
+
+    def test_a_generator_without_a_seed_is_one_error_on_every_worker(self, seen):
+        assert seen[0]["difference"] == seen[1]["difference"]
+        assert "Received: x of worker 1 differs from worker 0 in batch 1 of pass 1" in seen[0]["difference"]
+
     def test_workers_end_with_the_same_weights(self, seen):
         assert seen[0]["digest"] == seen[1]["digest"]
         assert seen[0]["second_digest"] == seen[1]["second_digest"]
