@@ -209,6 +209,32 @@ def test_fingerprints_of_all_types(rows):
     assert not same(fingerprint(rows), fingerprint(longer))
 
 
+@pytest.mark.parametrize(
+    "dtype", [tf.bool, tf.half, tf.bfloat16, tf.double, tf.int8, tf.uint16, tf.int64, tf.complex64]
+)
+def test_fingerprints_of_tensors(dtype):
+    rows = tf.cast(tf.constant([[0, 1], [1, 1], [1, 0]]), dtype)
+    one, other = fingerprint(rows.numpy()), fingerprint(rows[::-1].numpy())
+    assert one[2] and same(one, fingerprint(rows.numpy())) and not same(one, other)
+
+
+def test_elements_without_values_are_left_out():
+    windows = tf.data.Dataset.range(6).window(2).batch(2)
+    nothing = tf.data.Dataset.range(6).map(lambda x: (x, None)).batch(2)
+    ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).batch(2)
+    assert [[name for name, _ in compared_datasets.common_inputs(data)] for data in (windows, nothing, ragged)] == [
+        [],
+        ["x"],
+        ["x", "x"],
+    ]
+    shown = []
+    for data in (nothing, ragged):
+        numbers = [number for _, number in compared_datasets.common_inputs(data)]
+        drawn = list(compared_datasets.shown_batches(data, numbers, lambda *each: shown.append(each)))
+        assert len(drawn) == len(list(data))
+    assert [each[:2] for each in shown] == [(0, 0)] * 2
+
+
 def test_rounding_is_no_difference_and_other_rows_are():
     rng = np.random.default_rng(0)
     for size in (8, 500, 60_000):

@@ -55,10 +55,11 @@ def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:
         steps = [str(step) for step in path]
         if is_triple:
             steps[0] = ("x", "y", "sample_weight")[int(path[0])]
-        components = len(tf.nest.flatten(spec, expand_composites=True))
+        components = tf.nest.flatten(spec, expand_composites=True)
         if leaf >= len(is_random) or not is_random[leaf]:
-            found += [("/".join(steps) or "x", number + part) for part in range(components)]
-        number += components
+            shown = [part for part, component in enumerate(components) if _has_values(component)]
+            found += [("/".join(steps) or "x", number + part) for part in shown]
+        number += len(components)
     return found
 
 
@@ -132,6 +133,10 @@ def distribute_shown_batches(
     distributed.build(shown)
     del distributed._make_rebatch_fn
     return distributed
+
+
+def _has_values(spec: Any) -> bool:
+    return isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
 
 
 def _some_rows(tensor: tf.Tensor) -> tf.Tensor:

@@ -79,4 +79,5 @@ def _start(seed: str) -> None:
     _run_own_sitecustomize()
 
 
-_start(os.environ.get("TFDIST_SEED", ""))
+if __name__ == "sitecustomize":  # not if a tool imports it as a part of tfdist
+    _start(os.environ.get("TFDIST_SEED", ""))
