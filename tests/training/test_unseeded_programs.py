@@ -10,8 +10,6 @@ from unseeded_programs import DIFFERING, EPOCHS, PROGRAMS, STEPS
 HERE = Path(__file__).parent
 SCRIPT = HERE / "unseeded_programs.py"
 WORKERS = ("--workers", "2")
-# A Python generator is drawn again after a restart, beyond the state of its own first draws; tf.data without a seed of
-# the user warns. All others resume where they were.
 pytestmark = pytest.mark.multi_process
 
 
@@ -49,7 +47,7 @@ def test_a_program_without_a_seed_that_is_killed_once(name, tmp_path_factory):
         options=(*WORKERS, "--max-restarts", "30", "--restart-delay", "0", "--warm-spares"),
     )
     attempts = attempts_of(run, name)
-    assert len(attempts) == 2
+    assert len(attempts) == (1 if name.startswith("generator") else 2)
     check_program(run, name, attempts)
 
 
