@@ -13,6 +13,7 @@ import json
 import logging
 import queue
 import threading
+import time
 import weakref
 import zlib
 from typing import Any
@@ -32,6 +33,7 @@ from tfdist.training.batch_fingerprints import Difference, Fingerprints, compare
 
 _log = logging.getLogger("tfdist")
 _ANSWER_SECONDS = 60.0
+_CLOSE_SECONDS = 2.0
 _MOST_WAITING = 1000  # batches that some workers have drawn, and others not
 
 _CAUSES = (
@@ -220,8 +222,15 @@ class BatchComparison:
         self._sent.put(None)
         keys = [f"{self._name}/different/{self._rank}"]
         keys += [f"{self._name}/sent/{rank}/{count}" for rank, count in self._received.items()]
-        for key in keys:
-            with contextlib.suppress(tf.errors.OpError):
-                set_key_value(key, "")
-        for thread in self._threads:
-            thread.join(1.0)
+
+        def wake() -> None:
+            for key in keys:
+                with contextlib.suppress(tf.errors.OpError):
+                    set_key_value(key, "")
+
+        # In a thread of its own: the process of the chief, which holds the store, may be gone.
+        waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
+        waking.start()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in (waking, *self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
