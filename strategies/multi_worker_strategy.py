@@ -49,6 +49,7 @@ from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1
+_PER_WORKER = tf.distribute.InputReplicationMode.PER_WORKER
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -204,7 +205,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             return mark_complete(self.extended.distribute_worker_batches(dataset, batches, False, options))
         reads_own_rows = self.num_workers > 1 and selectable(dataset) is not None
         compared = dataset
-        if isinstance(dataset, tf.data.Dataset) and not reads_own_rows and draws_common_batches(dataset):
+        is_divided = getattr(options, "experimental_replication_mode", _PER_WORKER) == _PER_WORKER
+        if isinstance(dataset, tf.data.Dataset) and is_divided and not reads_own_rows and draws_common_batches(dataset):
             compared = self._compared(dataset)
         if not isinstance(dataset, tf.data.Dataset) or (len(set(counts)) == 1 and not reads_own_rows):
             if compared is dataset:

@@ -90,7 +90,7 @@ class BatchComparison:
 
         def show(number: int, batch: int, rows: list[np.ndarray]) -> None:
             if (comparison := itself()) is not None:
-                prints = {}
+                prints: Fingerprints = {}
                 for name, each in zip(names, rows, strict=True):
                     prints[name if name not in prints else f"{name}, part {len(prints)}"] = fingerprint(each)
                 comparison._add({**traits, "pass": number, "batch": batch, "prints": prints})
