@@ -1,60 +1,51 @@
-"""What the comparison of batches costs: batches of a pipeline with and without it, and one comparison.
+"""What the comparison of batches costs: the same `fit` with and without it, in turn.
 
-Run `python benchmarks/batch_comparison.py`. It prints microseconds for each batch that is not compared, and
-milliseconds for the trace of a dataset and for the fingerprint of a batch of 1 MB.
+Run `tfdist run --workers 2 benchmarks/batch_comparison.py`. The chief prints medians, of wall time and of CPU time of
+its process.
 """
 
 import json
+import statistics
 import time
-from collections.abc import Callable
 
+import keras
 import numpy as np
-import tensorflow as tf
 
-from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
-from tfdist.training.batch_fingerprints import fingerprint
+from tfdist.strategies import MultiWorkerMirroredStrategy
 
-BATCHES, ROUNDS = 3000, 9
-
-
-def seconds_for_each_batch(dataset: tf.data.Dataset) -> float:
-    """Returns the time to draw a batch."""
-    iterator = iter(dataset)
-    next(iterator)
-    started, count = time.perf_counter(), 0
-    for _ in iterator:
-        count += 1
-    return (time.perf_counter() - started) / count
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Returns the time of a call."""
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+ROWS, BATCH, WIDTH, EPOCHS, ROUNDS = 12_800, 256, 1024, 4, 7
 
 
 def main() -> None:
     """Measures, and prints the medians."""
-    batch = (np.ones((256, 1024), "float32"), np.arange(256))
-    plain = tf.data.Dataset.from_tensors(batch).repeat(BATCHES)
+    strategy = MultiWorkerMirroredStrategy()
+    x = np.random.normal(size=(ROWS, WIDTH)).astype("float32")
+    with strategy.scope():
+        layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(4)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    comparison = strategy._batch_comparison
 
-    def compared() -> tf.data.Dataset:
-        numbers = [number for _, number in common_inputs(plain)]
-        return shown_batches(plain, numbers, lambda *_: None)
+    def fit(epochs: int, *, compares: bool) -> tuple[float, float]:
+        strategy._batch_comparison = comparison if compares else None
+        wall, processor = time.perf_counter(), time.process_time()
+        model.fit(x, x[:, :1], batch_size=BATCH, epochs=epochs, verbose=0)
+        return time.perf_counter() - wall, time.process_time() - processor
 
-    traces = sorted(seconds(compared) for _ in range(ROUNDS))
-    shown = compared()
-    pairs = [(seconds_for_each_batch(plain), seconds_for_each_batch(shown)) for _ in range(ROUNDS)]
-    more = sorted(after - before for before, after in pairs)
-    prints = sorted(seconds(lambda: [fingerprint(part) for part in batch]) for _ in range(ROUNDS))
-    middle = ROUNDS // 2
-    figures = {
-        "microseconds of a batch": round(1e6 * more[middle], 1),
-        "milliseconds of a trace": round(1e3 * traces[middle], 1),
-        "milliseconds of a fingerprint": round(1e3 * prints[middle], 2),
-    }
-    print(json.dumps(figures, indent=2))
+    fit(1, compares=True)
+    times = {compares: [fit(EPOCHS, compares=compares) for _ in range(1)] for compares in (True, False)}
+    for turn in range(ROUNDS):
+        for compares in (turn % 2 == 0, turn % 2 != 0):
+            times[compares].append(fit(EPOCHS, compares=compares))
+    if strategy.rank == 0:
+        figures = {
+            kind: {
+                "with, s": round(statistics.median(each[index] for each in times[True]), 3),
+                "without, s": round(statistics.median(each[index] for each in times[False]), 3),
+            }
+            for index, kind in enumerate(("wall", "CPU"))
+        }
+        print(json.dumps({"steps": EPOCHS * ROWS // BATCH, **figures}))
 
 
 if __name__ == "__main__":

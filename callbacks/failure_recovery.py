@@ -10,7 +10,7 @@ from tfdist.callbacks.gradient_accumulation import GradientAccumulation
 from tfdist.callbacks.strategy_support import rank_and_num_workers, reject_unsupported_strategies, warn_untested_on_tpu
 from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
-from tfdist.cluster import PREEMPTED_EXIT_CODE
+from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
 from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
@@ -148,7 +148,7 @@ class FailureRecovery(LastCallback):
         self._was_complete = self._is_terminated_by_nan = False
         self._progress, self._logs = TrainingProgress(), None
         self._learning_rates = InitialLearningRates(self.model)
-        self._drawn = drawn_before_fit(os.environ)
+        self._drawn = drawn_before_fit(seed_of_run(os.environ))
         if sequence is not None:
             self._resume(open_chosen_checkpoint(self._store, sequence, rank))
         self._learning_rates.mark_trained()

@@ -10,13 +10,12 @@ Not restored are generators that a program creates (`np.random.default_rng()`; a
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import seed_of_run
 from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
 from tfdist.keras_internals.seed_generators import (
     forget_global_seed_generator,
@@ -65,14 +64,16 @@ def restore_python_and_numpy(state: Json) -> None:
     set_global_states({name: from_text(text) for name, text in state.items()})
 
 
-def drawn_before_fit(environ: Mapping[str, str]) -> Json:
+def drawn_before_fit(seed: int | None) -> Json:
     """Returns what shows whether a program draws other numbers before `fit` than the run that saved a checkpoint.
+
+    Args:
+        seed: The seed of the run, if it is known.
 
     Returns:
         `seed`: that of the run; None: unknown. `numpy`: a hash of the state of NumPy's global generator; None: nobody
         has drawn from it since it was seeded. Keras draws from Python's generator itself, so that shows nothing.
     """
-    seed = seed_of_run(environ)
     state = np.random.get_state(legacy=False)
     is_unused = seed is not None and states_equal(state, np.random.RandomState(seed).get_state(legacy=False))
     return {"seed": seed, "numpy": None if is_unused else zlib.crc32(to_text(state).encode())}

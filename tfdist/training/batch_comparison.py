@@ -41,7 +41,7 @@ _CAUSES = (
     "that differ between hosts (sort `os.listdir` and `glob`), a clock, `tf.random.set_seed` with a number of the "
     "worker{unordered}, or the order of a set of strings (use `sorted(set(labels))`, or the same PYTHONHASHSEED on all "
     "workers). Give all workers the same seed: `tfdist run` starts the global generators of Python and NumPy from one. "
-    "If each worker is to have data of its own, say so: `distribute_datasets_from_function`, or `AutoShardPolicy.OFF` "
+    "If each worker is to have separate data, say so: `distribute_datasets_from_function`, or `AutoShardPolicy.OFF` "
     "in the options of a tf.data.Dataset"
 )
 
@@ -228,7 +228,7 @@ class BatchComparison:
                 with contextlib.suppress(tf.errors.OpError):
                     set_key_value(key, "")
 
-        # In a thread of its own: the process of the chief, which holds the store, may be gone.
+        # In another thread: the process of the chief, which holds the store, may be gone.
         waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
         waking.start()
         deadline = time.monotonic() + _CLOSE_SECONDS

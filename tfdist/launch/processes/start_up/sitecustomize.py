@@ -71,8 +71,9 @@ def _run_own_sitecustomize() -> None:
     spec.loader.exec_module(module)
 
 
-def _start(seed: str) -> None:
+def _start() -> None:
     _leave_path(os.path.dirname(__file__))
+    seed = os.environ.get("TFDIST_SEED", "")
     if seed.isdigit():
         random.seed(int(seed))
         sys.meta_path.insert(0, _SeedingFinder(int(seed)))
@@ -80,4 +81,4 @@ def _start(seed: str) -> None:
 
 
 if __name__ == "sitecustomize":  # not if a tool imports it as a part of tfdist
-    _start(os.environ.get("TFDIST_SEED", ""))
+    _start()
