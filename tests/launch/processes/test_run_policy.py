@@ -40,6 +40,7 @@ def policy(said):
         AttemptEvaluator(restarts, "f00d"),
         worker_roles,
         3,
+        seed=7,
         error_file=ErrorFile(None, None),
         say=lambda *lines: said.extend(lines),
     )

@@ -44,7 +44,7 @@ class Hosts:
     ) -> None:
         timeouts = Timeouts(None, silence, 0.0)
         self.config = RunConfig(
-            "f00d", nodes, max_restarts, min_workers, delay, start_timeout, timeouts, chief, servers
+            "f00d", 7, nodes, max_restarts, min_workers, delay, start_timeout, timeouts, chief, servers
         )
         self.now = 0.0
         self.coordinator = Coordinator(self.config, now=0.0)
@@ -54,7 +54,7 @@ class Hosts:
         connection = FakeConnection(seen_as)
         same = {"--nodes": self.config.nodes, "--max-restarts": self.config.max_restarts}
         roles = {"--chief": self.config.has_chief, "--parameter-servers": self.config.parameter_servers}
-        options = {**same, "--min-workers": self.config.min_workers, **roles}
+        options = {**same, "--min-workers": self.config.min_workers, "--seed": self.config.seed_option, **roles}
         message = {
             "node": rank,
             "host": f"h{rank}",

@@ -41,7 +41,14 @@ def test_node_0_has_one_process_more():
 def test_hosts_agree_on_the_chief():
     hosts = Hosts(chief=True)
     hosts.join(0)
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False, "--parameter-servers": 0}
+    options = {
+        "--nodes": 2,
+        "--max-restarts": 3,
+        "--min-workers": None,
+        "--chief": False,
+        "--parameter-servers": 0,
+        "--seed": None,
+    }
     [answer] = hosts.join(1, options=options).take("rejected")
     assert answer["reason"].startswith("Received: --chief False. Expected: --chief True, as on node 0.")
 

@@ -106,7 +106,14 @@ def test_silent_node_may_be_replaced_before_it_is_lost():
     before = hosts.connections[1]
     connection = FakeConnection()
     message = {"node": 1, "host": "h1", "workers": 1, "address": "127.0.0.1"}
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False, "--parameter-servers": 0}
+    options = {
+        "--nodes": 2,
+        "--max-restarts": 3,
+        "--min-workers": None,
+        "--chief": False,
+        "--parameter-servers": 0,
+        "--seed": None,
+    }
     assert hosts.coordinator.join(connection, {**message, "options": options}, now=hosts.now + 2.0) is not None
     assert before.take("closed")
     hosts.look()

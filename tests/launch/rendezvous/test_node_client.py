@@ -19,7 +19,9 @@ def ends():
     connection = NonblockingConnection(near, SessionKeys(b"client", b"server"))
     coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
     client = NodeClient(connection, "127.0.0.1", say=lambda *lines: None, error_file=ErrorFile(None, None))
-    coordinator.send({"type": "joined", "run": "f00d", "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0})
+    coordinator.send(
+        {"type": "joined", "run": "f00d", "seed": 7, "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0}
+    )
     client.join({})
     list(coordinator.receive())
     yield client, coordinator

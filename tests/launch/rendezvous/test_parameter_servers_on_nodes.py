@@ -32,7 +32,14 @@ def test_addresses_are_those_of_the_ranks():
 def test_hosts_agree_on_the_number_of_parameter_servers():
     hosts = Hosts(servers=1)
     hosts.join(0)
-    options = {"--nodes": 2, "--max-restarts": 3, "--min-workers": None, "--chief": False, "--parameter-servers": 2}
+    options = {
+        "--nodes": 2,
+        "--max-restarts": 3,
+        "--min-workers": None,
+        "--chief": False,
+        "--parameter-servers": 2,
+        "--seed": None,
+    }
     [answer] = hosts.join(1, options=options).take("rejected")
     assert answer["reason"].startswith("Received: --parameter-servers 2. Expected: --parameter-servers 1, as on node 0")
 
