@@ -19,7 +19,7 @@ _SHOWN_WORKERS = 8
 
 
 def fingerprint(rows: np.ndarray) -> Fingerprint:
-    """Returns the fingerprint of rows of an input: of floating-point numbers by projections, else by a hash.
+    """Returns the fingerprint of rows of an input: of floating-point numbers and pixels by projections, else by a hash.
 
     >>> values = np.arange(6, dtype="float32").reshape(3, 2)
     >>> same(fingerprint(values), fingerprint(values * (1 + 1e-7)))
@@ -28,7 +28,8 @@ def fingerprint(rows: np.ndarray) -> Fingerprint:
     False
     """
     varies = bool(len(rows) > 1 and np.any(rows != rows[:1])) if rows.ndim else False
-    if rows.dtype.kind != "f" and rows.dtype.name != "bfloat16":
+    is_pixel = rows.dtype.kind in "ui" and rows.dtype.itemsize <= 2  # maybe rounded from floating-point numbers
+    if rows.dtype.kind != "f" and rows.dtype.name != "bfloat16" and not is_pixel:
         content = repr(rows.tolist()).encode() if rows.dtype.kind == "O" else np.ascontiguousarray(rows).tobytes()
         return [list(rows.shape), zlib.crc32(content), varies]
     values = np.nan_to_num(rows.astype(np.float64), posinf=0.0, neginf=0.0).reshape(-1)
