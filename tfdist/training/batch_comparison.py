@@ -126,7 +126,8 @@ class BatchComparison:
         key = f"{self._name}/ended/{number}"
         with contextlib.suppress(tf.errors.OpError):  # a worker is lost, and the next exchange says so
             if wait_for_key_until(key, _ANSWER_SECONDS):
-                self._error = self._error or wait_for_key_value(key)
+                error = wait_for_key_value(key)
+                self._error = self._error or error
             else:
                 _log.warning(
                     "The batches of the workers were not compared: not all workers have sent theirs within "
@@ -174,7 +175,8 @@ class BatchComparison:
 
     def _wait_for_difference(self) -> None:
         with contextlib.suppress(tf.errors.OpError):
-            self._error = self._error or wait_for_key_value(f"{self._name}/different/{self._rank}")
+            error = wait_for_key_value(f"{self._name}/different/{self._rank}")
+            self._error = self._error or error
 
     def _take(self, rank: int, record: dict[str, Any]) -> None:
         key = json.dumps([record.get(part) for part in ("end", "dataset", "pass", "batch")])
