@@ -1,13 +1,16 @@
 """ExchangeTimer: what counts as encoding, exchange and decoding, also in conditions and loops."""
 
+import itertools
 import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from graph_ancestors import ancestors
 
 from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, begin_bucket, end_bucket
 from tfdist.compression import Group
+from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
 
 
 def after(seconds, tensor):
@@ -54,9 +57,8 @@ def test_time_is_counted_as_what_it_is_spent_on(cpus, reduce):
     @tf.function
     def steps(count):
         def step(index, gradient):
-            group = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
-            summed = reduce(group, after(0.02, gradient))
-            end_bucket(group, [summed])
+            group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+            (summed,) = end_bucket(group, [reduce(group, after(0.02, gradient))])
             return index + 1, summed
 
         return tf.while_loop(lambda index, _: index < count, step, (0, tf.ones([2, 3], tf.int32)))[1]
@@ -78,7 +80,7 @@ def test_time_before_the_gradients_are_there_does_not_count(cpus):
     @tf.function
     def step(value):
         gradient = after(0.5, after(0.5, value))
-        group = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
+        group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), "method"), [gradient])
         end_bucket(group, [group.sum(gradient)])
 
     begin = time.perf_counter()
@@ -91,13 +93,13 @@ def test_time_before_the_gradients_are_there_does_not_count(cpus):
 def test_what_overlaps_counts_once(cpus, monkeypatch):
     # The gradients, the first collective's input and result, the second one's, the sums.
     readings = iter(np.int64([1000, 1010, 1110, 1020, 1130, 1140]))
-    monkeypatch.setattr("tfdist.collectives.exchange_timer._nanoseconds", lambda *_: next(readings))
+    monkeypatch.setattr("tfdist.tensorflow_internals.graph_clock._nanoseconds", lambda *_: next(readings))
     timer, ones = ExchangeTimer(cpus[0]), tf.ones([2])
-    group = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
     end_bucket(group, [group.sum(ones), group.gather(ones)])
     assert timer.by_label() == {"method": ExchangeDurations(10 / 1e9, 120 / 1e9, 10 / 1e9)}
     readings = iter(np.int64([5000, 5100, 5300, 5600]))  # eagerly the next step uses the same counter
-    group = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
+    group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [ones])
     end_bucket(group, [group.sum(ones)])
     assert timer.by_label() == {"method": ExchangeDurations(110 / 1e9, 320 / 1e9, 310 / 1e9)}
 
@@ -107,7 +109,7 @@ def test_gradients_that_are_constants_are_timed_in_every_step(cpus):
 
     @tf.function
     def step(value):
-        group = begin_bucket(timer.timed(SlowGroup(), "method"), [tf.zeros([2])])
+        group, _ = begin_bucket(timer.timed(SlowGroup(), "method"), [tf.zeros([2])])
         end_bucket(group, [group.sum(value)])
 
     step(tf.ones([2]))
@@ -119,15 +121,40 @@ def test_gradients_that_are_constants_are_timed_in_every_step(cpus):
     assert spent.encode_seconds + spent.exchange_seconds + spent.decode_seconds <= elapsed
 
 
+def test_what_is_timed_waits_for_the_clock_in_the_graph(cpus):
+    """Without the edges TensorFlow may compute first, and does so with one thread after about 100 steps."""
+    timer, passed = ExchangeTimer(cpus[0]), []
+
+    class NotingGroup(SlowGroup):
+        def sum(self, tensor):
+            passed.append(tf.identity(tensor))
+            return passed[-1]
+
+    @tf.function(autograph=False)
+    def step(gradient):
+        rows = tf.IndexedSlices(gradient + 1.0, tf.constant([0, 1]), tf.constant([2]))
+        group, (encoded,) = begin_bucket(timer.timed(NotingGroup(), "method"), [gradient])
+        passed.append(encoded)
+        (decoded,) = end_bucket(group, [tf.identity(group.sum(encoded))])
+        clock = read_clock([decoded], tf.constant(0, tf.int64), cpus[0])
+        passed.extend([decoded, after_clocks([clock], [rows])[0].values])
+
+    graph = step.get_concrete_function(tf.TensorSpec([2])).graph
+    clocks = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
+    encoded, exchanged, decoded, of_rows = (tensor.op for tensor in passed)
+    start, encode, exchange, decode, own = clocks
+    chain = [start, encoded, encode, exchanged, exchange, decode, decoded, own, of_rows]
+    assert all(first in ancestors(then) for first, then in itertools.pairwise(chain))
+
+
 def test_labels_and_buckets(cpus):
     timer = ExchangeTimer(cpus[0])
 
     @tf.function
     def step(gradient):
         for label in ("one", "other", "other"):
-            group = begin_bucket(timer.timed(SlowGroup(), label), [gradient])
-            gradient = group.sum(gradient)
-            end_bucket(group, [gradient])
+            group, (gradient,) = begin_bucket(timer.timed(SlowGroup(), label), [gradient])
+            (gradient,) = end_bucket(group, [group.sum(gradient)])
 
     step(tf.ones([2]))
     spent = timer.by_label()
@@ -137,8 +164,9 @@ def test_labels_and_buckets(cpus):
 
 def test_an_untimed_group_is_left_alone():
     group = SlowGroup()
-    assert begin_bucket(group, [tf.zeros([1])]) is group
-    end_bucket(group, [tf.zeros([1])])
+    gradients, sums = [tf.zeros([1])], [tf.ones([1])]
+    assert begin_bucket(group, gradients) == (group, gradients)
+    assert end_bucket(group, sums) == sums
     assert ExchangeDurations(3, 2, 1) - ExchangeDurations(1, 1, 1) + ExchangeDurations(1, 0, 0) == ExchangeDurations(
         3, 1, 0
     )

@@ -11,8 +11,8 @@ def install():
     """Replaces the plan of this process. All workers must do the same."""
     plan = share_planning.after_step
 
-    def after_step(state, seconds, rows, devices, options):
-        state = plan(state, seconds, rows, devices, None)  # counts what was measured
+    def after_step(state, seconds, rows, interval, devices, options):
+        state = plan(state, seconds, rows, interval, devices, None)  # counts what was measured
         if options is not None:
             number = int(state[share_planning.SINCE_STEPS, 0])
             state[share_planning.SHARE] = SHARES[number % len(SHARES)]

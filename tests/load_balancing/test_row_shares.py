@@ -45,9 +45,9 @@ def test_the_first_shares_keep_the_limits():
 
 
 def step(shares, seconds, rows):
-    """All replicas report a step; those of a worker with two devices have different times."""
+    """All replicas report a step of 10 seconds; those of a worker with two devices have different times."""
     reports = [
-        shares.report(number, tf.constant([time, float(count)]), count)
+        shares.report(number, tf.constant([time, float(count), 10.0]), count)
         for number, (time, count) in enumerate(zip(seconds, rows, strict=True))
     ]
     total = tf.add_n(reports)
@@ -58,7 +58,7 @@ def step(shares, seconds, rows):
 def test_reports_of_all_replicas_add_up():
     shares = shares_of()
     total = step(shares, [0.4, 0.1, 0.2], [4, 6, 6])
-    np.testing.assert_allclose(total, [0.4, 4, 0.1, 6, 0.2, 6, 16], rtol=1e-6)
+    np.testing.assert_allclose(total, [0.4, 4, 10, 0.1, 6, 10, 0.2, 6, 10, 16], rtol=1e-6)
     assert shares.report(0, None, 4).numpy().tolist() == [4]  # in `evaluate`
     first, second = shares.stats()
     assert (first.steps, first.samples, second.samples) == (1, 4, 12)
@@ -80,6 +80,13 @@ def test_a_checkpoint_restores_shares_and_measurements():
     restored.restore(shares.saved())
     assert restored.stats() == shares.stats()
     assert [int(end) for _, end in restored.bounds(64)] == [int(end) for _, end in shares.bounds(64)]
+
+
+def test_a_checkpoint_of_an_earlier_version_restores_what_it_has():
+    saved = moved().saved()
+    restored = shares_of(options=LoadBalancing())
+    restored.restore({**saved, "state": saved["state"][:11]})
+    assert restored.stats() == moved().stats()
 
 
 def test_the_first_steps_after_a_restore_are_not_measured():

@@ -5,6 +5,7 @@ import pytest
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.share_planning import (
+    HOLD,
     SECONDS,
     SECONDS_PER_ROW,
     SHARE,
@@ -25,6 +26,7 @@ class Workers:
         self.devices = devices or [1] * len(self.speeds)
         self.random, self.noise, self.overhead = np.random.default_rng(0), noise, overhead
         self.state, self.moves = initial_state(self.devices), 0
+        self.clock = lambda seconds: seconds
 
     def run(self, steps):
         """The mean of the steps' durations, each that of the slowest worker."""
@@ -34,9 +36,10 @@ class Workers:
             noise = self.random.uniform(1 - self.noise, 1 + self.noise, len(rows))
             seconds = np.where(rows > 0, (self.overhead + 0.001 * rows) / np.asarray(self.speeds) * noise, 0.0)
             before = self.state[SHARE].tolist()
-            self.state = after_step(self.state, seconds, rows, self.devices, self.options)
+            durations.append(seconds.max() + 0.002 * self.random.uniform(1 - self.noise, 1 + self.noise))
+            measured = self.clock(seconds)
+            self.state = after_step(self.state, measured, rows, durations[-1], self.devices, self.options)
             self.moves += before != self.state[SHARE].tolist()
-            durations.append(seconds.max())
         return float(np.mean(durations))
 
     @property
@@ -92,7 +95,7 @@ def test_earlier_measurements_have_the_weight_of_the_smoothing():
     options, rows = LoadBalancing(every_steps=1, smoothing=0.75), np.array([10.0, 10.0])
     state = initial_state([1, 1])
     for seconds in ([9.0, 9.0], [9.0, 9.0], [0.1, 0.1], [0.2, 0.1]):  # the first two are ignored
-        state = after_step(state, np.array(seconds), rows, [1, 1], options)
+        state = after_step(state, np.array(seconds), rows, 10.0, [1, 1], options)
     np.testing.assert_allclose(state[SECONDS_PER_ROW], [0.75 * 0.01 + 0.25 * 0.02, 0.01], rtol=1e-12)
 
 
@@ -101,8 +104,8 @@ def test_a_single_stall_moves_nothing():
     workers.run(50)
     for _ in range(3):
         rows = np.array([32.0, 32.0])
-        workers.state = after_step(workers.state, np.array([0.035, 0.045]), rows, [1, 1], workers.options)
-        workers.state = after_step(workers.state, np.array([0.035, 30.0]), rows, [1, 1], workers.options)
+        workers.state = after_step(workers.state, np.array([0.035, 0.045]), rows, 0.05, [1, 1], workers.options)
+        workers.state = after_step(workers.state, np.array([0.035, 30.0]), rows, 30.1, [1, 1], workers.options)
         workers.run(40)
     assert max(workers.shares) < 0.6
 
@@ -110,16 +113,62 @@ def test_a_single_stall_moves_nothing():
 def test_fixed_shares_are_measured_and_stay():
     state = initial_state([1, 3])
     for _ in range(100):
-        state = after_step(state, np.array([0.4, 0.1]), np.array([2.0, 6.0]), [1, 1], None)
+        state = after_step(state, np.array([0.4, 0.1]), np.array([2.0, 6.0]), 0.5, [1, 1], None)
     assert state[SHARE].tolist() == [1, 3]
     assert (state[STEPS, 0], state[SECONDS, 0].round(6)) == (100, 40.0)
     np.testing.assert_allclose(state[WAITED_SECONDS], [0.0, 30.0], rtol=1e-9)
 
 
-def test_a_step_that_was_not_measured_counts_nothing():
+@pytest.mark.parametrize(
+    ("seconds", "rows", "interval"),
+    [([0.0, 0.0], [4.0, 4.0], 0.1), ([0.0, 0.0], [0.0, 0.0], 0.1), ([0.2, 0.1], [4.0, 4.0], 0.19)],
+    ids=["not measured", "no rows", "longer than the step"],
+)
+def test_a_step_without_possible_times_counts_nothing(seconds, rows, interval):
     state = initial_state([1, 1])
-    np.testing.assert_array_equal(after_step(state, np.zeros(2), np.array([4.0, 4.0]), [1, 1], LoadBalancing()), state)
-    np.testing.assert_array_equal(after_step(state, np.zeros(2), np.zeros(2), [1, 1], LoadBalancing()), state)
+    changed = after_step(state, np.array(seconds), np.array(rows), interval, [1, 1], LoadBalancing())
+    np.testing.assert_array_equal(changed, state)
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 0.5], [0.8, 0.8, 0.2]])
+def test_a_clock_that_measures_nothing_does_not_drive_the_shares_away(speeds, monkeypatch):
+    def stopped(seconds):  # of the first worker: the more rows it has, the faster it seems
+        return np.array([0.0006, *seconds[1:]])
+
+    workers = Workers(speeds)
+    workers.run(100)
+    before, works = workers.run(100), workers.clock
+    workers.clock = stopped
+    # Shares are tried for a window of 22 steps, at most 6 times in 1000 steps, as rows stay for 1, 2, 4, ... windows.
+    assert workers.run(1000) < 1.25 * before
+    workers.clock = works
+    workers.run(2000)
+    np.testing.assert_allclose(workers.shares, np.array(speeds) / sum(speeds), atol=0.05)
+    monkeypatch.setattr("tfdist.load_balancing.share_planning._checked_by_intervals", lambda state: True)
+    workers.clock = stopped
+    workers.run(200)
+    assert workers.run(200) > 1.3 * before, "this is what the intervals prevent"
+
+
+def test_pauses_between_steps_refute_no_shares():
+    """A validation as long as ten steps after every 50 of them."""
+    workers = Workers([1.0, 0.5])
+    for _ in range(40):
+        workers.run(49)
+        workers.overhead += 0.3
+        workers.run(1)
+        workers.overhead -= 0.3
+    assert workers.state[HOLD].tolist() == [0.0, 0.0]
+    assert workers.shares[0] == pytest.approx(2 / 3, abs=0.05)
+
+
+def test_shares_follow_a_worker_that_becomes_slow_as_they_move():
+    """The new shares are refuted, since steps became longer; then the old ones are."""
+    workers = Workers([1.0, 0.5])
+    workers.run(22)
+    workers.speeds = [0.3, 0.5]
+    workers.run(300)
+    assert workers.shares[0] == pytest.approx(3 / 8, abs=0.05)
 
 
 def test_each_row_is_given_once_within_the_bounds():

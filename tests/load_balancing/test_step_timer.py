@@ -1,37 +1,46 @@
-"""The clock of a step in the graph. Each reading of it is a second later than the one before in the program."""
+"""The clock of a step in the graph. Each reading of it is a second later than the one before."""
+
+import itertools
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from graph_ancestors import ancestors
 
-from tfdist.load_balancing import step_timer
 from tfdist.load_balancing.step_timer import StepTimer
+from tfdist.tensorflow_internals import graph_clock
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
 @pytest.fixture
 def timer(monkeypatch):
-    monkeypatch.setattr(step_timer, "_nanoseconds", lambda _, number: np.int64(int(number) * 10**9))
+    set_clock(monkeypatch, itertools.count(1))
     return StepTimer("CPU:0")
 
 
-def step(timer, data, *, waits=False, sums=False, gradients=True, twice=False):
-    """Computes a gradient of `data`, as a replica does."""
+def set_clock(monkeypatch, seconds):
+    """Has the clock show `seconds`, one after another."""
+    readings = iter(seconds)
+    monkeypatch.setattr(graph_clock, "_nanoseconds", lambda *_: np.int64(next(readings) * 10**9))
+
+
+def step(timer, data, *, waits=False, sums=False, gradients=True, twice=False, compute=tf.identity):
+    """Computes a gradient of `data`, as a replica does; `compute` is called with what is computed."""
     timed = timer.start([data], [], 7)
-    if waits:
-        ended = timed.waiting([data])
-        data = data + 1.0
-        ended([data])
-    gradient = 2.0 * data
-    if gradients:
-        timed.gradients_ready([gradient, None])
-    if twice:
-        timed.gradients_ready([gradient * 2.0])
-    if sums:
-        total = gradient + 1.0
-        timed.sums_ready([total])
-        gradient = total * 2.0
+    with timed.computing():
+        if waits:
+            data, ended = timed.waiting([compute(data)])
+            (data,) = ended([compute(data[0] + 1.0)])
+        gradient = compute(2.0 * data)
+        if gradients:
+            timed.gradients_ready([gradient, None])
+        if twice:
+            timed.gradients_ready([compute(gradient * 2.0)])
+        if sums:
+            total = compute(gradient + 1.0)
+            with timed.updating([total]):
+                gradient = compute(total * 2.0)
     timed.end([gradient])
     return timed.last
 
@@ -53,22 +62,23 @@ def test_a_step_is_timed_without_its_waits_and_reported_in_the_next_one(timer, o
         return step(timer, data, **options)
 
     run = run if eagerly else tf.function(run, autograph=False)
-    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0]
-    assert run(tf.constant(2.0)).numpy().tolist() == [seconds, 7.0]
+    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0, 0.0]
+    readings = 2.0 + 2.0 * options.get("waits", False) * (not eagerly) + 2.0 * options.get("sums", False)
+    assert run(tf.constant(2.0)).numpy().tolist() == [seconds, 7.0, readings]
 
 
 def test_the_length_of_a_wait_is_left_out(timer, monkeypatch):
     """The first reading is 2 s, each further one twice as late; the second begins a wait, the third ends it."""
-    monkeypatch.setattr(step_timer, "_nanoseconds", lambda _, number: np.int64(2 ** int(number) * 10**9))
+    set_clock(monkeypatch, (2**number for number in itertools.count(1)))
     run = tf.function(lambda data: step(timer, data, waits=True), autograph=False)
     run(tf.constant(1.0))
-    assert run(tf.constant(2.0)).numpy().tolist() == [(16 - 2) - (8 - 4), 7.0]
+    assert run(tf.constant(2.0)).numpy().tolist() == [(16 - 2) - (8 - 4), 7.0, 32 - 2]
 
 
 def test_a_step_without_an_update_stores_nothing(timer):
     run = tf.function(lambda data: step(timer, data, gradients=False), autograph=False)
     run(tf.constant(1.0))
-    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0]
+    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0, 1.0]
 
 
 def test_what_is_computed_in_a_branch_is_not_timed(timer):
@@ -77,14 +87,38 @@ def test_what_is_computed_in_a_branch_is_not_timed(timer):
         timed = timer.start([data], [], 7)
 
         def branch():
-            timed.waiting([data])([data])
-            timed.gradients_ready([data])
-            timed.sums_ready([data])
-            return data
+            tensors, ended = timed.waiting([data])
+            timed.gradients_ready(ended(tensors))
+            with timed.updating([data]):
+                return tf.identity(data)
 
         tf.cond(data > 0, branch, lambda: data)
         timed.end([data])
         return timed.last
 
     run(tf.constant(1.0))
-    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0]
+    assert run(tf.constant(1.0)).numpy().tolist() == [0.0, 0.0, 1.0]
+
+
+def test_what_is_timed_waits_for_the_clock_in_the_graph(monkeypatch):
+    """Without the edges TensorFlow may compute first, and does so with one thread after about 100 steps."""
+    computed = []
+
+    def compute(tensor):
+        result = tf.identity(tensor)
+        computed.append(result.op)
+        return result
+
+    timer = StepTimer("CPU:0")
+    function = tf.function(lambda data: step(timer, data, waits=True, sums=True, compute=compute), autograph=False)
+    graph = function.get_concrete_function(tf.TensorSpec([])).graph
+    clocks = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
+    start, wait, waited, gradients, sums, end, seconds = clocks
+    before, reduced, gradient, summed, updated = computed
+
+    def follow(*operations):
+        return all(first in ancestors(then) for first, then in itertools.pairwise(operations))
+
+    assert follow(start, before, wait, reduced, waited, gradient, gradients, sums, updated, end, seconds)
+    assert follow(gradient, summed, sums)
+    assert gradients not in ancestors(summed), "the exchange of the first gradients does not wait for the last ones"

@@ -81,8 +81,8 @@ class _MovingParts(PartShares):
         self.computed = [before + size for before, size in zip(self.computed, sizes, strict=True)]
         return sizes
 
-    def add_round(self, measured: Any) -> None:
-        super().add_round(measured)
+    def add_round(self, interval: float, measured: Any) -> None:
+        super().add_round(interval, measured)
         self.rounds += 1
 
 

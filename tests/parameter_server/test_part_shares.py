@@ -15,7 +15,7 @@ def run(shares, seconds_per_row, rounds, rows=64):
     for _ in range(rounds):
         sizes = shares.sizes(rows)
         measured = {w: (0.001 + size * seconds_per_row[w], size) for w, size in enumerate(sizes) if size}
-        shares.add_round(measured)
+        shares.add_round(max(seconds for seconds, _ in measured.values()), measured)
     return sizes
 
 
@@ -30,7 +30,7 @@ def test_a_worker_whose_part_another_one_computes_keeps_its_share():
     shares = PartShares(2, LoadBalancing(every_steps=5))
     run(shares, [0.001, 0.003], 40)
     for _ in range(20):
-        shares.add_round({0: (0.05, 48)})
+        shares.add_round(0.05, {0: (0.05, 48)})
     assert shares.sizes(64) == [48, 16]
 
 

@@ -16,9 +16,11 @@ from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, 
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.collectives.sparse_all_reduce import sum_indexed_slices
 from tfdist.compression import Group, Policy
-from tfdist.compression.gradient_tensors import flatten, unflatten, zeros_unless
+from tfdist.compression.gradient_tensors import flatten, unflatten, with_values, zeros_unless
 from tfdist.compression.owned_parts import OwnedParts
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
+
+TimeWait = Callable[[Sequence[Any]], tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]]]
 
 
 class ReductionContext:
@@ -27,12 +29,12 @@ class ReductionContext:
     The replicas of a process are traced one after another, so they share one object.
 
     Attributes:
-        time_wait: Called with the tensors of a reduction of anything but gradients; returns a function that is called
-            with the sums.
+        time_wait: Called with the tensors of a reduction of anything but gradients; returns those to reduce, and a
+            function that is called with the sums, and returns those to use.
     """
 
     def __init__(self) -> None:
-        self.time_wait: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
+        self.time_wait: TimeWait | None = None
         self.kind = OTHER
         self.contributes: tf.Tensor | None = None
         self.paths: Sequence[str] | None = None
@@ -106,7 +108,9 @@ class ReplicaReduction:
     def __call__(self, tensors: Sequence[Any], *, mean: bool, options: Any) -> list[Any]:
         """Sums (or averages) each of `tensors`, dense or `tf.IndexedSlices`, over all replicas."""
         context, everyone = self.context, self._hierarchy.all
-        ended = None if context.kind == GRADIENTS or context.time_wait is None else context.time_wait(tensors)
+        ended: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+        if context.kind != GRADIENTS and context.time_wait is not None:
+            tensors, ended = context.time_wait(tensors)
         if context.kind == GRADIENTS:
             self._counters.add_update()
         if context.kind == GRADIENTS and context.paths is not None and self.policy is not None:
@@ -117,7 +121,7 @@ class ReplicaReduction:
                 self._count_dense(tensors, group)
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
         if ended is not None:
-            ended(reduced)
+            reduced = list(ended(reduced))
         return [_divide(tensor, everyone.size) for tensor in reduced] if mean else reduced
 
     def in_background(self, launcher: ReplicaLauncher) -> "ReplicaReduction":
@@ -275,17 +279,16 @@ def sum_tensors(
     dense_tensors = [tf.convert_to_tensor(tensors[position]) for position in dense]
     for bucket in fill_buckets(dense_tensors, bucket_bytes):
         members = [dense_tensors[position] for position in bucket.positions]
-        timed = begin_bucket(group, members)
+        timed, members = begin_bucket(group, members)
         # A condition around the packing costs nothing; a selection value by value is one more pass over the data.
-        sums = unflatten(timed.sum(zeros_unless(contributes, flatten(members))), members)
-        end_bucket(timed, sums)
+        sums = end_bucket(timed, unflatten(timed.sum(zeros_unless(contributes, flatten(members))), members))
         for position, tensor in zip(bucket.positions, sums, strict=True):
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            timed = begin_bucket(group, [tensor.values])
-            results[position] = sum_indexed_slices(tensor, timed)
-            end_bucket(timed, [results[position].values])
+            timed, (values,) = begin_bucket(group, [tensor.values])
+            summed = sum_indexed_slices(with_values(tensor, values), timed)
+            results[position] = with_values(summed, *end_bucket(timed, [summed.values]))
     return results
 
 

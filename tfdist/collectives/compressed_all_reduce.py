@@ -13,6 +13,7 @@ from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices, sum_indexed_slices
 from tfdist.compression import Compressor, Dense, Group, Policy
 from tfdist.compression.compressor import Reduced, State, Wrapper
+from tfdist.compression.gradient_tensors import with_values
 from tfdist.compression.owned_parts import OwnedParts
 
 ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
@@ -88,10 +89,10 @@ class CompressedReduction:
         # A bucket is ready when its first variable's gradient is, which backpropagation computes last.
         for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
             members = [gradients[position] for position in positions]
-            group = begin_bucket(self._group(method_label(compressor)), members)
+            group, members = begin_bucket(self._group(method_label(compressor)), members)
             own = None if parts is None else parts.of(positions)
             sums = self._reduce(compressor, members, [paths[position] for position in positions], group, own)
-            end_bucket(group, sums)
+            sums = end_bucket(group, sums)
             for position, summed in zip(positions, sums, strict=True):
                 results[position] = summed
         for position, gradient in enumerate(gradients):
@@ -108,7 +109,7 @@ class CompressedReduction:
     def _reduce(
         self,
         compressor: Compressor,
-        gradients: list[tf.Tensor],
+        gradients: Sequence[tf.Tensor],
         paths: list[str],
         group: Group,
         parts: OwnedParts | None,
@@ -136,18 +137,18 @@ class CompressedReduction:
         shape: list[int] | None = None if static is None else static.tolist()
         compressor, has_state = (Dense(), False) if shape is None else self._policy.resolve(path, shape)
         if shape is None or not has_state or not compressor.encodes_rows:
-            group = begin_bucket(self._group(method_label(Dense())), [slices.values])
+            group, (values,) = begin_bucket(self._group(method_label(Dense())), [slices.values])
             self._count_dense_rows(Dense(), slices, path, group)
-            summed = sum_indexed_slices(slices, group)
-            end_bucket(group, [summed.values])
+            summed = sum_indexed_slices(with_values(slices, values), group)
+            summed = with_values(summed, *end_bucket(group, [summed.values]))
             self._finite.append(tf.reduce_all(tf.math.is_finite(summed.values)))
             return summed
-        group = begin_bucket(self._group(method_label(compressor)), [slices.values])
+        group, (values,) = begin_bucket(self._group(method_label(compressor)), [slices.values])
         self._count_dense_rows(compressor, slices, path, group)
         entries = self._state.of(path, compressor, shape)
-        as_float = tf.IndexedSlices(tf.cast(slices.values, tf.float32), slices.indices, slices.dense_shape)
+        as_float = with_values(slices, tf.cast(values, tf.float32))
         summed, new_state, rows, finite = sum_encoded_slices(as_float, compressor, group, _read(entries))
-        end_bucket(group, [summed.values])
+        summed = with_values(summed, *end_bucket(group, [summed.values]))
         for name, value in new_state.items():
             self._writes.append(_Write(entries[name], value, rows if value.shape.rank else None))
         self._finite.append(finite)

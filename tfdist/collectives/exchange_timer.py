@@ -1,14 +1,12 @@
 """Times, in the graph, the encoding, the exchange and the decoding of gradients."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compression import Group
+from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _ENCODE, _EXCHANGE, _DECODE = range(3)
@@ -38,8 +36,7 @@ class ExchangeDurations:
 class ExchangeTimer:
     """Times the buckets of one replica. Each bucket has a counter in the host memory of the worker.
 
-    Stateless Python functions read the clock; they depend on the data alone. TensorFlow would run stateful ones in
-    program order, so that later operations, including other replicas' collectives, would wait for them.
+    What follows a reading of the clock in a bucket waits for it; other buckets and the computation do not.
     """
 
     def __init__(self, host: str) -> None:
@@ -71,28 +68,27 @@ class ExchangeTimer:
             self._eager[label] = counter
         return counter
 
-    def start(self, counter: tf.Variable, data: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Starts the clock of a bucket when all of `data` is computed, and returns that time."""
+    def start(self, counter: tf.Variable, data: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Starts the clock of a bucket when all of `data` is computed; returns that time, and the data after it."""
         with tf.device(self._host):
             *spent, ended = tf.unstack(tf.convert_to_tensor(counter))
-            now = self._now(data, ended)
+            now = read_clock(data, ended, self._host)
             counter.assign(tf.stack([*spent, now]))
-        return now
+        return now, after_clocks([now], data)
 
-    def add_elapsed(self, counter: tf.Variable, kind: int, data: Sequence[tf.Tensor], start: tf.Tensor) -> None:
-        """Adds the time from the last reading until all of `data` is computed; nothing if that was earlier."""
-        now = self._now(data, start)
+    def add_elapsed(
+        self, counter: tf.Variable, kind: int, data: Sequence[tf.Tensor], start: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Adds the time from the last reading until all of `data` is computed; nothing if that was earlier.
+
+        Returns `data` after the reading of the clock.
+        """
+        now = read_clock(data, start, self._host)
         with tf.device(self._host):
             *spent, ended = tf.unstack(tf.convert_to_tensor(counter))
             spent[kind] += tf.maximum(now - ended, 0)
             counter.assign(tf.stack([*spent, tf.maximum(now, ended)]))
-
-    def _now(self, data: Sequence[tf.Tensor], never_constant: tf.Tensor) -> tf.Tensor:
-        # If all inputs were constants, TensorFlow would compute the time once for all steps.
-        samples = [tf.reshape(tensor, [-1])[:1] for tensor in data]
-        with tf.device(self._host):
-            read = tf.numpy_function(_nanoseconds, [never_constant, *samples], tf.int64, stateful=False)
-        return tf.ensure_shape(read, [])
+        return after_clocks([now], data)
 
 
 class TimedGroup(Group):
@@ -106,60 +102,60 @@ class TimedGroup(Group):
         return self._group.size
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        self._add_elapsed(_ENCODE, tensor)
-        result = self._group.sum(tensor)
-        self._add_elapsed(_EXCHANGE, result)
-        return result
+        return self._timed(_EXCHANGE, self._group.sum(self._timed(_ENCODE, tensor)))
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        self._add_elapsed(_ENCODE, tensor)
-        result = self._group.gather(tensor)
-        self._add_elapsed(_EXCHANGE, result)
-        return result
+        return self._timed(_EXCHANGE, self._group.gather(self._timed(_ENCODE, tensor)))
 
     def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        self._add_elapsed(_ENCODE, slices)
-        received, position = self._group.exchange(slices)
-        self._add_elapsed(_EXCHANGE, received)
-        return received, position
+        received, position = self._group.exchange(self._timed(_ENCODE, slices))
+        return self._timed(_EXCHANGE, received), position
 
     def exchange_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        self._add_elapsed(_ENCODE, rows)
-        received = self._group.exchange_rows(rows)
-        self._add_elapsed(_EXCHANGE, received)
-        return received
+        return self._timed(_EXCHANGE, self._group.exchange_rows(self._timed(_ENCODE, rows)))
 
-    def bucket(self, gradients: Sequence[tf.Tensor]) -> "_TimedBucket":
-        """Returns the group for one bucket of `gradients`."""
-        return _TimedBucket(self._group, self._timer, self._label, gradients)
+    def bucket(self, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
+        """Returns the group for one bucket, and its `gradients` from when the clock has started."""
+        bucket = _TimedBucket(self._group, self._timer, self._label)
+        return bucket, bucket.start(gradients)
 
-    def _add_elapsed(self, kind: int, *data: tf.Tensor) -> None:
-        """Adds the time until `data` is computed to that of `kind`. Outside of a bucket nothing is timed."""
+    def _timed(self, kind: int, tensor: tf.Tensor) -> tf.Tensor:
+        """Adds the time until `tensor` is computed to that of `kind`. Outside of a bucket nothing is timed."""
+        return tensor
 
 
 class _TimedBucket(TimedGroup):
-    def __init__(self, group: Group, timer: ExchangeTimer, label: str, gradients: Sequence[tf.Tensor]) -> None:
+    def __init__(self, group: Group, timer: ExchangeTimer, label: str) -> None:
         super().__init__(group, timer, label)
         self._counter = timer.new_counter(label)
-        self._start = timer.start(self._counter, gradients)
 
-    def end(self, sums: Sequence[tf.Tensor]) -> None:
-        self._add_elapsed(_DECODE, *sums)
+    def start(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._start, clocked = self._timer.start(self._counter, gradients)
+        return clocked
 
-    def _add_elapsed(self, kind: int, *data: tf.Tensor) -> None:
-        self._timer.add_elapsed(self._counter, kind, data, self._start)
+    def end(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._timer.add_elapsed(self._counter, _DECODE, sums, self._start)
 
-
-def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> Group:
-    """Returns the group over which to reduce a bucket of `gradients`: `group` itself unless it is a `TimedGroup`."""
-    return group.bucket(gradients) if isinstance(group, TimedGroup) else group
+    def _timed(self, kind: int, tensor: tf.Tensor) -> tf.Tensor:
+        return self._timer.add_elapsed(self._counter, kind, [tensor], self._start)[0]
 
 
-def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> None:
-    """Ends the timing that `begin_bucket` began; `group` is what that returned, `sums` the bucket's results."""
-    if isinstance(group, _TimedBucket):
-        group.end(sums)
+def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
+    """Returns the group over which to reduce a bucket of `gradients`, and the gradients to reduce.
+
+    Both are those that are given unless the group is a `TimedGroup`.
+    """
+    return group.bucket(gradients) if isinstance(group, TimedGroup) else (group, list(gradients))
 
 
-def _nanoseconds(*_: Any) -> np.int64:
-    return np.int64(time.perf_counter_ns())
+def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Ends the timing that `begin_bucket` began.
+
+    Args:
+        group: What that returned.
+        sums: The bucket's results.
+
+    Returns:
+        The results to use.
+    """
+    return group.end(sums) if isinstance(group, _TimedBucket) else list(sums)

@@ -78,9 +78,9 @@ class _RecordedGroup(TimedGroup):
         self._recorder.add(EXCHANGE, rows)
         return self._group.exchange_rows(rows)
 
-    def bucket(self, gradients: Sequence[tf.Tensor]) -> Any:
+    def bucket(self, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
         self._recorder.next_bucket(gradients)
-        return self
+        return self, list(gradients)
 
 
 class RecordedReduction(ReplicaReduction):
@@ -97,10 +97,11 @@ class KeptGradients(RecordedReduction):
     """A reduction that returns gradients as they are, and counts updates. Everything else is reduced.
 
     Attributes:
-        seen: Called with the gradients of an update and the paths of their variables; `None`: nobody asks.
+        seen: Called with the gradients of an update and the paths of their variables, returns those to use; `None`:
+            nobody asks.
     """
 
-    seen: Callable[[Sequence[Any], Sequence[str]], None] | None = None
+    seen: Callable[[Sequence[Any], Sequence[str]], Sequence[Any]] | None = None
 
     def __call__(self, tensors: Sequence[Any], *, mean: bool, options: Any) -> list[Any]:
         """Returns gradients unchanged, and sums of all other `tensors`."""
@@ -108,5 +109,5 @@ class KeptGradients(RecordedReduction):
             return super().__call__(tensors, mean=mean, options=options)
         self._counters.add_update()
         if self.seen is not None:
-            self.seen(tensors, list(self.context.paths or ()))
+            tensors = self.seen(tensors, list(self.context.paths or ()))
         return list(tensors)

@@ -12,7 +12,7 @@ from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.load_balancing.step_timer import StepTimer
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
-_OF_REPLICA = 2  # numbers of a replica in a report: seconds and rows
+_OF_REPLICA = 3  # numbers of a replica in a report: those of `TimedStep.last`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class RowShares:
 
         Args:
             replica: The number of the replica over all workers.
-            measured: Seconds and rows of the last step of this replica, float32 of shape [2]; `None` in `evaluate`.
+            measured: The last step of this replica, as `TimedStep.last`; `None` in `evaluate`.
             rows: The rows of this step.
         """
         own = tf.reshape(tf.cast(rows, tf.float32), [1])
@@ -140,8 +140,10 @@ class RowShares:
     def restore(self, saved: Any) -> None:
         """Restores what `saved` returned; nothing if the shares are fixed or the workers are others."""
         if self._options is not None and saved and saved["devices"] == list(self._devices):
-            state = np.asarray(saved["state"], np.float64)
-            state[planning.IGNORED] = planning.initial_state(self._first)[planning.IGNORED]
+            state = planning.initial_state(self._first)
+            ignored = state[planning.IGNORED].copy()
+            state[: len(saved["state"])] = saved["state"]  # that of an earlier tfdist has fewer rows
+            state[planning.IGNORED] = ignored
             self._state.assign(state)
 
     def _after_step(self, state: np.ndarray, report: np.ndarray) -> np.ndarray:
@@ -149,4 +151,5 @@ class RowShares:
         first = np.cumsum([0, *self._devices[:-1]])
         seconds = np.maximum.reduceat(of_replicas[:, 0], first)
         rows = np.add.reduceat(of_replicas[:, 1], first)
-        return planning.after_step(state, seconds, rows, self._devices, self._options)
+        interval = float(np.max(of_replicas[:, 2]))
+        return planning.after_step(state, seconds, rows, interval, self._devices, self._options)

@@ -4,6 +4,7 @@ Every worker calls them with the same bits and must come to the same bits: sums 
 in which NumPy adds depends on the CPU.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,12 @@ IGNORED = 2  # how many of the next measurements are not used; equal for all wor
 BATCH_ROWS = 3  # of the largest batch since the last division; equal for all workers
 SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS = 4, 5, 6
 STEPS, ROWS, SECONDS, WAITED_SECONDS = 7, 8, 9, 10
-STATE_ROWS = 11
+# From one step to the next, in seconds; equal for all workers, as all numbers from here on except shares are.
+SINCE_INTERVALS, SINCE_SQUARES = 11, 12  # their sum and that of their squares
+# The shares with the shortest interval so far, its mean, and the variance of that mean; 0 if unknown.
+FASTEST_SHARE, FASTEST_INTERVAL, FASTEST_VARIANCE = 13, 14, 15
+HELD, HOLD = 16, 17  # how many more times rows are not divided, and how many the last refutation has cost
+STATE_ROWS = 18
 
 # A division must be predicted to shorten steps by this factor: otherwise noise moves rows to and fro.
 _LEAST_GAIN = 1.03
@@ -28,6 +34,9 @@ _UNITS = 64
 _IGNORED_STEPS = 2
 # A single stall (a save, the collector of garbage) must not count as the speed of a worker.
 _LONGEST_STEP = 8.0
+# By how many standard errors the steps of new shares must be longer than before for these to be refuted.
+_REFUTING_ERRORS = 3.0
+_LONGEST_HOLD = 64
 
 
 def initial_state(shares: Sequence[float]) -> np.ndarray:
@@ -46,6 +55,7 @@ def after_step(
     state: np.ndarray,
     seconds: np.ndarray,
     rows: np.ndarray,
+    interval: float,
     devices: Sequence[int],
     options: LoadBalancing | None,
     *,
@@ -57,12 +67,15 @@ def after_step(
         state: The state before, float64 of shape [STATE_ROWS, workers].
         seconds: How long each worker computed, float64 of shape [workers]; 0 if it was not measured.
         rows: How many rows it computed on, float64 of shape [workers].
+        interval: The seconds from the start of this step to that of the next one; 0 if they are unknown.
         devices: The number of devices of each worker.
         options: When and how to divide rows again; `None` if the shares are fixed.
         units: See `plan_rows`.
     """
     state = state.copy()
     if not np.all(seconds[rows > 0] > 0) or not np.any(rows > 0):
+        return state
+    if 0 < interval < np.max(seconds):  # nobody computes for longer than the step takes
         return state
     state[STEPS] += 1
     state[ROWS] += rows
@@ -78,6 +91,8 @@ def after_step(
     state[SINCE_STEPS] += 1
     state[SINCE_ROWS] += rows
     state[SINCE_SECONDS] += np.minimum(seconds, longest)
+    state[SINCE_INTERVALS] += interval
+    state[SINCE_SQUARES] += interval * interval
     state[BATCH_ROWS] = np.maximum(state[BATCH_ROWS], _total(rows))
     return _divided_again(state, devices, options, units) if state[SINCE_STEPS, 0] >= options.every_steps else state
 
@@ -94,9 +109,10 @@ def _divided_again(state: np.ndarray, devices: Sequence[int], options: LoadBalan
     slowest = float(np.max(state[SECONDS_PER_ROW]))
     # A worker that had no rows counts as the slowest one until it is measured.
     costs = [cost or slowest for cost in state[SECONDS_PER_ROW].tolist()]
-    for row in (SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS):
+    may_move = _checked_by_intervals(state)
+    for row in (SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS, BATCH_ROWS, SINCE_INTERVALS, SINCE_SQUARES):
         state[row] = 0.0
-    planned = plan_rows(batch, costs, devices, options.limits(workers), units)
+    planned = plan_rows(batch, costs, devices, options.limits(workers), units) if may_move else None
     if planned is None:
         return state
     present = [share * batch / _total(state[SHARE]) for share in state[SHARE].tolist()]
@@ -104,6 +120,39 @@ def _divided_again(state: np.ndarray, devices: Sequence[int], options: LoadBalan
         state[SHARE] = planned
         state[IGNORED] = _IGNORED_STEPS
     return state
+
+
+def _checked_by_intervals(state: np.ndarray) -> bool:
+    """Returns whether rows may move, and takes the present shares back if they have made steps longer.
+
+    A worker's seconds are what it says of itself. The interval from one step to the next contains the computation of
+    all workers, exchanges and waits, so it shows whether the shares that follow from these seconds are right. Shares
+    with longer intervals than the fastest ones so far are replaced by these, and rows stay for a while, each time for
+    twice as long. A few long intervals, as of a validation between two steps, raise the standard error as much as the
+    mean, so they refute nothing.
+    """
+    steps = float(state[SINCE_STEPS, 0])
+    mean = float(state[SINCE_INTERVALS, 0]) / steps
+    if mean <= 0 or steps < 2:
+        return True
+    variance = max(float(state[SINCE_SQUARES, 0]) / steps - mean * mean, 0.0) / (steps - 1)
+    fastest = float(state[FASTEST_INTERVAL, 0])
+    error = math.sqrt(variance + float(state[FASTEST_VARIANCE, 0]))
+    is_other = fastest > 0 and bool(np.any(state[SHARE] != state[FASTEST_SHARE]))
+    if is_other and mean > fastest + _REFUTING_ERRORS * error:
+        state[SHARE] = state[FASTEST_SHARE]
+        state[IGNORED] = _IGNORED_STEPS
+        state[HOLD] = min(max(2.0 * float(state[HOLD, 0]), 1.0), _LONGEST_HOLD)
+        state[HELD] = state[HOLD]
+        return False
+    if is_other and mean < fastest - _REFUTING_ERRORS * error:
+        state[HOLD] = 0.0
+    if not is_other or mean < fastest:
+        state[FASTEST_SHARE], state[FASTEST_INTERVAL], state[FASTEST_VARIANCE] = state[SHARE], mean, variance
+    if state[HELD, 0] > 0:
+        state[HELD] -= 1
+        return False
+    return True
 
 
 def plan_rows(

@@ -5,28 +5,27 @@ when the sums of the gradients are there, until its weights are updated.
 """
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
+from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 
 class StepTimer:
-    """Times the steps of one replica, which it keeps in the host memory of the worker.
-
-    Stateless Python functions read the clock, as in `collectives.exchange_timer`: TensorFlow would run stateful ones in
-    program order, and later operations would wait for them.
-    """
+    """Times the steps of one replica, which it keeps in the host memory of the worker."""
 
     def __init__(self, host: str) -> None:
-        """Creates the variable on `host`, the CPU device of a worker."""
+        """Creates the variables on `host`, the CPU device of a worker."""
         self._host = host
         with tf.init_scope(), tf.device(host):
             self._last = ResourceVariable(tf.zeros([2]), trainable=False, name="step_timer")
+            self._started_at = ResourceVariable(tf.zeros([], tf.int64), trainable=False, name="step_started_at")
 
     def start(self, data: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], rows: Any) -> "TimedStep":
         """Starts the clock of a step when its data is there and the last update of its weights is made.
@@ -36,50 +35,81 @@ class StepTimer:
             weights: Some weights of the model, as the step reads them.
             rows: The number of rows of the part.
         """
-        with tf.device(self._host):
-            last = tf.convert_to_tensor(self._last)
-        return TimedStep(self._host, self._last, last, [*data, *weights], rows)
+        return TimedStep(self._host, self._last, self._started_at, [*data, *weights], rows)
 
 
 class TimedStep:
     """A training step of a replica whose computation is timed, with its first update.
 
+    What is timed waits for the clock: otherwise TensorFlow may compute first and read the clock last.
+
     Attributes:
-        last: The last step that was timed before: its seconds and its rows, float32 of shape [2]; zeros if there is
-            none. It is known when a step starts, so that the exchange of times waits for nothing.
+        last: The last step that was timed before: its seconds, its rows, and the seconds from its start to the start of
+            this one; float32 of shape [3], zeros if there is none. It is known when a step starts, so that the exchange
+            of times waits for nothing.
     """
 
     def __init__(
-        self, host: str, variable: tf.Variable, last: tf.Tensor, ready: Sequence[tf.Tensor], rows: Any
+        self, host: str, variable: tf.Variable, started_at: tf.Variable, ready: Sequence[tf.Tensor], rows: Any
     ) -> None:
-        self._host, self._variable, self.last, self._rows = host, variable, last, rows
+        self._host, self._variable, self._rows = host, variable, rows
         self._graph = _graph()
         self._gradients_at: tf.Tensor | None = None
         self._sums_at: tf.Tensor | None = None
-        self._readings = 0
         self._waits: list[tf.Tensor] = []  # when a reduction began and ended, in turn
+        with tf.device(host):
+            last, before = tf.convert_to_tensor(variable), tf.convert_to_tensor(started_at)
+        # Of the last step everything was timed: its time is an input.
         self._start = self._now(ready, tf.cast(last[0], tf.int64))
+        with tf.device(host):
+            interval = tf.where(before > 0, tf.cast(self._start - before, tf.float64) / 1e9, 0.0)
+            self.last = tf.concat([last, [tf.cast(interval, tf.float32)]], axis=0)
+            started_at.assign(self._start)
 
-    def waiting(self, tensors: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """Leaves out the time of a reduction of `tensors`; call the result with what has been reduced."""
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within this context, in which the step is traced, all that is computed waits for the clock of the start."""
+        with step_after([self._start]):
+            yield
+
+    def waiting(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+        """Leaves out the time of a reduction of `tensors`.
+
+        Returns:
+            The tensors to reduce, and a function to call with what has been reduced, which returns what to use.
+        """
         if self._gradients_at is not None or self._graph is None or _graph() is not self._graph:
-            return _ignore
+            return tensors, lambda reduced: reduced
         began = self._now(tensors, self._start)
 
-        def ended(reduced: Sequence[Any]) -> None:
-            self._waits += [began, self._now(reduced, began)]
+        def ended(reduced: Sequence[Any]) -> Sequence[Any]:
+            end = self._now(reduced, began)
+            self._waits += [began, end]
+            return after_clocks([end], reduced)
 
-        return ended
+        return after_clocks([began], tensors), ended
 
     def gradients_ready(self, gradients: Sequence[Any]) -> None:
-        """Stops the clock when all `gradients` are computed. Only the first call in a step has an effect."""
+        """Stops the clock when all `gradients` are computed. Only the first call in a step has an effect.
+
+        The exchange of the first gradients does not wait for the last ones, but the update does: if the clock is read
+        late, the computation that is left of the step has been added, not an update.
+        """
         if self._gradients_at is None and _graph() is self._graph:
             self._gradients_at = self._now([one for one in gradients if one is not None], self._start)
 
-    def sums_ready(self, sums: Any) -> None:
-        """Resumes when the sums of the gradients over all replicas are there. Only the first call has an effect."""
-        if self._gradients_at is not None and self._sums_at is None and _graph() is self._graph:
-            self._sums_at = self._now(tf.nest.flatten(sums), self._gradients_at)
+    @contextmanager
+    def updating(self, sums: Any) -> Iterator[None]:
+        """Times the update, which is made in this context, from when the sums of the gradients are there.
+
+        Only the first call in a step has an effect.
+        """
+        if self._gradients_at is None or self._sums_at is not None or _graph() is not self._graph:
+            yield
+            return
+        self._sums_at = self._now(tf.nest.flatten(sums), self._gradients_at)
+        with step_after([self._sums_at]):
+            yield
 
     def end(self, weights: Sequence[tf.Tensor]) -> None:
         """Stores the time of the step when `weights`, as they are read after it, are updated."""
@@ -94,24 +124,11 @@ class TimedStep:
             self._variable.assign(tf.stack([seconds, tf.cast(self._rows, tf.float32)]))
 
     def _now(self, ready: Sequence[Any], never_constant: tf.Tensor) -> tf.Tensor:
-        # A number for each reading: TensorFlow merges equal operations.
-        self._readings += 1
-        tensors = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in ready]
-        with tf.control_dependencies(tensors), tf.device(self._host):
-            inputs = [never_constant, tf.constant(self._readings)]
-            return tf.ensure_shape(tf.numpy_function(_nanoseconds, inputs, tf.int64, stateful=False), [])
+        return read_clock(ready, never_constant, self._host)
 
 
 def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def _ignore(reduced: Sequence[Any]) -> None:
-    del reduced
-
-
-def _nanoseconds(*_: Any) -> np.int64:
-    return np.int64(time.perf_counter_ns())
 
 
 def _seconds(start: int, end: int, *times: int, has_update: bool = False) -> np.float32:

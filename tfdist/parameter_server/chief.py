@@ -240,7 +240,7 @@ class ChiefTraining:
             (before_last, _), (last, worker) = self._ends[-2:]
             self._stats.add_held_up(worker, last - before_last)
         if self._shares.follows_speeds:
-            self._shares.add_round(self._measured)
+            self._shares.add_round(self._ends[-1][0] - began, self._measured)
         used = dict(sorted(self._done.items()))
         self._late |= set(buffers) - set(used)
         for _, result in used.values():  # by buffer: rounding must not depend on who was first

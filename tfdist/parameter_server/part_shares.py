@@ -51,13 +51,14 @@ class PartShares:
         bounds = row_bounds(self._state[SHARE].astype(int).tolist(), rows)
         return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
 
-    def add_round(self, measured: Mapping[int, tuple[float, int]]) -> None:
+    def add_round(self, interval: float, measured: Mapping[int, tuple[float, int]]) -> None:
         """Adds a round that has ended, and divides again if it is time.
 
         Args:
+            interval: The seconds from when its parts were scheduled until the last part was done.
             measured: By worker, the seconds and the rows of its part. Workers are missing whose part another one has
                 computed.
         """
         of_workers = [measured.get(worker, (0.0, 0)) for worker in range(len(self._devices))]
         seconds, rows = np.asarray(of_workers, np.float64).T
-        self._state = after_step(self._state, seconds, rows, self._devices, self._options, units=_UNITS)
+        self._state = after_step(self._state, seconds, rows, interval, self._devices, self._options, units=_UNITS)

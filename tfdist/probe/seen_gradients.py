@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES, fill_buckets
+from tfdist.tensorflow_internals.graph_clock import after_clocks
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 
@@ -36,11 +37,11 @@ class SeenGradients:
         self._kept: dict[tuple[str, ...], list[Any]] = {}
         self._times: dict[tuple[str, ...], list[Any]] = {}
 
-    def __call__(self, tensors: Sequence[Any], paths: Sequence[str]) -> None:
-        """Notes the gradients of an update."""
+    def __call__(self, tensors: Sequence[Any], paths: Sequence[str]) -> Sequence[Any]:
+        """Notes the gradients of an update, and returns them: what uses them waits until the times are noted."""
         key = tuple(paths)
         if tf.executing_eagerly() and key in self._kept:
-            return
+            return tensors
         parts = [_parts(tensor) for tensor in tensors]
         with tf.init_scope():
             kept = [[_variable(part.dtype) for part in one] for one in parts]
@@ -56,7 +57,7 @@ class SeenGradients:
 
         if tf.executing_eagerly():
             keep()
-            return
+            return tensors
         tf.cond(self._keeps, keep, lambda: None)
         dense = [position for position, one in enumerate(parts) if len(one) == 1]
         buckets = fill_buckets([parts[position][0] for position in dense], DEFAULT_BUCKET_BYTES)
@@ -64,9 +65,12 @@ class SeenGradients:
         groups += [one for one in parts if len(one) > 1]
         with tf.init_scope():
             self._times[key] = [ResourceVariable(0.0, dtype=tf.float64, trainable=False) for _ in groups]
+        times = []
         for members, variable in zip(groups, self._times[key], strict=True):
             with tf.control_dependencies(members):
-                variable.assign(tf.timestamp())
+                times.append(tf.timestamp())
+            variable.assign(times[-1])
+        return after_clocks(times, tensors)
 
     @property
     def is_complete(self) -> bool:

@@ -42,13 +42,11 @@ def reduce_scatter(
     present = [position for position in unit.positions if position in gradients]
     if not present:
         return {}
-    members = [gradients[position] for position in present]
+    timed, members = begin_bucket(group, [gradients[position] for position in present])
     dtype = members[0].dtype
-    timed = begin_bucket(group, members)
     sizes = [layout.sizes[position] for position in present]
     if _is_sum_shorter(layout, unit, present):
-        vector = timed.sum(zeros_unless(contributes, flatten(members)))
-        end_bucket(timed, [vector])
+        (vector,) = end_bucket(timed, [timed.sum(zeros_unless(contributes, flatten(members)))])
         vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
         return {one: whole for one, whole in vectors.items() if layout.spans(one)[replica].size}
     is_complete = unit.is_divided and len(present) == len(unit.positions)
@@ -65,8 +63,7 @@ def reduce_scatter(
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
     received = timed.exchange_rows(to_words(rows))
     rows = from_words(received, dtype, layout.replicas, length)
-    total = sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))
-    end_bucket(timed, [total])
+    (total,) = end_bucket(timed, [sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))])
     return _split(layout, total, present, replica)
 
 
@@ -94,9 +91,9 @@ def all_gather(
     is_complete = unit.is_divided and len(positions) == len(unit.positions)
     length = unit.part_length if is_complete else _longest(layout, positions)
     row = _padded(flatten(own) if own else tf.zeros([0], dtype), length)
-    timed = begin_bucket(group, [row])
-    rows = from_words(timed.gather(to_words(row[tf.newaxis])), dtype, layout.replicas, length)
-    end_bucket(timed, [rows])
+    timed, (row,) = begin_bucket(group, [row])
+    gathered = timed.gather(to_words(row[tf.newaxis]))
+    (rows,) = end_bucket(timed, [from_words(gathered, dtype, layout.replicas, length)])
     sizes = [layout.sizes[position] for position in positions]
     if is_complete:
         if list(replicas) != list(range(layout.replicas)):
@@ -160,10 +157,9 @@ def _sum_of_words(
         tf.reshape(parts[position], [-1]) if position in parts else tf.zeros([size], dtype)
         for position, size in zip(positions, sizes, strict=True)
     ]
-    timed = begin_bucket(group, own)
-    words = timed.sum(to_words(flatten(own)[tf.newaxis])[0])
-    vector = from_words(words[tf.newaxis], dtype, 1, sum(sizes))[0]
-    end_bucket(timed, [vector])
+    timed, members = begin_bucket(group, own)
+    words = timed.sum(to_words(flatten(members)[tf.newaxis])[0])
+    (vector,) = end_bucket(timed, [from_words(words[tf.newaxis], dtype, 1, sum(sizes))[0]])
     return dict(zip(positions, tf.split(vector, sizes), strict=True))
 
 

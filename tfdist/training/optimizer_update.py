@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -210,9 +211,9 @@ def _reduce_and_apply(
     # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
     # of micro-steps of an update.
     summed = _reduce(optimizer, sharded, gradients, context, contributes, _divisor(optimizer, micro_steps))
-    if sharded is None and (timing := current_timing()) is not None:
-        timing.sums_ready(summed)
-    _apply(optimizer, sharded, summed, micro_steps=micro_steps, compiles=compiles)
+    timing = current_timing() if sharded is None else None
+    with nullcontext() if timing is None else timing.updating(summed):
+        _apply(optimizer, sharded, summed, micro_steps=micro_steps, compiles=compiles)
 
 
 def _reduce(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -81,7 +81,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
                 step.graph = tf.compat.v1.get_default_graph()
             if shared is not None and training:
                 step.timing = shared.start_timing(model, replica_data, step)
-            with step.running():
+            with step.running(), nullcontext() if step.timing is None else step.timing.computing():
                 is_first = replica_data is parts[0]  # one replica stands for all
                 with divided.checked_literals(is_first) as checked:
                     if micro_batches > 1 and _can_be_split(replica_data):

@@ -48,10 +48,10 @@ def keep_added_losses() -> Callable[[], None]:
     return lambda: set_added_losses(losses)
 
 
-def time_wait(tensors: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-    """Leaves a reduction of `tensors` out of the time that this replica computes; call the result with the sums."""
+def time_wait(tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    """Leaves a reduction of `tensors` out of the time that this replica computes; see `TimedStep.waiting`."""
     timing = current_timing()
-    return (lambda reduced: None) if timing is None else timing.waiting(tensors)
+    return (tensors, lambda reduced: reduced) if timing is None else timing.waiting(tensors)
 
 
 def current_timing() -> TimedStep | None:
