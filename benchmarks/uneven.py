@@ -1,6 +1,7 @@
 """Measures load balancing on workers of different speeds: step time, shares, and time against loss.
 
-    python benchmarks/uneven.py
+    python benchmarks/uneven.py --turns 3
+    python benchmarks/uneven.py --turns 3 --model mlp
 
 Control groups limit each worker to a part of a core (`cpu.cfs_quota_us` of cgroup v1, with a period of 10 ms). Two
 models train in the same processes and take turns: one with even shares, one with `load_balancing=True`. Needs root on
@@ -18,14 +19,16 @@ from typing import Any
 
 from network_run.machine import machine_info
 
-_RESULTS = Path(__file__).parent / "results" / "uneven.json"
+_RESULTS = Path(__file__).parent / "results"
+_BATCH_SIZES = {"cnn": 120, "mlp": 2048}  # about 80 ms of a core
 _WORKER = Path(__file__).parent / "uneven_worker.py"
 _CGROUPS = Path("/sys/fs/cgroup/cpu")
 _PERIOD_MICROSECONDS = 10_000
 # Name, cores of each worker, and how many times faster steps must be than with even shares.
+_FIRST_STEPS = 60  # until rows are divided by measured speeds
 SCENARIOS = {
-    "2 equal workers": ((1.0, 1.0), None),
-    "2 workers, one with half a core": ((1.0, 0.5), 1.35),
+    "2 equal workers": ((1.0, 1.0), 0.97),
+    "2 workers, one with half a core": ((1.0, 0.5), 1.25),
     "3 workers with 0.8, 0.8 and 0.2 cores": ((0.8, 0.8, 0.2), 2.0),
 }
 
@@ -34,36 +37,50 @@ def main() -> None:
     """Measures, prints and draws."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS), default=tuple(SCENARIOS))
-    parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
-    parser.add_argument("--turns", type=int, default=4, help="turns of each model; the first two are not counted")
-    parser.add_argument("--batch-size", type=int, default=192, help="images of a global batch")
-    parser.add_argument("--results", type=Path, default=_RESULTS)
+    parser.add_argument("--model", choices=tuple(_BATCH_SIZES), default="cnn")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=4, help="turns of each model; the first one is not counted")
+    parser.add_argument("--batch-size", type=int, help="rows of a global batch; by default about 80 ms of a core")
+    parser.add_argument("--results", type=Path, help="by default `results/uneven.json`, or `uneven_mlp.json`")
     arguments = parser.parse_args()
+    batch_size = arguments.batch_size or _BATCH_SIZES[arguments.model]
+    if arguments.results is None:
+        arguments.results = _RESULTS / ("uneven.json" if arguments.model == "cnn" else f"uneven_{arguments.model}.json")
     results: dict[str, Any] = {"scenarios": {}}
     if arguments.results.exists():  # of other scenarios
         results = json.loads(arguments.results.read_text())
     results["machine"] = machine_info()
     for name in arguments.scenarios:
         cores, required = SCENARIOS[name]
-        measured = _measure(cores, arguments.steps, arguments.turns, arguments.batch_size)
+        measured = _measure(cores, arguments.steps, arguments.turns, batch_size, arguments.model)
         results["scenarios"][name] = {
             "cores": cores,
-            "batch_size": arguments.batch_size,
+            "model": arguments.model,
+            "batch_size": batch_size,
+            "steps": arguments.steps * arguments.turns,
             "required": required,
             **measured,
         }
         arguments.results.parent.mkdir(exist_ok=True)
         arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-    print("| workers | even, ms | balanced, ms | times faster | required | shares |\n|---|---|---|---|---|---|")
+    print("| workers | even, ms | balanced, ms | times faster | required | shares | from the speeds |")
+    print("|---|---|---|---|---|---|---|")
     results["scenarios"] = {name: results["scenarios"][name] for name in SCENARIOS if name in results["scenarios"]}
     for name, one in results["scenarios"].items():
         even, balanced = one["even"]["mean_ms"], one["balanced"]["mean_ms"]
         shares = " : ".join(f"{100 * share:.0f} %" for share in one["shares"])
-        print(f"| {name} | {even:.1f} | {balanced:.1f} | {even / balanced:.2f} | {one['required'] or ''} | {shares} |")
+        found = f"{even:.1f} | {balanced:.1f} | {even / balanced:.2f} | {one['required']} | {shares}"
+        print(f"| {name} | {found} | {_farthest(one['shares_of_steps'], one['cores']):.3f} |")
     _draw(results, arguments.results.with_suffix(".png"))
 
 
-def _measure(cores: tuple[float, ...], steps: int, turns: int, batch_size: int) -> dict[str, Any]:
+def _farthest(shares: list[list[float]], cores: list[float]) -> float:
+    """Returns how far a share has been from its worker's part of the cores, at most, after the first steps."""
+    speeds = [one / sum(cores) for one in cores]
+    return max(abs(a - b) for of_step in shares[_FIRST_STEPS:] for a, b in zip(of_step, speeds, strict=True))
+
+
+def _measure(cores: tuple[float, ...], steps: int, turns: int, batch_size: int, model: str) -> dict[str, Any]:
     """Runs the workers of a scenario; returns what the chief has measured."""
     groups = [_CGROUPS / f"tfdist-uneven-{os.getpid()}-{rank}" for rank in range(len(cores))]
     try:
@@ -74,7 +91,7 @@ def _measure(cores: tuple[float, ...], steps: int, turns: int, batch_size: int) 
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "measured.json"
             command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", str(len(cores)), str(_WORKER)]
-            command += [str(output), str(steps), str(turns), str(batch_size), *map(str, groups)]
+            command += [str(output), str(steps), str(turns), str(batch_size), model, *map(str, groups)]
             subprocess.run(command, check=True, timeout=900)
             return dict(json.loads(output.read_text()))
     finally:

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-IMAGE, CLASSES = (32, 32, 3), 10
+IMAGE, VECTOR, CLASSES = (32, 32, 3), (784,), 10
 _WARM_UP_STEPS = 5
-_TURNS_LEFT_OUT = 2  # of the mean step: until the rows are divided
+_TURNS_LEFT_OUT = 1  # of the mean step: until the rows are divided
 
 
 def main() -> None:
     """Trains, and writes the times of the chief."""
-    output, steps, turns, batch_size, *groups = sys.argv[1:]
+    output, steps, turns, batch_size, model, *groups = sys.argv[1:]
     os.nice(-15)  # other programs of the machine must not slow a worker
     config = json.loads(os.environ["TF_CONFIG"])
     rank = config["task"]["index"] + (config["task"]["type"] == "worker" and "chief" in config["cluster"])
@@ -25,8 +25,8 @@ def main() -> None:
     from tfdist.strategies import MultiWorkerMirroredStrategy
 
     trainings = {
-        "even": _Training(MultiWorkerMirroredStrategy(), int(batch_size)),
-        "balanced": _Training(MultiWorkerMirroredStrategy(load_balancing=True), int(batch_size)),
+        "even": _Training(MultiWorkerMirroredStrategy(), int(batch_size), model),
+        "balanced": _Training(MultiWorkerMirroredStrategy(load_balancing=True), int(batch_size), model),
     }
     for training in trainings.values():
         training.take(_WARM_UP_STEPS)  # traces
@@ -39,23 +39,31 @@ def main() -> None:
         shares = trainings["balanced"].strategy.row_shares
         stats = shares.stats() if shares is not None else ()
         measured["shares"] = [one.share for one in stats]
+        measured["shares_of_steps"] = trainings["balanced"].shares
         measured["compute_ms"] = [1e3 * one.seconds / one.steps for one in stats]
         measured["wait_ms"] = [1e3 * one.waited_seconds / one.steps for one in stats]
         Path(output).write_text(json.dumps(measured))
 
 
 class _Training:
-    """A small CNN that learns to find templates in noise; a step is timed from the end of the previous one."""
+    """A small model that learns to find templates in noise; a step is timed from the end of the previous one.
 
-    def __init__(self, strategy: Any, batch_size: int) -> None:
+    Attributes:
+        shares: Those of the workers after each step, without the first ones, which trace.
+    """
+
+    def __init__(self, strategy: Any, batch_size: int, model: str) -> None:
         import keras
         import numpy as np
         import tensorflow as tf
 
         self.strategy = strategy
         random = np.random.default_rng(0)
-        labels = random.integers(0, CLASSES, 16 * batch_size)
-        inputs = random.normal(size=(16 * batch_size, *IMAGE)) + 0.4 * random.normal(size=(CLASSES, *IMAGE))[labels]
+        shape, batches = (IMAGE, 16) if model == "cnn" else (VECTOR, 8)
+        labels = random.integers(0, CLASSES, batches * batch_size)
+        inputs = (
+            random.normal(size=(batches * batch_size, *shape)) + 0.4 * random.normal(size=(CLASSES, *shape))[labels]
+        )
         self._data = (
             tf.data.Dataset.from_tensor_slices((inputs.astype("float32"), labels))
             .batch(batch_size, drop_remainder=True)
@@ -64,13 +72,16 @@ class _Training:
         keras.utils.set_random_seed(0)
         with strategy.scope():
             layers: list[Any] = []
-            for filters in (16, 32, 64):
+            for filters in (16, 32, 64) if model == "cnn" else ():
                 layers += [keras.layers.Conv2D(filters, 3, padding="same", activation="relu")]
                 layers += [keras.layers.MaxPooling2D(2)] if filters > 16 else []
+            for units in (384, 384) if model == "mlp" else ():
+                layers += [keras.layers.Dense(units, activation="relu")]
             layers += [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
-            self._model = keras.Sequential([keras.Input(IMAGE), *layers])
+            self._model = keras.Sequential([keras.Input(shape), *layers])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self._model.compile(keras.optimizers.Adam(3e-4), loss)
+        self.shares: list[list[float]] = []
         self._durations: list[list[float]] = []
         self._losses: list[list[float]] = []
 
@@ -84,6 +95,8 @@ class _Training:
         def note(batch: int, logs: Any) -> None:
             ends.append(time.perf_counter())
             losses.append(float(logs["loss"]))
+            if self._durations and self.strategy.row_shares is not None:
+                self.shares.append([round(one.share, 4) for one in self.strategy.row_shares.stats()])
 
         # The first step of a turn begins with the iterator, so it is trained, but not timed.
         note_end = keras.callbacks.LambdaCallback(on_train_batch_end=note)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite, flatten, from_words, to_words, unflatten
+from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
 from tfdist.compression.owned_parts import OwnedParts
+from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 State = dict[str, tf.Tensor]
 Payload = dict[str, tf.Tensor]

@@ -1,4 +1,4 @@
-"""Operations on gradients, dense or `tf.IndexedSlices`: packing, scaling, sums of rows, finite values, words."""
+"""Operations on gradients, dense or `tf.IndexedSlices`: packing, scaling, sums of rows, finite values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -89,24 +89,6 @@ def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
 
     sums_are_finite = tf.reduce_all([tf.math.is_finite(tf.reduce_sum(tensor)) for tensor in tensors])
     return tf.cond(sums_are_finite, lambda: tf.constant(True), each_value)
-
-
-def to_words(rows: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of `[rows, length]` as int32, which all collectives of CPUs and GPUs can send."""
-    count, length = rows.shape
-    per_word = 4 // rows.dtype.size if rows.dtype.size < 4 else 1
-    if per_word > 1:
-        rows = tf.pad(rows, [[0, 0], [0, -length % per_word]])
-        return tf.bitcast(tf.reshape(rows, [count, -1, per_word]), tf.int32)
-    return tf.reshape(tf.bitcast(rows, tf.int32), [count, length * rows.dtype.size // 4])
-
-
-def from_words(words: tf.Tensor, dtype: tf.DType, count: int, length: int) -> tf.Tensor:
-    """Returns the `count` rows of `length` values that `to_words` has encoded."""
-    if dtype.size > 4:
-        words = tf.reshape(words, [count, length, dtype.size // 4])
-    rows = tf.reshape(tf.bitcast(words, dtype), [count, -1 if dtype.size < 4 else length])
-    return rows[:, :length] if dtype.size < 4 else rows
 
 
 def with_shape(gradient: Any, shape: Sequence[int]) -> Any:

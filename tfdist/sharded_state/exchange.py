@@ -7,8 +7,9 @@ import tensorflow as tf
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.collectives.ring_order import sum_in_ring_order
 from tfdist.compression import Group
-from tfdist.compression.gradient_tensors import flatten, from_words, to_words, zeros_unless
+from tfdist.compression.gradient_tensors import flatten, zeros_unless
 from tfdist.sharded_state.layout import ShardLayout, Unit
+from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 Tensors = Mapping[int, tf.Tensor]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import from_words, to_words
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
+from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 # Longer than a worker should be busy elsewhere, such as with the callbacks of an epoch.
 TIMEOUT_SECONDS = 300.0

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
+from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_words, from_words
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
@@ -68,6 +69,23 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
         """Concatenates the replicas' tensors, which have the same shape, along their first dimension."""
         self._launching = _signature("gather", tensor, shape_is_fixed)
         return self._all_gather(tensor, options)
+
+    def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> tf.Tensor:
+        """Sums tensors of any numeric dtype; see TensorFlow's method."""
+        sent, restored = as_sum(tf.convert_to_tensor(input_tensor))
+        return restored(super().all_reduce(sent, control_input, options))
+
+    def _all_gather(self, input_tensor: Any, options: Any) -> tf.Tensor:
+        """Gathers tensors of any dtype; see TensorFlow's method."""
+        tensor = tf.convert_to_tensor(input_tensor)
+        if tensor.dtype in GATHERED:
+            return super()._all_gather(tensor, options)
+        words, _ = as_words(tensor)
+        gathered = super()._all_gather(words[tf.newaxis], options)
+        shape = tf.concat([[self.size * tf.shape(tensor)[0]], tf.shape(tensor)[1:]], axis=0)
+        whole = tf.reshape(from_words(gathered, tensor.dtype, self.size, tf.size(tensor)), shape)
+        rows = None if tensor.shape[0] is None else self.size * tensor.shape[0]
+        return tf.ensure_shape(whole, [rows, *tensor.shape[1:]])
 
     def exchange(self, tensor: tf.Tensor, options: Any) -> tf.Tensor:
         """Sends row `i` of `tensor`, `[size, ...]`, to the replica at position `i`; returns the received rows."""

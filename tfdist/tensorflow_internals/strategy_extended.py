@@ -12,6 +12,7 @@ from tfdist.tensorflow_internals.collective_launcher import AllReduce
 from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
 from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
 from tfdist.tensorflow_internals.runtime import cluster_is_running, set_key_value, wait_for_key_value
+from tfdist.tensorflow_internals.sent_dtypes import BROADCAST, as_words
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
@@ -156,6 +157,27 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
                 "without GPUs."
             )
         return tuple(int(devices.partition(" ")[0]) for devices in found)
+
+    def _get_variable_creator_initial_value(self, replica_id: Any, device: Any, primary_var: Any, **kwargs: Any) -> Any:
+        """Returns the function that creates the initial value of a replica's copy, which is that of the chief.
+
+        A broadcast sends few dtypes, so it sends the bits of others.
+        """
+        create = super()._get_variable_creator_initial_value
+        if replica_id != 0 or self._num_workers == 1:
+            return create(replica_id, device, primary_var, **kwargs)
+        given, dtype = kwargs["initial_value"], kwargs.get("dtype")
+
+        def broadcast() -> tf.Tensor:
+            with tf.device(device):
+                value = given() if callable(given) else given
+                value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
+                sent, restored = (value, None) if value.dtype in BROADCAST else as_words(value)
+            sent_by_chief = create(replica_id, device, primary_var, **{**kwargs, "initial_value": sent, "dtype": None})
+            with tf.device(device):
+                return sent_by_chief() if restored is None else restored(sent_by_chief())
+
+        return broadcast
 
     @property
     def replicas_of_workers(self) -> tuple[int, ...]:
