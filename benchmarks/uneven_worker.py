@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-IMAGE, VECTOR, CLASSES = (32, 32, 3), (784,), 10
+IMAGE, VECTOR, CLASSES = (32, 32, 3), (64,), 10
 _WARM_UP_STEPS = 5
 _TURNS_LEFT_OUT = 1  # of the mean step: until the rows are divided
 
@@ -75,7 +75,7 @@ class _Training:
             for filters in (16, 32, 64) if model == "cnn" else ():
                 layers += [keras.layers.Conv2D(filters, 3, padding="same", activation="relu")]
                 layers += [keras.layers.MaxPooling2D(2)] if filters > 16 else []
-            for units in (384, 384) if model == "mlp" else ():
+            for units in (384, 384, 384) if model == "mlp" else ():
                 layers += [keras.layers.Dense(units, activation="relu")]
             layers += [keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
             self._model = keras.Sequential([keras.Input(shape), *layers])

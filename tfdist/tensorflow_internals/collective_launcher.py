@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
-from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_words, from_words
+from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveReplicaLauncher,
@@ -74,6 +74,11 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
         """Sums tensors of any numeric dtype; see TensorFlow's method."""
         sent, restored = as_sum(tf.convert_to_tensor(input_tensor))
         return restored(super().all_reduce(sent, control_input, options))
+
+    def all_gather(self, input_tensor: Any, axis: Any, options: Any = None) -> tf.Tensor:
+        """Gathers tensors of any dtype along `axis`; see TensorFlow's method, which transposes them."""
+        sent, restored = as_values(tf.convert_to_tensor(input_tensor))
+        return restored(super().all_gather(sent, axis, options))
 
     def _all_gather(self, input_tensor: Any, options: Any) -> tf.Tensor:
         """Gathers tensors of any dtype; see TensorFlow's method."""

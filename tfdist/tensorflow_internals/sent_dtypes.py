@@ -67,6 +67,12 @@ def as_sum(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tenso
     return tensor, lambda total: total
 
 
+def as_values(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Returns a tensor in a dtype that has kernels, with the same values, and a function back to its dtype."""
+    dtype = tensor.dtype
+    return _cast(tensor, _AS_VALUES.get(dtype.name, dtype)), lambda values: _cast(values, dtype)
+
+
 def as_words(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Returns the bits of a tensor, a vector, and a function from such bits, of any tensor like it, to the tensor."""
     shape, static, dtype = tf.shape(tensor), tensor.shape, tensor.dtype

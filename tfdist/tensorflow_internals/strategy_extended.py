@@ -172,6 +172,8 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             with tf.device(device):
                 value = given() if callable(given) else given
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
+                if value.shape.num_elements() == 0:  # TensorFlow's broadcast crashes
+                    return value
                 sent, restored = (value, None) if value.dtype in BROADCAST else as_words(value)
             sent_by_chief = create(replica_id, device, primary_var, **{**kwargs, "initial_value": sent, "dtype": None})
             with tf.device(device):

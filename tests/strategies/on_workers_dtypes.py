@@ -1,0 +1,108 @@
+"""Variables of all dtypes on workers, and models that have them. `compared` is a program of one process, too."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+INTEGERS = "int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
+FLOATS = "float8_e4m3fn float8_e5m2 bfloat16 float16 float32 float64".split()
+DTYPES = (*INTEGERS, *FLOATS, "complex64", "complex128")
+SHAPES = ((), (5,), (2, 3), (0, 2))
+_random = np.random.default_rng(5)
+INPUTS = _random.normal(size=(48, 6)).astype("float32")
+TOKENS = _random.integers(0, 9, size=(48, 3)).astype("int32")
+TARGETS = _random.normal(size=(48, 3)).astype("float32")
+
+
+def value(dtype, number, shape=()):
+    """Small whole numbers, exact in each dtype."""
+    numbers = tf.constant(np.arange(int(np.prod(shape, dtype=int))).reshape(shape) % 2 + number)
+    return tf.cast(tf.cast(numbers, tf.int8 if dtype in INTEGERS else tf.float32), dtype)
+
+
+def bits(tensor):
+    """The bytes of a value, as they are written to JSON."""
+    return tf.convert_to_tensor(tensor).numpy().tobytes().hex()
+
+
+def variables(strategy):
+    """For each dtype and shape the bits of a variable whose initial values differ, and of the value of the chief."""
+    found = {}
+    for dtype in (*DTYPES, "bool"):
+        for shape in SHAPES:
+            own = strategy.rank
+            with strategy.scope():
+                variable = tf.Variable(lambda: value(dtype, 1 - own, shape))  # noqa: B023
+            copies = [bits(one.read_value()) for one in strategy.experimental_local_results(variable)]
+            found[f"{dtype} {shape}"] = [copies, bits(value(dtype, 1, shape))]
+    return found
+
+
+def exchanges(strategy):
+    """For each dtype the sum over the replicas, their values, and the values gathered by a step."""
+    found = {}
+    workers = strategy.num_replicas_in_sync
+    for dtype in DTYPES:
+
+        @tf.autograph.experimental.do_not_convert
+        def step():
+            replica = tf.distribute.get_replica_context()
+            pair = value(dtype, 1, (1, 3))  # noqa: B023
+            summed = replica.all_reduce("SUM", pair)
+            return summed, replica.all_gather(pair, axis=0)
+
+        summed, gathered = (
+            strategy.experimental_local_results(one)[0] for one in tf.function(lambda: strategy.run(step))()
+        )
+        total = tf.cast(workers * np.array([[1, 2, 1]]), tf.int8 if dtype in INTEGERS else tf.float32)
+        wanted = bits(tf.cast(total, dtype)), bits(value(dtype, 1, (1, 3))) * workers
+        found[dtype] = [(bits(summed), bits(gathered)), wanted]
+    return found
+
+
+def pure_bfloat16(strategy):
+    """Dense and sparse gradients, slots and metrics of bfloat16."""
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        policy = keras.DTypePolicy("bfloat16")
+        tokens = keras.Input((3,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(9, 4, dtype=policy)(tokens))
+        model = keras.Model(tokens, keras.layers.Dense(3, dtype=policy)(hidden))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return trained(model, TOKENS)
+
+
+def quantized(strategy, mode):
+    """A model that is trained, quantized, and trained on by LoRA."""
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)])
+        model.quantize(mode)
+        if mode != "float8":
+            for layer in model.layers:
+                layer.enable_lora(2)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return trained(model, INPUTS)
+
+
+def trained(model, inputs, callbacks=(), epochs=2):
+    data = tf.data.Dataset.from_tensor_slices((inputs, TARGETS)).batch(12)
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    weights = [keras.ops.convert_to_numpy(keras.ops.cast(one, "float32")) for one in model.weights]
+    dtypes = [keras.backend.standardize_dtype(one.dtype) for one in model.weights]
+    return {
+        "loss": history.history["loss"],
+        "prediction": keras.ops.convert_to_numpy(model.predict(inputs, batch_size=12, verbose=0))
+        .astype(float)
+        .tolist(),
+        "weights": [one.tolist() for one in weights],
+        "dtypes": dtypes,
+    }
+
+
+MODELS = {
+    "bfloat16": pure_bfloat16,
+    "int8": lambda strategy: quantized(strategy, "int8"),
+    "int4": lambda strategy: quantized(strategy, "int4"),
+    "float8": lambda strategy: quantized(strategy, "float8"),
+}
