@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,16 @@ def main() -> None:
         even, balanced = one["even"]["mean_ms"], one["balanced"]["mean_ms"]
         shares = " : ".join(f"{100 * share:.0f} %" for share in one["shares"])
         found = f"{even:.1f} | {balanced:.1f} | {even / balanced:.2f} | {one['required']} | {shares}"
-        print(f"| {name} | {found} | {_farthest(one['shares_of_steps'], one['cores']):.3f} |")
+        print(f"| {name} | {found} | {_farthest(one['divisions'], one['cores']):.3f} |")
     _draw(results, arguments.results.with_suffix(".png"))
 
 
-def _farthest(shares: list[list[float]], cores: list[float]) -> float:
+def _farthest(divisions: list[tuple[int, list[float]]], cores: Sequence[float]) -> float:
     """Returns how far a share has been from its worker's part of the cores, at most, after the first steps."""
     speeds = [one / sum(cores) for one in cores]
-    return max(abs(a - b) for of_step in shares[_FIRST_STEPS:] for a, b in zip(of_step, speeds, strict=True))
+    ends = [step for step, _ in divisions[1:]] + [_FIRST_STEPS + 1]
+    late = [shares for end, (_, shares) in zip(ends, divisions, strict=True) if end > _FIRST_STEPS]
+    return max(abs(a - b) for shares in late for a, b in zip(shares, speeds, strict=True))
 
 
 def _measure(cores: tuple[float, ...], steps: int, turns: int, batch_size: int, model: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def main() -> None:
         shares = trainings["balanced"].strategy.row_shares
         stats = shares.stats() if shares is not None else ()
         measured["shares"] = [one.share for one in stats]
-        measured["shares_of_steps"] = trainings["balanced"].shares
+        measured["divisions"] = trainings["balanced"].divisions
         measured["compute_ms"] = [1e3 * one.seconds / one.steps for one in stats]
         measured["wait_ms"] = [1e3 * one.waited_seconds / one.steps for one in stats]
         Path(output).write_text(json.dumps(measured))
@@ -49,7 +49,7 @@ class _Training:
     """A small model that learns to find templates in noise; a step is timed from the end of the previous one.
 
     Attributes:
-        shares: Those of the workers after each step, without the first ones, which trace.
+        divisions: After how many steps, without the first ones, which trace, the workers have had which shares.
     """
 
     def __init__(self, strategy: Any, batch_size: int, model: str) -> None:
@@ -81,7 +81,8 @@ class _Training:
             self._model = keras.Sequential([keras.Input(shape), *layers])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self._model.compile(keras.optimizers.Adam(3e-4), loss)
-        self.shares: list[list[float]] = []
+        self.divisions: list[tuple[int, list[float]]] = []
+        self._steps = 0
         self._durations: list[list[float]] = []
         self._losses: list[list[float]] = []
 
@@ -96,7 +97,10 @@ class _Training:
             ends.append(time.perf_counter())
             losses.append(float(logs["loss"]))
             if self._durations and self.strategy.row_shares is not None:
-                self.shares.append([round(one.share, 4) for one in self.strategy.row_shares.stats()])
+                self._steps += 1
+                shares = [round(one.share, 4) for one in self.strategy.row_shares.stats()]
+                if not self.divisions or shares != self.divisions[-1][1]:
+                    self.divisions.append((self._steps, shares))
 
         # The first step of a turn begins with the iterator, so it is trained, but not timed.
         note_end = keras.callbacks.LambdaCallback(on_train_batch_end=note)

@@ -12,10 +12,12 @@ import numpy as np
 import share_programs
 import tensorflow as tf
 import unequal_programs
+from graph_ancestors import ancestors
 
 from tfdist import cluster
 from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy
+from tfdist.load_balancing.step_timer import TimedStep
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 
@@ -97,10 +99,34 @@ def static_shares(strategy):
     return share_programs.fixed_sizes(strategy, Sizes()), sizes
 
 
+def note_order():
+    """For each traced step whether its gradients, and the weights after it, wait for the clock."""
+    found, ready, end = [], TimedStep.gradients_ready, TimedStep.end
+
+    def gradients_ready(step, gradients):
+        if (
+            not tf.executing_eagerly()
+            and step._gradients_at is None
+            and step._graph is tf.compat.v1.get_default_graph()
+        ):
+            dense = [getattr(one, "values", one) for one in gradients]
+            found.append(all(step._start.op in ancestors(one.op) for one in dense))
+        ready(step, gradients)
+
+    def end_after(step, weights):
+        if step._sums_at is not None and not tf.executing_eagerly():
+            found.append(all(step._sums_at.op in ancestors(one.op) for one in weights))
+        end(step, weights)
+
+    TimedStep.gradients_ready, TimedStep.end = gradients_ready, end_after
+    return found
+
+
 def main(folder: Path, programs) -> None:
     rank = cluster.detect().rank
     device = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * (1 + rank))
+    ordered = note_order()
     moving_shares.install()
     strategy = moving_shares.strategy()
     rows = Rows(strategy)
@@ -118,6 +144,7 @@ def main(folder: Path, programs) -> None:
     else:
         outcomes["fixed"] = unequal_programs.accumulating(MultiWorkerMirroredStrategy(shares=[3, 1]))
         outcomes["resumed"] = resumed(folder / "fixed", shares=[3, 1])
+    seen["ordered"] = ordered
     np.savez(folder / f"shares-{rank}.npz", **elastic_programs.flat(outcomes))
     Path(folder, f"seen-{rank}.json").write_text(json.dumps(seen))
 

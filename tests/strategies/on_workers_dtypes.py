@@ -1,13 +1,22 @@
-"""Variables of all dtypes on workers, and models that have them. `compared` is a program of one process, too."""
+"""Variables of all dtypes on workers, and models that have them.
+
+The program of the workers in `test_dtypes_on_workers.py`.
+"""
+
+import json
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategies import MultiWorkerMirroredStrategy
+
 INTEGERS = "int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
 FLOATS = "float8_e4m3fn float8_e5m2 bfloat16 float16 float32 float64".split()
 DTYPES = (*INTEGERS, *FLOATS, "complex64", "complex128")
-SHAPES = ((), (5,), (2, 3), (0, 2))
+SHAPES = ((), (2, 3), (0, 2))
 _random = np.random.default_rng(5)
 INPUTS = _random.normal(size=(48, 6)).astype("float32")
 TOKENS = _random.integers(0, 9, size=(48, 3)).astype("int32")
@@ -26,37 +35,32 @@ def bits(tensor):
 
 
 def variables(strategy):
-    """For each dtype and shape the bits of a variable whose initial values differ, and of the value of the chief."""
+    """For each dtype and shape the bits of the copies of a variable, and of the initial value of the chief."""
     found = {}
     for dtype in (*DTYPES, "bool"):
         for shape in SHAPES:
-            own = strategy.rank
+            own = value(dtype, 1 - strategy.rank, shape)
             with strategy.scope():
-                variable = tf.Variable(lambda: value(dtype, 1 - own, shape))  # noqa: B023
+                variable = tf.Variable(own)
             copies = [bits(one.read_value()) for one in strategy.experimental_local_results(variable)]
-            found[f"{dtype} {shape}"] = [copies, bits(value(dtype, 1, shape))]
+            found[f"{dtype} {shape}"] = copies, bits(value(dtype, 1, shape))
     return found
 
 
 def exchanges(strategy):
-    """For each dtype the sum over the replicas, their values, and the values gathered by a step."""
-    found = {}
-    workers = strategy.num_replicas_in_sync
-    for dtype in DTYPES:
+    """For each dtype the bits of a sum over the replicas and of what they gather, and those that are right."""
 
-        @tf.autograph.experimental.do_not_convert
-        def step():
-            replica = tf.distribute.get_replica_context()
-            pair = value(dtype, 1, (1, 3))  # noqa: B023
-            summed = replica.all_reduce("SUM", pair)
-            return summed, replica.all_gather(pair, axis=0)
+    def step():
+        replica = tf.distribute.get_replica_context()
+        own = {dtype: value(dtype, 1, (1, 3)) for dtype in DTYPES}
+        return {one: (replica.all_reduce("SUM", own[one]), replica.all_gather(own[one], axis=0)) for one in DTYPES}
 
-        summed, gathered = (
-            strategy.experimental_local_results(one)[0] for one in tf.function(lambda: strategy.run(step))()
-        )
-        total = tf.cast(workers * np.array([[1, 2, 1]]), tf.int8 if dtype in INTEGERS else tf.float32)
-        wanted = bits(tf.cast(total, dtype)), bits(value(dtype, 1, (1, 3))) * workers
-        found[dtype] = [(bits(summed), bits(gathered)), wanted]
+    results = tf.function(lambda: strategy.run(step), autograph=False)()
+    replicas, found = strategy.num_replicas_in_sync, {}
+    for dtype, pair in results.items():
+        summed, gathered = (bits(strategy.experimental_local_results(one)[0]) for one in pair)
+        total = tf.cast(replicas * np.array([[1, 2, 1]]), tf.int8 if dtype in INTEGERS else tf.float32)
+        found[dtype] = (summed, gathered), (bits(tf.cast(total, dtype)), bits(value(dtype, 1, (1, 3))) * replicas)
     return found
 
 
@@ -100,9 +104,22 @@ def trained(model, inputs, callbacks=(), epochs=2):
     }
 
 
-MODELS = {
-    "bfloat16": pure_bfloat16,
-    "int8": lambda strategy: quantized(strategy, "int8"),
+MODELS = {"bfloat16": pure_bfloat16, "int8": lambda strategy: quantized(strategy, "int8")}
+MORE_MODELS = {
     "int4": lambda strategy: quantized(strategy, "int4"),
     "float8": lambda strategy: quantized(strategy, "float8"),
 }
+
+
+def main(folder: Path, models) -> None:
+    strategy = MultiWorkerMirroredStrategy()
+    seen = {"variables": variables(strategy), "exchanges": exchanges(strategy)}
+    seen |= {name: model(strategy) for name, model in models.items()}
+    if models is MORE_MODELS:
+        sharded = MultiWorkerMirroredStrategy(shard_optimizer_state=True)
+        seen |= {f"sharded {name}": model(sharded) for name, model in {**MODELS, **MORE_MODELS}.items()}
+    (folder / f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), globals()[sys.argv[2]])

@@ -140,10 +140,11 @@ class RowShares:
     def restore(self, saved: Any) -> None:
         """Restores what `saved` returned; nothing if the shares are fixed or the workers are others."""
         if self._options is not None and saved and saved["devices"] == list(self._devices):
-            state = planning.initial_state(self._first)
-            ignored = state[planning.IGNORED].copy()
+            first = planning.initial_state(self._first)
+            state = first.copy()
             state[: len(saved["state"])] = saved["state"]  # that of an earlier tfdist has fewer rows
-            state[planning.IGNORED] = ignored
+            for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # perhaps these are other machines
+                state[row] = first[row]
             self._state.assign(state)
 
     def _after_step(self, state: np.ndarray, report: np.ndarray) -> np.ndarray:

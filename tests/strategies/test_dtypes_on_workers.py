@@ -1,0 +1,118 @@
+"""Variables, sums and models of all dtypes on two workers, and of bfloat16 on two devices."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import on_workers_dtypes
+import pytest
+from launched_runs import launch_once
+from one_process import in_one_process
+
+from tfdist.callbacks import FailureRecovery
+from tfdist.strategies import MirroredStrategy
+
+_SCRIPT = Path(on_workers_dtypes.__file__)
+# Two replicas round sums of bfloat16 (2**-8) at other places, float8 quantizes by scales that follow these sums.
+_TOLERANCES = {"bfloat16": 2**-7, "int8": 1e-6, "int4": 1e-6, "float8": 1e-3}
+
+
+def seen(tmp_path_factory, models):
+    run = launch_once(tmp_path_factory, f"dtypes {models}", _SCRIPT, models, options=["--workers", "2"])
+    return [run.assert_complete().json(f"seen-{rank}.json") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    return seen(tmp_path_factory, "MODELS")
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    return seen(tmp_path_factory, "MORE_MODELS")
+
+
+def assert_equals_one_process(model, *ours):
+    one = in_one_process({**on_workers_dtypes.MODELS, **on_workers_dtypes.MORE_MODELS}[model])
+    for other in ours:
+        assert other["dtypes"] == one["dtypes"]
+        assert other["weights"] == ours[0]["weights"], "replicas differ"
+        for name in ("loss", "prediction"):
+            np.testing.assert_allclose(other[name], one[name], atol=_TOLERANCES[model], rtol=_TOLERANCES[model])
+        for our_weight, weight in zip(other["weights"], one["weights"], strict=True):
+            np.testing.assert_allclose(our_weight, weight, atol=_TOLERANCES[model], rtol=_TOLERANCES[model])
+
+
+@pytest.mark.multi_process
+def test_all_copies_of_a_variable_have_the_bits_of_the_chief(workers):
+    for rank in workers:
+        assert len(rank["variables"]) == 3 * (len(on_workers_dtypes.DTYPES) + 1)
+        for what, (copies, of_chief) in rank["variables"].items():
+            assert copies == [of_chief], what
+
+
+@pytest.mark.multi_process
+def test_sums_and_gathered_values_of_all_dtypes(workers):
+    for rank in workers:
+        for dtype, (found, right) in rank["exchanges"].items():
+            assert found == right, dtype
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("model", on_workers_dtypes.MODELS)
+def test_models_equal_one_process(workers, model):
+    assert_equals_one_process(model, *(rank[model] for rank in workers))
+
+
+@pytest.mark.long
+@pytest.mark.multi_process
+@pytest.mark.parametrize("model", on_workers_dtypes.MORE_MODELS)
+def test_more_models_equal_one_process(more, model):
+    assert_equals_one_process(model, *(rank[model] for rank in more))
+
+
+@pytest.mark.long
+@pytest.mark.multi_process
+@pytest.mark.parametrize("model", {**on_workers_dtypes.MODELS, **on_workers_dtypes.MORE_MODELS})
+def test_models_with_sharded_state_equal_one_process(more, model):
+    assert_equals_one_process(model, *(rank[f"sharded {model}"] for rank in more))
+
+
+def test_a_pure_bfloat16_model_on_two_devices_equals_one_process(cpus):
+    ours = on_workers_dtypes.pure_bfloat16(MirroredStrategy(cpus[:2]))
+    assert_equals_one_process("bfloat16", ours)
+
+
+class OfAllDtypes(keras.layers.Layer):
+    """Holds a weight of each dtype that Keras has."""
+
+    def build(self, shape):
+        for dtype in (*on_workers_dtypes.DTYPES, "bool"):
+            if dtype not in ("int4", "uint4", "complex64", "complex128"):  # no dtypes of Keras' variables
+                self.add_weight(shape=(3,), dtype=dtype, initializer="zeros", trainable=False)
+        self.kernel = self.add_weight(shape=(shape[-1], 1), dtype="float32")
+
+    def call(self, inputs):
+        return inputs @ self.kernel
+
+
+def test_failure_recovery_restores_the_bits_of_all_dtypes(cpus, tmp_path):
+    def fit(number):
+        with MirroredStrategy(cpus[:2]).scope():
+            model = keras.Sequential([keras.Input((2,)), OfAllDtypes()])
+            model.compile("sgd", "mse")
+        weights = model.layers[0].weights[:-1]
+        for weight in weights:
+            weight.assign(on_workers_dtypes.value(keras.backend.standardize_dtype(weight.dtype), number, (3,)))
+        recovery = FailureRecovery(tmp_path, every_steps=1)
+        model.fit(
+            np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=1 + (number == 0), verbose=0, callbacks=[recovery]
+        )
+        return {
+            weight.path.rpartition("/")[2] + str(weight.dtype): on_workers_dtypes.bits(weight.value)
+            for weight in weights
+        }
+
+    saved = fit(1)
+    assert len(saved) == 15
+    assert fit(0) == saved
