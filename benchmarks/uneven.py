@@ -1,7 +1,7 @@
 """Measures load balancing on workers of different speeds: step time, shares, and time against loss.
 
-    python benchmarks/uneven.py --turns 3
-    python benchmarks/uneven.py --turns 3 --model mlp
+    python benchmarks/uneven.py
+    python benchmarks/uneven.py --model mlp
 
 Control groups limit each worker to a part of a core (`cpu.cfs_quota_us` of cgroup v1, with a period of 10 ms). Two
 models train in the same processes and take turns: one with even shares, one with `load_balancing=True`. Needs root on
@@ -67,7 +67,8 @@ def main() -> None:
     print("| workers | even, ms | balanced, ms | times faster | required | shares | from the speeds |")
     print("|---|---|---|---|---|---|---|")
     results["scenarios"] = {name: results["scenarios"][name] for name in SCENARIOS if name in results["scenarios"]}
-    for name, one in results["scenarios"].items():
+    for name in arguments.scenarios:
+        one = results["scenarios"][name]
         even, balanced = one["even"]["mean_ms"], one["balanced"]["mean_ms"]
         shares = " : ".join(f"{100 * share:.0f} %" for share in one["shares"])
         found = f"{even:.1f} | {balanced:.1f} | {even / balanced:.2f} | {one['required']} | {shares}"
