@@ -12,6 +12,7 @@ from one_process import in_one_process
 from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MirroredStrategy
 
+pytestmark = pytest.mark.usefixtures("cpus")
 _SCRIPT = Path(on_workers_dtypes.__file__)
 # Two replicas round sums of bfloat16 (2**-8) at other places, float8 quantizes by scales that follow these sums.
 _TOLERANCES = {"bfloat16": 2**-7, "int8": 1e-6, "int4": 1e-6, "float8": 1e-3}
