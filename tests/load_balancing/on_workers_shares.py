@@ -100,25 +100,17 @@ def static_shares(strategy):
 
 
 def note_order():
-    """For each traced step whether its gradients, and the weights after it, wait for the clock."""
-    found, ready, end = [], TimedStep.gradients_ready, TimedStep.end
+    """For each traced step whether its gradients wait for the clock."""
+    found, ready = [], TimedStep.gradients_ready
 
     def gradients_ready(step, gradients):
-        if (
-            not tf.executing_eagerly()
-            and step._gradients_at is None
-            and step._graph is tf.compat.v1.get_default_graph()
-        ):
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if graph is not None and step._gradients_at is None and step._graph is graph:
             dense = [getattr(one, "values", one) for one in gradients]
             found.append(all(step._start.op in ancestors(one.op) for one in dense))
         ready(step, gradients)
 
-    def end_after(step, weights):
-        if step._sums_at is not None and not tf.executing_eagerly():
-            found.append(all(step._sums_at.op in ancestors(one.op) for one in weights))
-        end(step, weights)
-
-    TimedStep.gradients_ready, TimedStep.end = gradients_ready, end_after
+    TimedStep.gradients_ready = gradients_ready
     return found
 
 

@@ -75,7 +75,7 @@ def test_rows_move_in_every_step_and_each_is_computed_once(workers):
         assert all(seconds > 0 for seconds in seen["steps"]["seconds"])
 
 
-def test_gradients_and_updates_wait_for_the_clock(workers):
+def test_gradients_wait_for_the_clock(workers):
     for seen in workers[1]:
         assert len(seen["ordered"]) > 2
         assert all(seen["ordered"])
