@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import keras
 import numpy as np
 import on_workers_dtypes
 import pytest
 from launched_runs import launch_once
 from one_process import in_one_process
 
-from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -82,38 +80,3 @@ def test_models_with_sharded_state_equal_one_process(more, model):
 def test_a_pure_bfloat16_model_on_two_devices_equals_one_process(cpus):
     ours = on_workers_dtypes.pure_bfloat16(MirroredStrategy(cpus[:2]))
     assert_equals_one_process("bfloat16", ours)
-
-
-class OfAllDtypes(keras.layers.Layer):
-    """Holds a weight of each dtype that Keras has."""
-
-    def build(self, shape):
-        for dtype in (*on_workers_dtypes.DTYPES, "bool"):
-            if dtype not in ("int4", "uint4", "complex64", "complex128"):  # no dtypes of Keras' variables
-                self.add_weight(shape=(3,), dtype=dtype, initializer="zeros", trainable=False)
-        self.kernel = self.add_weight(shape=(shape[-1], 1), dtype="float32")
-
-    def call(self, inputs):
-        return inputs @ self.kernel
-
-
-def test_failure_recovery_restores_the_bits_of_all_dtypes(cpus, tmp_path):
-    def fit(number):
-        with MirroredStrategy(cpus[:2]).scope():
-            model = keras.Sequential([keras.Input((2,)), OfAllDtypes()])
-            model.compile("sgd", "mse")
-        weights = model.layers[0].weights[:-1]
-        for weight in weights:
-            weight.assign(on_workers_dtypes.value(keras.backend.standardize_dtype(weight.dtype), number, (3,)))
-        recovery = FailureRecovery(tmp_path, every_steps=1)
-        model.fit(
-            np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=1 + (number == 0), verbose=0, callbacks=[recovery]
-        )
-        return {
-            weight.path.rpartition("/")[2] + str(weight.dtype): on_workers_dtypes.bits(weight.value)
-            for weight in weights
-        }
-
-    saved = fit(1)
-    assert len(saved) == 15
-    assert fit(0) == saved
