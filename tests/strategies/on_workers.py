@@ -1,6 +1,6 @@
 """The program of two workers with two devices each. Each rank writes its observations.
 
-They are for `test_multi_worker_strategy.py`, then for `test_compression_on_workers.py`.
+They are for `test_multi_worker_strategy.py` and `test_shared_paths.py`, then for `test_compression_on_workers.py`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from on_workers_compression import exchange
+from on_workers_files import write_files
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
@@ -167,6 +168,7 @@ def main(folder: Path) -> None:
     seen["epochs_until_the_stop"] = len(epochs)
     seen["static_sizes"] = static_sizes(strategy, folder)
     Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
+    write_files(strategy, folder / "shared")
 
 
 if __name__ == "__main__":

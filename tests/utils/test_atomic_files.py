@@ -1,5 +1,8 @@
 """Files appear complete or not at all."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tfdist.utils import atomic_files
@@ -34,3 +37,30 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path):
         second.write(b"second, and longer")
     assert path.read_bytes() == b"first"
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def _export(path, text):
+    os.makedirs(os.path.join(path, "variables"), exist_ok=True)
+    for name in ("model", "variables/values"):
+        Path(path, name).write_text(text)
+
+
+def test_directories_of_two_writers_are_merged_and_other_files_stay(tmp_path):
+    path = str(tmp_path / "exported")
+    _export(path, "old")
+    (tmp_path / "exported" / "notes").write_text("kept")
+    with atomic_files.replacing_all(path) as first, atomic_files.replacing_all(path) as second:
+        _export(second, "second")
+        _export(first, "first")
+        assert (tmp_path / "exported" / "model").read_text() == "old"
+    found = {file.name: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert found == {"model": "first", "values": "first", "notes": "kept"}
+    assert [file.name for file in tmp_path.iterdir()] == ["exported"]
+
+
+def test_failed_writer_of_a_path_changes_nothing(tmp_path):
+    path = str(tmp_path / "state")
+    with pytest.raises(OSError, match="full"), atomic_files.replacing_all(path) as unfinished:
+        Path(f"{unfinished}.data").write_text("a part")
+        raise OSError("full")
+    assert list(tmp_path.iterdir()) == []

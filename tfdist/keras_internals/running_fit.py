@@ -38,7 +38,7 @@ class RunningFit:
     def is_caller_of(self, frame: FrameType | None) -> bool:
         """Whether this call of `fit`, still running, has called `frame`, a frame of the same thread."""
         # No frame is stored, as it would keep the data alive.
-        return self._code is None or any(_is_call(above, self._code, self.model) for above in _callers(frame))
+        return self._code is None or any(is_call(above, self._code, self.model) for above in callers(frame))
 
     def start_at_epoch(self, epoch: int | None) -> None:
         """Makes this `fit` begin with `epoch`, from 0; with 0 or `None`, with its `initial_epoch`."""
@@ -163,18 +163,19 @@ def _model_of(callback_list: keras.callbacks.CallbackList) -> Any:
         return None
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and those that have called it, the outermost last."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_call(frame: FrameType, code: CodeType, owner: Any) -> bool:
+def is_call(frame: FrameType, code: CodeType, owner: Any) -> bool:
     """Whether `frame` runs `code` as a method of `owner`."""
     return frame.f_code is code and code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is owner
 
 
 def _code_of_caller(model: Any) -> CodeType | None:
     """Returns the code of the method of `model`, `fit`, that has called this; `None` in a custom loop."""
-    callers = (frame for frame in _callers(sys._getframe(1)) if _is_call(frame, frame.f_code, model))
-    return next((frame.f_code for frame in callers), None)
+    methods = (frame.f_code for frame in callers(sys._getframe(1)) if is_call(frame, frame.f_code, model))
+    return next(methods, None)

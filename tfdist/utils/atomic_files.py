@@ -5,6 +5,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -73,6 +74,45 @@ def write(path: Path, content: bytes) -> None:
     """Creates or replaces a file with this content; see `replacing`."""
     with replacing(path) as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def replacing_all(path: str) -> Iterator[str]:
+    """Yields a path to write to instead, and moves what is there to `path` when the block ends without an exception.
+
+    For writers that take a path themselves. What they write may be a file, a directory, or several files whose names
+    begin with that of `path`. Readers see each file as it was before or complete. Several processes may do this for the
+    same path at the same time.
+
+    Args:
+        path: In an existing directory of a file system.
+
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with replacing_all(os.path.join(directory, "state")) as unfinished:
+    ...         _ = Path(f"{unfinished}.data").write_text("values")
+    ...         _ = Path(f"{unfinished}.index").write_text("names")
+    ...     sorted(os.listdir(directory))
+    ['state.data', 'state.index']
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
+    try:
+        yield os.path.join(unfinished, name)
+        _move_entries(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _move_entries(source: str, target: str) -> None:
+    # A file that lists others is written last, and so is moved last: directories first, then by time.
+    entries = list(os.scandir(source))
+    for entry in sorted(entries, key=lambda entry: (not entry.is_dir(), entry.stat().st_mtime_ns)):
+        there = os.path.join(target, entry.name)
+        if entry.is_dir():
+            os.makedirs(there, exist_ok=True)
+            _move_entries(entry.path, there)
+        else:
+            os.replace(entry.path, there)
 
 
 def remove(path: Path) -> None:

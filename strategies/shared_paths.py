@@ -1,0 +1,62 @@
+"""Paths that several workers write: what is saved there is always complete, and one worker writes logs."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.callback_files import SharedPaths, patch_callback_files
+from tfdist.keras_internals.saved_files import patch_saved_files
+from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
+from tfdist.utils.atomic_files import replacing_all
+
+_is_patched = False
+
+
+def patch_files_once(strategy_class: Any) -> None:
+    """Makes this process, one of several workers, write files that others may write at the same time."""
+    global _is_patched
+    if _is_patched:
+        return
+
+    def has_workers(strategy: Any) -> bool:
+        return isinstance(strategy, strategy_class) and strategy.num_workers > 1
+
+    patch_saved_files(replacing_all)
+    patch_checkpoint_files(replacing_all)
+    patch_callback_files(has_workers, _share_paths, _compare_starts)
+    _is_patched = True
+
+
+def _share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:
+    numbers = {path: _number_of(path) for path in paths}
+    rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])
+    earlier = {number for rank, _, number in rows if rank < strategy.rank}
+    elsewhere = frozenset(path for path, number in numbers.items() if number in earlier)
+    return SharedPaths(elsewhere, any(has for _, has, _ in rows))
+
+
+def _number_of(path: str) -> int:
+    """Returns a number, not 0, that is the same on all workers that have the same path."""
+    name = path if "://" in path else os.path.abspath(path)
+    return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+def _compare_starts(strategy: Any, epoch: int, updates: int) -> None:
+    starts = {rank: tuple(start) for rank, *start in _rows_of_workers(strategy, [[epoch, updates]])}
+    others = [rank for rank, start in sorted(starts.items()) if start != starts[0]]
+    if others:
+        texts = [f"epoch {starts[rank][0]} after {starts[rank][1]} updates on worker {rank}" for rank in (0, others[0])]
+        raise ValueError(
+            f"The workers have different backups of BackupAndRestore. Received: {texts[0]}, {texts[1]}. Expected: the "
+            "same on all workers. Use a directory that they share, or FailureRecovery; if each worker has its own "
+            "directory, remove the backups of all workers."
+        )
+
+
+def _rows_of_workers(strategy: Any, rows: list[list[int]]) -> list[list[int]]:
+    """Returns the rows of all workers, each with the rank before it; workers may have different numbers of them."""
+    own = tf.constant([[strategy.rank, *row] for row in rows], tf.int64)
+    return strategy.gather(own, axis=0).numpy().tolist()
