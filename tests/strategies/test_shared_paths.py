@@ -50,7 +50,7 @@ def test_all_workers_continue_from_the_backup_which_is_removed_at_the_end(seen, 
 
 
 def test_one_worker_writes_a_log(folder):
-    rows = list(csv.DictReader((folder / "log.csv").open()))
+    rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["0", "1", "2", "3"]
     # One for each of four trainings.
     assert len(list((folder / "board" / "train").glob("events.out.tfevents.*"))) == 4
