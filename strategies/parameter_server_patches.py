@@ -1,7 +1,7 @@
 """Patches Keras for models whose variables parameter servers hold. Strategies of TensorFlow are not affected."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,7 +49,7 @@ def patch_keras_once(strategy_class: Any) -> None:
             strategy.divided_rows.explain(error)
 
     patch_errors_of_steps(explain)
-    patch_optimizers_of_strategies(is_ours, _update, lambda apply, gradients, _: apply(gradients), _build)
+    patch_optimizers_of_strategies(is_ours, _update, _apply, _build)
     patch_auto_jit_compile(is_ours)
     patch_graph_reset(is_ours)
     patch_losses(current_loss_step)
@@ -71,6 +71,12 @@ def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
         optimizer.apply(optimizer.clip(gradients))
     else:
         scope.push(optimizer, gradients)
+
+
+def _apply(apply: Callable[[list[Any]], None], gradients: list[Any], _: list[bool]) -> None:
+    scope = WorkerScope.current()
+    with contextlib.nullcontext() if scope is None else scope.in_update():
+        apply(gradients)
 
 
 def _build(optimizer: Any, variables: list[Any]) -> None:

@@ -33,10 +33,12 @@ LONG_PARITY = "batch_logs embedding_with_global_clipnorm constraints ema loss_sc
 OWN = (
     "all_losses_of_pushes all_losses_of_rounds batch_normalization bfloat16_pull custom_train_step "
     "data_sets_of_workers dict_inputs no_staleness_is_one_process optimizer_features own_loop "
-    "own_loss_of_rounds sources table_in_two_parts tables_in_a_layer_without_build"
+    "own_loss_of_rounds own_values_in_logs sources table_in_two_parts tables_in_a_layer_without_build "
+    "two_updates_of_one_tape updates_that_depend_on_each_other dependent_updates_one_at_a_time"
 ).split()
 OTHERS = (
-    "callbacks compiled_by_xla moving_parts data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness "
+    "callbacks compiled_by_xla dependent_updates_that_cannot_be "
+    "moving_parts data_sets_that_cannot_be mixed_float16 nothing_is_lost bounded_staleness "
     "constraints_and_overflow error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes "
     "federated_averaging federated_adam_of_some_clients federated_single_steps_are_one_process "
     "federated_with_everything federated_errors methods_train transferred_bytes placement rows_of_a_table saved "

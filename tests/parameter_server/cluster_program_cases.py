@@ -79,6 +79,19 @@ def partitioned_variables(_: Path) -> Outcome:
         variable, scalar = tf.Variable(values), tf.Variable(1.0)
         model = compiled(strategy, lambda: keras.optimizers.SGD(0.1))
     model.fit(INPUTS[:20], LABELS[:20], verbose=0)
+    created: list[Any] = []
+
+    @tf.function
+    def create() -> None:
+        if not created:
+            given = {"dtype": "float32", "shape": (5, 2)}
+            created.append(tf.Variable(values))
+            created.append(tf.Variable(lambda: tf.constant(values)))
+            created.append(tf.Variable(lambda: tf.ones([5, 2]) * values, **given))
+            created.append(tf.Variable(tf.constant(values)[:, 0] + 0.0))
+
+    with strategy.scope():
+        create()
     wrong = ParameterServerStrategy(variable_partitioner=lambda shape, dtype: [1, 2])
     try:
         with wrong.scope():
@@ -87,6 +100,8 @@ def partitioned_variables(_: Path) -> Outcome:
     except ValueError as error:
         message = str(error)
     return {
+        "created": [tf.convert_to_tensor(one) for one in created],
+        "created_shards": [[shard.shape[0] for shard in one.variables] for one in created],
         "shards": [shard.shape.as_list() for shard in variable.variables],
         "servers": sorted(shard.device.partition("task:")[2][0] for shard in variable.variables),
         "is_equal": bool(np.array_equal(tf.convert_to_tensor(variable), values)),

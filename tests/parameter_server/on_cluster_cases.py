@@ -14,6 +14,7 @@ import cluster_data_cases  # noqa: F401
 import cluster_federated_cases  # noqa: F401
 import cluster_loss_cases  # noqa: F401
 import cluster_program_cases  # noqa: F401
+import cluster_step_cases  # noqa: F401
 import cluster_synchronous_cases  # noqa: F401
 import cluster_variable_cases  # noqa: F401
 from cluster_cases import CASES

@@ -58,6 +58,19 @@ def test_parts_of_other_sizes_equal_one_process_and_are_computed_by_their_worker
     assert abs(seen["samples"][0] - seen["expected"][0]) <= 0.3 * 203
 
 
+def test_updates_that_depend_on_each_other_in_ways_that_cannot_be_computed(found):
+    messages = found("dependent_updates_that_cannot_be")["messages"]
+    expected = [
+        "A step calls a function that reads variables, before and after an update of them",
+        "A step reads a variable within a condition, a loop or a nested function, and later another value of it that "
+        "an update has made",
+        "A step reads variables that it has updated before, so that a round has several phases, in each of which "
+        "workers would draw other batches",
+        "A step reads variables that it has updated before, while gradients of several batches are accumulated",
+    ]
+    assert [message in seen for message, seen in zip(expected, messages, strict=True)] == [True] * 4, messages
+
+
 def test_callbacks_are_called_as_in_one_process(found):
     called = found("callbacks")
     assert called["same"] and called["difference"] <= 1e-6
@@ -97,6 +110,10 @@ def test_a_partitioner_splits_plain_variables_over_the_servers(found):
     assert seen["is_equal"] and seen["scalar"] == 1.0 and seen["rows"] == [[8.0, 9.0], [0.0, 1.0]]
     assert seen["weights"] == [[6, 16], [16], [16, 3], [3]]
     assert "variable_partitioner must return a list/tuple whose elements are 1" in seen["message"]
+    values = np.arange(10.0).reshape(5, 2)
+    for created, expected in zip(seen["created"], [values, values, values, values[:, 0]], strict=True):
+        np.testing.assert_array_equal(created, expected)
+    assert seen["created_shards"] == [[3, 2]] * 4
 
 
 def test_400_asynchronous_steps_lose_nothing(found):

@@ -18,7 +18,7 @@ WIDTH, ROWS, BUFFERS = 3, 7, 3
 class Optimizer:
     """Subtracts gradients; replaces an `OptimizerUpdate`."""
 
-    loss_scale = None
+    loss_scale = counter = None
     paths = ("dense", "table")
 
     def __init__(self):
@@ -33,6 +33,9 @@ class Optimizer:
         self.servers_variables[1].scatter_sub(rows)
 
     def constrain(self):
+        pass
+
+    def count(self, updated):
         pass
 
 

@@ -33,7 +33,9 @@ def test_metrics_of_an_epoch_are_sums(model, in_order):
     ]
     for number in (0, 1) if in_order else (1, 0):
         metrics, last = steps[number]
-        sums.add_in_order(number, [np.float32(value) for value in metrics], {"loss": 0.0, "mae": 0.0, "last": last})
+        logs = {"values": {"last": last, "loss": 0.0, "mae": 0.0}, "is_result": np.eye(3, dtype=bool)[[2, 0, 1]]}
+        logs["is_result"] = logs["is_result"][:, :2]  # the model has two metrics
+        sums.add_in_order(number, [np.float32(value) for value in metrics], logs)
     results = {name: float(value) for name, value in sums.results().items()}
     assert results == {"loss": 3.0, "mae": 3.0, "last": 0.25}
     sums.store()
@@ -48,12 +50,13 @@ def test_rounding_does_not_depend_on_which_step_ended_first(model):
     total, count, *others = model.metrics_variables
     zeros = [np.float32(0)] * len(others)
     sums, parts = MetricSums(model), [1e8, 1.0, -1e8]
+    logs = {"values": {"loss": 0.0}, "is_result": np.array([[True, False]])}
     for order in itertools.permutations(range(3)):
         for variable in model.metrics_variables:
             variable.assign(0.0)
         assert [sums.next_number() for _ in parts] == [0, 1, 2]
         for done, number in enumerate(order, 1):
-            sums.add_in_order(number, [np.float32(parts[number]), np.float32(1), *zeros], {"loss": 0.0})
+            sums.add_in_order(number, [np.float32(parts[number]), np.float32(1), *zeros], logs)
             assert bool(sums.results()) == (0 in order[:done])
         sums.store()
         assert (float(total), float(count)) == (0.0, 3.0), "1e8 + 1 is 1e8 in float32"

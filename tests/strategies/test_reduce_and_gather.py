@@ -2,6 +2,7 @@
 
 import contextlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -120,3 +121,31 @@ def test_gather_is_traced_once_and_by_tensorflow_in_each_call(strategies, monkey
         counts.append(len(launched))
         launched.clear()
     assert counts == [4, 7 * 4]  # once for each replica
+
+
+def test_a_strategy_of_given_devices_creates_variables_and_reduces_as_others_do():
+    """TensorFlow's own tests create strategies so."""
+    strategy = MultiWorkerMirroredStrategy._from_local_devices(("/device:CPU:0", "/device:CPU:1"))
+    created = []
+
+    def of_replica():
+        if not created:
+            created.append(tf.Variable(tf.zeros([])))
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        return created[0] + tf.distribute.get_replica_context().all_reduce("SUM", number + 1)
+
+    function = tf.function(lambda: strategy.experimental_local_results(strategy.run(of_replica)), autograph=False)
+    assert [float(value) for value in function()] == [3.0, 3.0]
+    assert (strategy.num_replicas_in_sync, strategy.replicas_of_workers) == (2, (2,))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    inputs, weights = np.arange(30.0).reshape(10, 3) / 30, model.get_weights()
+    model.fit(inputs, inputs.sum(1), batch_size=5, shuffle=False, verbose=0)
+    alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    alone.set_weights(weights)
+    alone.compile(keras.optimizers.SGD(0.1), "mse")
+    alone.fit(inputs, inputs.sum(1), batch_size=5, shuffle=False, verbose=0)
+    for ours, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6)

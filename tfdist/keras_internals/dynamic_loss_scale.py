@@ -29,6 +29,11 @@ class LossScale:
         """The scale, a float32 scalar."""
         return tf.convert_to_tensor(self._optimizer.dynamic_scale)
 
+    @property
+    def variables(self) -> list[Any]:
+        """The scale, and the number of finite updates in a row."""
+        return [self._optimizer.dynamic_scale, self._optimizer.step_counter]
+
     def update(self, finite: tf.Tensor) -> None:
         """Doubles the scale after `dynamic_growth_steps` finite updates in a row and halves it after another."""
         optimizer = self._optimizer

@@ -36,6 +36,9 @@ get_mask = private(
 stateless_scope = private(
     "keras.src.backend.common.stateless_scope:get_stateless_scope", "what collects the updates of variables"
 )
+AutocastScope = private(
+    "keras.src.backend.common.variables:AutocastScope", "casts variables that an optimizer updates in a layer's call"
+)
 set_mask = private("keras.src.backend.common.masking:set_keras_mask", "likewise")
 _global_attribute = private(
     "keras.src.backend.common.global_state:get_global_attribute", "whether a layer's call is running"

@@ -82,6 +82,26 @@ class OptimizerUpdate:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
 
     @property
+    def changed_variables(self) -> list[tf.Variable]:
+        """The `tf.Variable`s that a step may read and that this update changes."""
+        scale = [] if self.loss_scale is None else self.loss_scale.variables
+        return [*self.servers_variables, *(one._value for one in (self._optimizer._iterations, *scale))]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables, as Keras knows them."""
+        return self._variables
+
+    @property
+    def counter(self) -> tf.Variable:
+        """The count of updates."""
+        return self._optimizer._iterations._value
+
+    def count(self, updated: tf.Tensor) -> None:
+        """Adds `updated`, a bool scalar, to the optimizer's count of updates."""
+        self.counter.assign_add(tf.cast(updated, self.counter.dtype))
+
+    @property
     def accumulation_steps(self) -> int:
         """Number of micro-steps of an update."""
         return int(self._optimizer.gradient_accumulation_steps or 1)

@@ -40,12 +40,13 @@ def metrics_result(model: Any) -> dict[str, Any]:
 def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) -> None:
     """Makes models whose strategy `is_ours` use the functions `train`, `test` and `predict` of `make(model)`.
 
-    Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `forget` when the model has
-    been compiled again.
+    Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `logs_of_all_steps` at the end
+    of an epoch, `forget` when the model has been compiled again.
     """
     stock = TensorFlowTrainer
     make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
+    result_or_logs = stock._get_metrics_result_or_logs
 
     def replaced(name: str) -> Callable[..., Any]:
         @functools.wraps(make_functions[name])
@@ -78,7 +79,13 @@ def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) ->
             training.begin()
         return reset(self)
 
+    @functools.wraps(result_or_logs)
+    def result_or_logs_of_all(self: Any, logs: Any) -> Any:
+        training = training_of(self)
+        return result_or_logs(self, logs if training is None else training.logs_of_all_steps() or logs)
+
     stock.get_metrics_result = result_of_all
+    stock._get_metrics_result_or_logs = result_or_logs_of_all
     stock.reset_metrics = reset_all
 
 

@@ -1,6 +1,7 @@
 """The chief's part of `fit`, `evaluate` and `predict`: it gives batches to the workers and collects their results."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class ChiefTraining:
         self._done: dict[int, tuple[int, Any]] = {}  # of this round: samples and result, by buffer
         self._ends: list[tuple[float, int]] = []  # of this round: (time, worker) of each end, in order
         self._shares: PartShares = strategy.part_shares
+        self._seconds = 0.0  # of this round, until its last part ended
         self._measured: dict[int, tuple[float, int]] = {}  # of this round: seconds and samples, by worker
 
     # What Keras calls.
@@ -136,6 +138,12 @@ class ChiefTraining:
         self._number = None  # so that the numbers after a save equal those after a restart
 
     @explains_lost_servers
+    def logs_of_all_steps(self) -> dict[str, Any]:
+        """Waits as `wait` does; returns the logs of the last step, in which metrics have their results of all steps."""
+        self._finish_training()
+        return self._sums.results()
+
+    @explains_lost_servers
     def abandon(self) -> None:
         """Discards the pending batches of a `fit` that an exception has ended, before a checkpoint is restored."""
         self._pending.clear()
@@ -196,22 +204,24 @@ class ChiefTraining:
         self._number += 1
         return self._number - 1
 
-    def _schedule(self, functions: WorkerFunctions, batches: list[Any], part: PartInfo, tag: _TrainTag) -> None:
+    def _schedule(
+        self, functions: WorkerFunctions, batches: list[Any], part: PartInfo, tag: _TrainTag, phase: int = 0
+    ) -> None:
         if isinstance(batches[0], WorkerIterator):
             args: tuple[Any, ...] = (batches[0].on_workers, len(batches), part.pack())
             self._scheduler.schedule(functions.train_on_iterator, args, tag)
         else:
-            self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack()), tag, tag.worker)
+            self._scheduler.schedule(functions.train_on_batches, (tuple(batches), part.pack(), phase), tag, tag.worker)
 
     def _totals(
-        self, functions: WorkerFunctions, batches: list[Any], parts: Sequence[list[Any]]
+        self, functions: WorkerFunctions, batches: list[Any], parts: Sequence[list[Any]], phase: int = 0
     ) -> tuple[int, list[float]]:
         """`total` and `normalizers` of the `PartInfo` of a push or a round."""
         if isinstance(batches[0], WorkerIterator):
             return len(parts), []
         if len(parts) == len(batches) == 1:
             return num_rows(batches[0]), []
-        number = functions.num_normalizers(parts[0])
+        number = functions.num_normalizers(parts[0], phase)
         return sum(map(num_rows, batches)), self._normalizers.of(batches, number) if number else []
 
     def _run_round(self, functions: WorkerFunctions, batches: list[Any], mode: Synchronous) -> None:
@@ -225,31 +235,64 @@ class ChiefTraining:
             workers, parts = [w for w, part in enumerate(sized) if part], [part for part in sized if part]
         elif not isinstance(batches[0], WorkerIterator):
             parts = split_all(batches, available)
-        total, normalizers = self._totals(functions, batches, parts)
-        self._round += 1
+        self._seconds, self._measured = 0.0, {}
         buffers, self._free = self._free[: len(parts)], self._free[len(parts) :]
-        self._done, self._ends, self._measured = {}, [], {}
-        first, began = self._next_number() * self._workers, time.monotonic()
-        for number, (buffer, batches_of_part) in enumerate(zip(buffers, parts, strict=True), first):
-            part = PartInfo(number, buffer, total, normalizers)
-            tag = _TrainTag(began, self._round, buffer, workers[number - first])
-            self._schedule(functions, batches_of_part, part, tag)
-        needed = max(1, len(parts) - max(0, mode.backup_workers - len(self._late)))
-        self._scheduler.wait(lambda: len(self._done) >= needed, self._collect)
-        if len(self._ends) > 1:
-            (before_last, _), (last, worker) = self._ends[-2:]
-            self._stats.add_held_up(worker, last - before_last)
+        first = self._next_number() * self._workers
+        waiting = {
+            buffer: (number, batches_of_part, worker)
+            for number, (buffer, batches_of_part, worker) in enumerate(
+                zip(buffers, parts, workers, strict=False), first
+            )
+        }
+        for phase in itertools.count():
+            used = self._run_phase(functions, batches, waiting, phase, mode)
+            weights = sample_fractions([samples for samples, _ in used.values()])
+            functions.update(tf.constant(list(used), tf.int32), tf.constant(weights, tf.float64), phase)
+            # A part that is late is left out of the later phases, too.
+            waiting = {buffer: waiting[buffer] for buffer in used}
+            results = [result for _, result in used.values()]
+            if results[0]["is_last"]:
+                break
         if self._shares.follows_speeds:
-            self._shares.add_round(self._ends[-1][0] - began, self._measured)
-        used = dict(sorted(self._done.items()))
-        self._late |= set(buffers) - set(used)
-        for _, result in used.values():  # by buffer: rounding must not depend on who was first
-            self._sums.add(result["metrics"], result["logs"])
-        weights = sample_fractions([samples for samples, _ in used.values()])
-        functions.update(tf.constant(list(used), tf.int32), tf.constant(weights, tf.float64))
+            self._shares.add_round(self._seconds, self._measured)
+        # By buffer: rounding must not depend on who was first.
+        self._sums.add_parts([one["metrics"] for one in results], [one["logs"] for one in results], weights)
         self._stats.updates += 1
         self._free = sorted([*self._free, *used])  # sorted, so that sums have the same order after a restart
+
+    def _run_phase(
+        self,
+        functions: WorkerFunctions,
+        batches: list[Any],
+        waiting: dict[int, tuple[int, list[Any], int | None]],
+        phase: int,
+        mode: Synchronous,
+    ) -> dict[int, tuple[int, Any]]:
+        """Has the workers compute a phase of a round; returns samples and result of each part, by buffer.
+
+        Args:
+            functions: Of the model.
+            batches: Of the round.
+            waiting: By buffer, the part's number, its batches, and the worker for which it was made.
+            phase: The number of the phase.
+            mode: The mode.
+        """
+        total, normalizers = self._totals(functions, batches, [part for _, part, _ in waiting.values()], phase)
         self._round += 1
+        self._done, self._ends, began = {}, [], time.monotonic()
+        for buffer, (number, batches_of_part, worker) in waiting.items():
+            part = PartInfo(number, buffer, total, normalizers)
+            self._schedule(functions, batches_of_part, part, _TrainTag(began, self._round, buffer, worker), phase)
+        needed = max(1, len(waiting) - max(0, mode.backup_workers - len(self._late)))
+        self._scheduler.wait(lambda: len(self._done) >= needed, self._collect)
+        self._seconds += self._ends[-1][0] - began
+        if len(self._ends) > 1:
+            (before_last, _), (last, late) = self._ends[-2:]
+            self._stats.add_held_up(late, last - before_last)
+        used = dict(sorted(self._done.items()))
+        self._late |= set(waiting) - set(used)
+        self._round += 1
+        return used
 
     def _wait_for_capacity(self) -> None:
         limit = _QUEUED_PER_WORKER * self._workers
@@ -269,7 +312,7 @@ class ChiefTraining:
             return
         report = {name: int(value) for name, value in result["report"].items()}
         counts = isinstance(self._mode, Asynchronous) or tag.round == self._round
-        self._stats.add(report, counts=counts, scheduled_at=tag.scheduled_at)
+        self._stats.add(report, counts=counts, scheduled_at=tag.scheduled_at, is_last=bool(result["is_last"]))
         if isinstance(self._mode, Asynchronous):
             self._stats.updates += 1
             self._sums.add(result["metrics"], result["logs"])
@@ -277,7 +320,8 @@ class ChiefTraining:
             self._done[tag.buffer] = report["samples"], result
             self._ends.append((time.monotonic(), report["worker"]))
             if tag.worker == report["worker"]:
-                self._measured[tag.worker] = self._ends[-1][0] - tag.scheduled_at, report["samples"]
+                before, _ = self._measured.get(tag.worker, (0.0, 0))
+                self._measured[tag.worker] = before + self._ends[-1][0] - tag.scheduled_at, report["samples"]
         else:
             self._late.discard(tag.buffer)
             self._free.append(tag.buffer)

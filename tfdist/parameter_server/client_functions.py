@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfdist.compression import Policy
 from tfdist.keras_internals.local_copies import InitialSlots
-from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.client_training import ClientInfo, train
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.result_packing import ResultPacking
+from tfdist.parameter_server.step_results import named_log_part
 from tfdist.parameter_server.worker_functions import WorkerFunctions
 
 _numbers = itertools.count()
@@ -107,11 +107,6 @@ class ClientFunctions(WorkerFunctions):
             encoder.slot, encoder.counts = info.slot, counts
             report = self._client_buffers.write(result, tf.cast(info.buffer, tf.int32), encoder)
             report["counts"] = tf.cast(counts, tf.int64)
-            return {"report": report, "metrics": result.metrics, "logs": result.logs}
+            return {"report": report, "metrics": result.metrics, "logs": named_log_part(self._model, result.logs)}
 
         return self._run(run)
-
-    def _update(self, used: tf.Tensor, weights: tf.Tensor) -> None:
-        super()._update(used, weights)
-        counter = update_counter(self._server_optimizer)
-        counter.assign_add(tf.ones([], counter.dtype))

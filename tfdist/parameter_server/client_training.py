@@ -151,8 +151,7 @@ def _local_steps(model: keras.Model, iterator: Any, steps: tf.Tensor) -> tuple[t
         batch = next(iterator)
         logs = inlined(model.train_step)(batch)
         rows = tf.shape(first_input(batch), out_type=tf.int64)[0]
-        given = logs.items() if isinstance(logs, dict) else ()
-        return rows, {key: tf.convert_to_tensor(value) for key, value in given if not isinstance(value, dict)}
+        return rows, tf.nest.map_structure(tf.convert_to_tensor, logs if isinstance(logs, dict) else {})
 
     # Traced before the loop, which needs the dtypes and shapes of the logs.
     traced = tf.function(one_step, autograph=False).get_concrete_function()

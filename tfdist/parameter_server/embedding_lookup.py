@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.scheduled_training import server_variable
-from tfdist.parameter_server.worker_scope import WorkerScope
-from tfdist.tensorflow_internals.server_variables import send_as
+from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+from tfdist.tensorflow_internals.server_variables import look_up_version, send_as
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 
@@ -41,7 +41,11 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
     else:
         rows = tf.dynamic_stitch([tf.cast(place, tf.int32) for place in places], found)
     rows = tf.gather(rows, positions)
-    return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+    rows = tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+    step = current_loss_step()
+    if step is not None:
+        step.mark_samples(rows, ids)
+    return rows
 
 
 def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
@@ -67,8 +71,12 @@ def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
 
 def _rows(part: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
     variable, scope = server_variable(part), WorkerScope.current()
-    with tf.device(variable.device):
-        rows = tf.nn.embedding_lookup(variable, ids)
+    source = None if scope is None else scope.version_of(part)
+    if source is None:
+        with tf.device(variable.device):
+            rows = tf.nn.embedding_lookup(variable, ids)
+    else:
+        rows = look_up_version(variable, source, ids)
     dtype = rows.dtype
     if scope is not None and scope.pull_dtype is not None and dtype == tf.float32:
         dtype = scope.pull_dtype

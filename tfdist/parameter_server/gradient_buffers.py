@@ -1,5 +1,6 @@
 """Gradient buffers: variables on the servers that hold the parts of a round until all have arrived."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,8 +9,38 @@ import tensorflow as tf
 from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
 from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
+from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.server_variables import colocated_variable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """What the parts of a phase contain: optimizers with the variables that they update, and variables that change."""
+
+    optimizers: list[tuple[Any, list[tf.Variable]]]
+    changed: list[tf.Variable]
+    is_last: bool
+
+
+class _PhaseOfRound(StepUpdates):
+    """Ends a step at the end of a phase, whose updates the chief makes when all parts have arrived."""
+
+    def __init__(self, number: int, versions: dict[int, dict[int, tuple[tf.Variable, tf.Variable]]]) -> None:
+        self._number, self._versions = number, versions
+
+    def end_phase(self, number: int, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
+        if number == self._number:
+            raise PhaseEnded
+
+    def version(self, variable: tf.Variable, phase: int) -> tf.Variable:
+        for earlier in range(phase, self._number):
+            if id(variable) in self._versions[earlier]:
+                return self._versions[earlier][id(variable)][1]
+        return variable
+
+    def replaced(self, phase: int) -> list[tf.Variable]:
+        return [one for earlier in range(phase, self._number) for one, _ in self._versions[earlier].values()]
 
 
 class GradientBuffers:
@@ -24,59 +55,86 @@ class GradientBuffers:
         self._number = number
         self._dense: dict[Any, tf.Variable] = {}
         self._sparse: dict[Any, list[tuple[tf.Variable, tf.Variable]]] = {}
-        self._optimizers: list[tuple[Any, list[tf.Variable]]] = []
-        self._changed: list[tf.Variable] = []
+        self._phases: dict[int, _Phase] = {}
+        # By phase, what it changes, and variables with the values from before.
+        self._versions: dict[int, dict[int, tuple[tf.Variable, tf.Variable]]] = {}
 
-    def write(self, result: StepResult, buffer: tf.Tensor, encoder: GradientEncoder) -> dict[str, tf.Tensor]:
+    def write(
+        self, result: StepResult, buffer: tf.Tensor, encoder: GradientEncoder, phase: int = 0
+    ) -> dict[str, tf.Tensor]:
         """Encodes what a worker has computed and writes it to a buffer; returns the report for the chief."""
         sizes: list[Any] = []
-        self._optimizers = [(optimizer, optimizer.servers_variables) for optimizer in result.optimizers]
-        self._changed = [variable for variable, _ in result.changes]
-        for position, (optimizer, variables) in enumerate(self._optimizers):
+        optimizers = [(optimizer, optimizer.servers_variables) for optimizer in result.optimizers]
+        changed = [variable for variable, _ in result.changes]
+        self._phases[phase] = _Phase(optimizers, changed, result.is_last)
+        for position, (optimizer, variables) in enumerate(optimizers):
             gradients = result.gradients[position]
             if optimizer.loss_scale is not None:
                 gradients = [divided(gradient, optimizer.loss_scale.value) for gradient in gradients]
             for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
                 sent, size = encoder.encode(gradient, path)
                 sizes.append(size)
+                key = (phase, position, index)
                 if isinstance(gradient, tf.IndexedSlices):
-                    self._write_rows((position, index), buffer, sent, gradient, variables[index])
+                    self._write_rows(key, buffer, sent, gradient, variables[index])
                 else:
-                    self._write_dense((position, index), buffer, sent, gradient.dtype, variables[index])
+                    self._write_dense(key, buffer, sent, gradient.dtype, variables[index])
         for index, (variable, change) in enumerate(result.changes):
             sent = EncodedGradient([change], lambda tensors: tensors[0])
-            self._write_dense(("change", index), buffer, sent, change.dtype, variable)
+            self._write_dense((phase, "change", index), buffer, sent, change.dtype, variable)
         return push_report(result, tf.constant(0, tf.int64), sizes)
 
-    def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any) -> None:
-        """Makes one update of the parts in `buffers`. Call this in a replica context.
+    def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any, phase: int = 0) -> None:
+        """Makes the updates of a phase, of the parts in `buffers`. Call this in a replica context.
 
         Args:
             buffers: int32 vector, the buffers that count.
             weights: float64 vector, the fraction of the batch in each; their sum is 1.
-            model_optimizer: Its count of updates is incremented.
+            model_optimizer: Its count of updates is incremented in each round, also if no phase uses it.
+            phase: The number of the phase, which was written before.
         """
-        updated = tf.constant(True)
-        for position, (optimizer, variables) in enumerate(self._optimizers):
+        this = self._phases[phase]
+        if not this.is_last:
+            self._keep_versions(phase, this)
+        for position, (optimizer, variables) in enumerate(this.optimizers):
             gradients = [
-                self._read((position, index), buffers, weights, variable) for index, variable in enumerate(variables)
+                self._read((phase, position, index), buffers, weights, variable)
+                for index, variable in enumerate(variables)
             ]
-            scale = optimizer.loss_scale
+            scale, finite = optimizer.loss_scale, tf.constant(True)
             if scale is None:
                 _apply(optimizer, gradients)
             else:
                 finite = all_finite(gradients)
                 tf.cond(finite, lambda o=optimizer, g=gradients: _apply(o, g), lambda: None)
                 scale.update(finite)
-                updated = tf.logical_and(updated, finite)
-        for index, variable in enumerate(self._changed):
+            optimizer.count(finite)
+        for index, variable in enumerate(this.changed):
             with tf.device(variable.device):
-                parts = tf.gather(self._dense["change", index], buffers)
+                parts = tf.gather(self._dense[phase, "change", index], buffers)
                 floating = variable.dtype.is_floating
                 change = _weighted(parts, weights) if floating else tf.reduce_max(parts, axis=0)
                 variable.assign_add(change)
         counter = update_counter(model_optimizer)
-        counter.assign_add(tf.cast(updated, counter.dtype))
+        counted = (one.counter is counter for each in range(phase + 1) for one, _ in self._phases[each].optimizers)
+        if this.is_last and not any(counted):
+            counter.assign_add(tf.ones([], counter.dtype))
+
+    def phase(self, number: int) -> StepUpdates:
+        """The updates of a step that ends with phase `number`, and in which earlier phases are computed again."""
+        return _PhaseOfRound(number, self._versions)
+
+    def _keep_versions(self, phase: int, this: "_Phase") -> None:
+        """Copies on the servers what a phase is about to change: later phases compute the earlier ones again."""
+        kept = self._versions.setdefault(phase, {})
+        changed = [one for optimizer, _ in this.optimizers for one in optimizer.changed_variables] + this.changed
+        for variable in {id(one): one for one in changed}.values():
+            if id(variable) not in kept:
+                with tf.init_scope():
+                    copy = colocated_variable(tf.zeros(variable.shape, variable.dtype), variable)
+                kept[id(variable)] = variable, copy
+            with tf.device(variable.device):
+                kept[id(variable)][1].assign(variable.read_value())
 
     def _write_dense(
         self, key: Any, buffer: tf.Tensor, sent: EncodedGradient, dtype: tf.DType, beside: tf.Variable

@@ -7,7 +7,9 @@ import tensorflow as tf
 
 from tfdist.compression import Compressor, ErrorFeedback, MomentumCorrection, Policy
 from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows, values_of
+from tfdist.keras_internals.keras_symbols import AutocastScope
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
+from tfdist.parameter_server.worker_scope import StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.cluster_coordinator import worker_index
 
@@ -104,30 +106,49 @@ class GradientEncoder:
         return compressor if has_state and compressor.encodes_rows and not has_residual else None
 
 
-def push(result: StepResult, model_optimizer: Any, encoder: GradientEncoder) -> dict[str, tf.Tensor]:
-    """Updates the variables on their servers. Concurrent additions by other workers are not lost.
+class Push(StepUpdates):
+    """The push of a worker's step: updates the variables on their servers at the end of each phase.
 
-    Returns:
-        The report for the chief; see `push_report`.
+    Concurrent additions by other workers are not lost.
     """
-    counter = update_counter(model_optimizer)
-    values = [values_of(gradient) for of_optimizer in result.gradients for gradient in of_optimizer]
-    with tf.control_dependencies(values):
-        staleness = tf.cast(counter.read_value(), tf.int64) - result.updates
-    sizes: list[Any] = []
-    updated = tf.constant(True)
-    for optimizer, of_optimizer in zip(result.optimizers, result.gradients, strict=True):
-        of_update, finite = _update(optimizer, of_optimizer, encoder)
-        sizes, updated = sizes + of_update, tf.logical_and(updated, finite)
-    for variable, change in result.changes:
-        variable.assign_add(change)
-    with tf.control_dependencies([staleness]):
-        counter.assign_add(tf.cast(updated, counter.dtype))
-    return push_report(result, staleness, sizes)
+
+    def __init__(self, model_optimizer: Any, encoder: GradientEncoder, micro_steps: int) -> None:
+        """Prepares a push of `micro_steps` micro-steps. `model_optimizer` has the count of updates."""
+        self._counter, self._encoder, self._micro_steps = update_counter(model_optimizer), encoder, micro_steps
+        self._is_counted = False
+        self._updates: tf.Tensor | None = None  # before the first update
+        self._sizes: list[Any] = []
+
+    def end_phase(self, number: int, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
+        if self._micro_steps > 1:
+            raise ValueError(
+                "A step reads variables that it has updated before, while gradients of several batches are "
+                f"accumulated. Received: gradient_accumulation_steps={self._micro_steps} in asynchronous mode. "
+                "Expected: 1. Use larger batches, or ParameterServerStrategy(mode=Synchronous())."
+            )
+        with AutocastScope(None):  # the step may be in the call of a layer
+            self._update(pushed, changes)
+
+    def finish(self, result: StepResult) -> dict[str, tf.Tensor]:
+        """Makes the updates of the last phase; returns the report for the chief, see `push_report`."""
+        self._update(list(zip(result.optimizers, result.gradients, strict=True)), result.changes)
+        if not self._is_counted:
+            self._counter.assign_add(tf.ones([], self._counter.dtype))
+        return push_report(result, self._updates - result.updates, self._sizes)
+
+    def _update(self, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
+        if self._updates is None:
+            with tf.control_dependencies([values_of(one) for _, gradients in pushed for one in gradients]):
+                self._updates = tf.cast(self._counter.read_value(), tf.int64)
+        for optimizer, gradients in pushed:
+            self._sizes += _update(optimizer, gradients, self._encoder)
+            self._is_counted |= optimizer.counter is self._counter
+        for variable, change in changes:
+            variable.assign_add(change)
 
 
-def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> tuple[list[Any], tf.Tensor]:
-    """Returns the sizes of the encoded gradients, and whether the update was applied."""
+def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> list[Any]:
+    """Returns the sizes of the encoded gradients."""
     scale = optimizer.loss_scale
     finite = tf.constant(True)
     if scale is not None:
@@ -145,7 +166,8 @@ def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> t
     else:
         tf.cond(finite, apply, lambda: None)
         scale.update(finite)
-    return [size for _, size in encoded], finite
+    optimizer.count(finite)
+    return [size for _, size in encoded]
 
 
 def push_report(result: StepResult, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:

@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import metrics_result
+from tfdist.keras_internals.step_logs import metric_results
+from tfdist.parameter_server.step_results import LogPart, combined, with_results
 
 
 class MetricSums:
@@ -25,28 +26,36 @@ class MetricSums:
         self._sums: list[np.ndarray] | None = None
         self._is_new = False
         self._known: dict[str, Any] = {}
-        self._logs: dict[str, Any] = {}
+        self._logs: LogPart = {"values": {}, "is_result": np.zeros([0, 0], bool)}
         self._numbers, self._next, self._early = 0, 0, dict[int, tuple[Any, Any]]()
         self.has_results = False
         # Eagerly, computing a result takes longer than the chief may spend on a batch.
         self._result_of = tf.function(self._results_of, autograph=False)
 
     def reset(self) -> None:
-        self._sums, self._known, self._logs = None, {}, {}
+        self._sums, self._known, self._is_new = None, {}, False
         self._numbers, self._next, self._early = 0, 0, {}
         self.has_results = False
 
-    def add(self, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
-        """Adds a step.
+    def add(self, metrics: Sequence[tf.Tensor], logs: LogPart) -> None:
+        """Adds a step; see `add_parts`."""
+        self.add_parts([metrics], [logs], [1.0])
+
+    def add_parts(
+        self, metrics: Sequence[Sequence[tf.Tensor]], logs: Sequence[LogPart], weights: Sequence[float]
+    ) -> None:
+        """Adds a step that was computed in parts.
 
         Args:
-            metrics: What the step has added to the variables of the metrics.
-            logs: What the step returned.
+            metrics: By part, what the step has added to the variables of the metrics.
+            logs: By part, what the step returned.
+            weights: The fraction of the samples in each part.
         """
         if self._sums is None:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]
-        self._sums = [total + np.asarray(part) for total, part in zip(self._sums, metrics, strict=True)]
-        self._logs = dict(logs)
+        for of_part in metrics:
+            self._sums = [total + np.asarray(part) for total, part in zip(self._sums, of_part, strict=True)]
+        self._logs = combined(logs, weights)
         self._is_new = self.has_results = True
 
     def next_number(self) -> int:
@@ -54,7 +63,7 @@ class MetricSums:
         self._numbers += 1
         return self._numbers - 1
 
-    def add_in_order(self, number: int, metrics: Sequence[tf.Tensor], logs: dict[str, Any]) -> None:
+    def add_in_order(self, number: int, metrics: Sequence[tf.Tensor], logs: LogPart) -> None:
         """As `add`, but in the order of the numbers, so that rounding does not depend on which step ended first."""
         self._early[number] = metrics, logs
         while self._next in self._early:
@@ -64,15 +73,13 @@ class MetricSums:
     def results(self) -> dict[str, Any]:
         """Returns the last step's logs, in which the metrics have their results over all steps."""
         if self._is_new and self._sums is not None:
-            results = self._result_of([tf.constant(total) for total in self._sums])
-            # A custom step may return some of the metrics only.
-            self._known = {name: results.get(name, value) for name, value in self._logs.items()}
+            self._known = with_results(self._logs, self._result_of([tf.constant(total) for total in self._sums]))
             self._is_new = False
         return dict(self._known)
 
-    def _results_of(self, sums: list[tf.Tensor]) -> dict[str, Any]:
+    def _results_of(self, sums: list[tf.Tensor]) -> list[Any]:
         with keras.StatelessScope(list(zip(self._model.metrics_variables, sums, strict=True))):
-            return metrics_result(self._model)
+            return [result for _, result in metric_results(self._model)]
 
     def store(self) -> None:
         """Writes the sums to the variables of the metrics."""

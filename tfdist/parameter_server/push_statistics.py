@@ -62,23 +62,31 @@ class StatsCollector:
         """By worker."""
         return tuple(self._stats)
 
-    def add(self, report: Mapping[str, int], *, counts: bool = True, scheduled_at: float | None = None) -> None:
+    def add(
+        self,
+        report: Mapping[str, int],
+        *,
+        counts: bool = True,
+        scheduled_at: float | None = None,
+        is_last: bool = True,
+    ) -> None:
         """Adds a push that has just ended.
 
         Args:
             report: What the worker reported; see `gradient_push.push_report`.
             counts: Whether its round used it.
             scheduled_at: When it was scheduled, by `time.monotonic()`.
+            is_last: Whether it is the last phase of its step; of earlier ones bytes and time count.
         """
         worker, now = report["worker"], time.monotonic()
         before = self._stats[worker]
         began = now if scheduled_at is None else max(scheduled_at, self._ended_at[worker])
         self._ended_at[worker] = now
-        steps = before.steps + 1
+        steps = before.steps + is_last
         self._stats[worker] = WorkerStats(
             steps,
-            before.samples + report["samples"],
-            before.staleness + (report["staleness"] - before.staleness) / steps,
+            before.samples + report["samples"] * is_last,
+            before.staleness + (report["staleness"] - before.staleness) / max(1, steps),
             max(before.max_staleness, report["staleness"]),
             before.bytes_pushed + report["bytes_pushed"],
             before.bytes_pulled + report["bytes_pulled"],

@@ -1,5 +1,6 @@
 """The TensorFlow functions that workers and servers run for a model."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from tfdist.keras_internals.model_introspection import first_input
 from tfdist.parameter_server import worker_step
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
-from tfdist.parameter_server.gradient_push import GradientEncoder, push
+from tfdist.parameter_server.gradient_push import GradientEncoder, Push
 from tfdist.parameter_server.result_packing import ResultPacking
 
 Results = dict[str, Any]
@@ -46,39 +47,47 @@ class WorkerFunctions:
         self._encoder, self._buffers, self._packing = encoder, buffers, packing
         self._last_num_normalizers = 0  # of the last trace
         self._num_normalizers: dict[Any, int] = {}
+        self._is_last = True  # of the last trace
         self.train_on_batches = tf.function(self._train_on_batches, autograph=False)
         self.train_on_iterator = tf.function(self._train_on_iterator, autograph=False)
         self.update = tf.function(self._update, autograph=False)
         self.test = tf.function(self._test, autograph=False)
         self.predict = tf.function(self._predict, autograph=False)
 
-    def num_normalizers(self, part: Sequence[Any]) -> int:
+    def num_normalizers(self, part: Sequence[Any], phase: int) -> int:
         """How many means in the losses divide by something other than the number of samples, in a step on `part`.
 
         Traces the function that trains on such a part, if that was not done yet.
         """
         leaves = tf.nest.flatten(list(part), expand_composites=True)
-        key = tuple((tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") else None for leaf in leaves)
+        key = (phase, *((tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") else None for leaf in leaves))
         if key not in self._num_normalizers:
             # With as many as were found last: if that is right, this is the trace that the workers will use.
             guess = PartInfo(0, 0, 0, [1.0] * self._last_num_normalizers).pack()
             with self._strategy.scope():
-                self.train_on_batches.get_concrete_function(tuple(part), guess)
+                self.train_on_batches.get_concrete_function(tuple(part), guess, phase)
             self._num_normalizers[key] = self._last_num_normalizers
         return self._num_normalizers[key]
 
-    def _train_on_batches(self, batches: Sequence[Any], packed: tf.Tensor) -> list[tf.Tensor]:
+    def _train_on_batches(self, batches: Sequence[Any], packed: tf.Tensor, phase: int) -> list[tf.Tensor]:
         part = PartInfo.unpack(packed)
         # A push of one batch has no other parts.
         total_samples = None if self._buffers is None and len(batches) == 1 else lambda _: part.total
-        return self._run(lambda: self._train(list(batches), part, total_samples))
+        return self._run(lambda: self._train(list(batches), part, total_samples, phase))
 
     def _train_on_iterator(self, iterator: Any, micro_steps: int, packed: tf.Tensor) -> list[tf.Tensor]:
         part = PartInfo.unpack(packed)
 
         def train() -> Results:
             batches = [next(iterator) for _ in range(micro_steps)]
-            return self._train(batches, part, lambda samples: samples * part.total)
+            results = self._train(batches, part, lambda samples: samples * part.total, 0)
+            if not self._is_last:
+                raise ValueError(
+                    "A step reads variables that it has updated before, so that a round has several phases, in each of "
+                    "which workers would draw other batches. Received: such a `train_step` and a dataset that workers "
+                    "create, in synchronous mode. Expected: data of the chief, or the mode Asynchronous()."
+                )
+            return results
 
         return self._run(train)
 
@@ -86,35 +95,45 @@ class WorkerFunctions:
         return list(self._strategy.run(lambda: self._packing.pack(function())))
 
     def _train(
-        self, batches: list[Any], part: PartInfo, total_samples: Callable[[tf.Tensor], tf.Tensor] | None
+        self,
+        batches: list[Any],
+        part: PartInfo,
+        total_samples: Callable[[tf.Tensor], tf.Tensor] | None,
+        phase: int,
     ) -> Results:
         parts = 1 if self._buffers is None else self._strategy.num_workers  # a push is a whole batch
         divided = self._strategy.divided_rows = DividedRows.of([first_input(batches[0]).shape[0]], parts)
-        result = worker_step.compute(self._model, batches, part, self._strategy.pull_dtype, total_samples, divided)
-        self._last_num_normalizers = result.num_normalizers
+        compute = functools.partial(
+            worker_step.compute, self._model, batches, part, self._strategy.pull_dtype, total_samples, divided
+        )
         if self._buffers is None:
-            report = push(result, self._model.optimizer, self._encoder)
+            push = Push(self._model.optimizer, self._encoder, len(batches))
+            result = compute(push)
+            report = push.finish(result)
         else:
-            report = self._buffers.write(result, part.buffer, self._encoder)
-        return {"report": report, "metrics": result.metrics, "logs": _tensors(result.logs)}
+            result = compute(self._buffers.phase(phase))
+            report = self._buffers.write(result, part.buffer, self._encoder, phase)
+        self._last_num_normalizers, self._is_last = result.num_normalizers, result.is_last
+        return {
+            "report": report,
+            "metrics": result.metrics,
+            "logs": result.logs,
+            "is_last": tf.constant(result.is_last),
+        }
 
-    def _update(self, used: tf.Tensor, weights: tf.Tensor) -> None:
+    def _update(self, used: tf.Tensor, weights: tf.Tensor, phase: int = 0) -> None:
         buffers = self._buffers
         if buffers is None:
             raise RuntimeError("no gradient buffers in asynchronous mode")
         with tf.device(_FIRST_SERVER):
-            self._strategy.run(lambda: buffers.update(used, weights, self._model.optimizer))
+            self._strategy.run(lambda: buffers.update(used, weights, self._model.optimizer, phase))
 
     def _test(self, batch: Any) -> list[tf.Tensor]:
         def step() -> Results:
             metrics, logs = worker_step.evaluate(self._model, batch)
-            return {"metrics": metrics, "logs": _tensors(logs)}
+            return {"metrics": metrics, "logs": logs}
 
         return self._run(step)
 
     def _predict(self, batch: Any) -> Any:
         return self._strategy.run(lambda: self._model.predict_step(batch))
-
-
-def _tensors(logs: dict[str, Any]) -> Results:
-    return {name: tf.convert_to_tensor(value) for name, value in logs.items() if not isinstance(value, dict)}

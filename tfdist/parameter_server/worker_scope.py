@@ -10,24 +10,57 @@ import tensorflow as tf
 
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.tensorflow_internals.captured_tensors import call_with
 from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import pull_as
+from tfdist.tensorflow_internals.tensorflow_symbols import stop_recording
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have distinct seeds
+
+
+class PhaseEnded(BaseException):
+    """Ends a step before it reads what its updates change. No `except Exception` of a model catches it."""
+
+
+class StepUpdates:
+    """Makes the updates of a phase of a step.
+
+    A step that reads trainable variables after it has updated them, as the second part of a GAN's step does, has
+    several phases. Each ends where the next one reads what the phase has changed.
+    """
+
+    def end_phase(self, number: int, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
+        """Makes the updates that end phase `number`, or raises `PhaseEnded`.
+
+        Args:
+            number: The phase, counted from 0.
+            pushed: Its optimizers and their gradients, in order.
+            changes: What it has assigned to variables that optimizers update, as differences.
+        """
+        raise NotImplementedError
+
+    def version(self, variable: tf.Variable, phase: int) -> tf.Variable:
+        """Returns the server's variable with the value that `variable` has in a phase."""
+        return variable
+
+    def replaced(self, phase: int) -> list[tf.Variable]:
+        """Returns the variables for which `version` returns others."""
+        return []
 
 
 class WorkerScope(keras.StatelessScope):
     """Collects the changes that one or more steps of a Keras model would make.
 
     Variables are read from the servers, with two exceptions: metrics start at zero, and the states of seed generators
-    depend on the number of the step. What a step assigns is visible to its later reads and to nobody else; the same
-    holds for the updates of optimizers (`push`).
+    depend on the number of the step. What a step assigns is visible to its later reads and to nobody else. Updates of
+    optimizers (`push`), and what is assigned to the same variables, are visible once `StepUpdates` has made them.
 
     Attributes:
         bytes_pulled: Payload bytes of the variables that were read.
         rows_bytes_pulled: Payload bytes of the rows that were looked up, int64 scalars.
         pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
+        first_metric_values: The tensors at which metrics start.
         loss_step: How the losses of the present step are scaled.
     """
 
@@ -38,6 +71,7 @@ class WorkerScope(keras.StatelessScope):
         pull_dtype: tf.DType | None,
         *,
         jit_compile: bool = False,
+        updates: StepUpdates | None = None,
     ) -> None:
         """Creates a scope without changes.
 
@@ -46,6 +80,7 @@ class WorkerScope(keras.StatelessScope):
             number: Of the step in this training, an int64 scalar.
             pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
             jit_compile: Whether XLA compiles the calls of layers and losses.
+            updates: Makes the updates of phases; `None`: they are not made.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
         super().__init__(zeros, collect_losses=True, initialize_variables=False)
@@ -54,12 +89,20 @@ class WorkerScope(keras.StatelessScope):
         self._read: set[int] = set()
         self.pull_dtype = pull_dtype
         self._metrics = {id(variable) for variable in metrics}
+        self.first_metric_values = [self.state_mapping[id(variable)] for variable in metrics]
         self._number = number
         self._changed: dict[int, keras.Variable] = {}
         self._constrained: set[int] = set()
-        self._before: dict[int, tf.Tensor] = {}
+        self._before: dict[int, tuple[keras.Variable, tf.Tensor]] = {}  # what was read once
         self._graph = tf.compat.v1.get_default_graph()
         self._jit_compile = jit_compile
+        self._updates = updates
+        self._phase = 0
+        self._updated: set[int] = set()  # variables that the optimizers of the step update
+        self._stale: set[int] = set()  # those that the present phase updates or assigns
+        self._started_at = self._updated_at = 0  # the numbers of operations when the phase and its update began
+        self._is_in_update = False
+        self._counters: set[int] = set()
         self._pushed: list[list[tuple[Any, list[Any]]]] = []
         self.loss_step: LossStep | None = None
 
@@ -81,13 +124,29 @@ class WorkerScope(keras.StatelessScope):
         self.loss_step = loss_step
         self.losses: list[Any] = []  # what layers add by `add_loss`
         self._read = set()
-        self._constrained = set()
+        # Micro-steps are one step: each begins with the trainable variables of the servers.
+        self._updated |= {known for known, variable in self._changed.items() if variable.trainable}
+        self._forget_assigned()
+        self._phase, self._stale, self._updated = 0, set(), set()
+        self._started_at = len(self._graph.get_operations())
         token = _current.set(self)
         try:
             with self:
                 yield
+                self._check_calls()
         finally:
             _current.reset(token)
+
+    @contextmanager
+    def in_update(self) -> Iterator[None]:
+        """Encloses the call of an optimizer, which may read the variables that it updates."""
+        was, self._is_in_update = self._is_in_update, True
+        try:
+            yield
+        finally:
+            self._is_in_update = was
+            if not was:
+                self._constrained = set()
 
     # What Keras and the optimizers call during a step.
 
@@ -101,6 +160,7 @@ class WorkerScope(keras.StatelessScope):
                 "`model.compile(..., jit_compile=True)`, or decorate its `train_step` as a whole: then the workers "
                 "compile its layers."
             )
+        self._end_phase_before_reading(variable)
         known = super().get_current_value(variable)
         if known is not None:
             return known
@@ -110,12 +170,16 @@ class WorkerScope(keras.StatelessScope):
             self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
             return seeded
         self._count(variable)
+        source = self.version_of(variable)
+        if variable.trainable and source is not None:
+            return pull_as(server_variable(variable), self._pulled_dtype(variable), source)
         if self._is_pulled_as_less(variable):
             return pull_as(server_variable(variable), self.pull_dtype)
         if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
             # Read once, so that a step's change is the difference to the value that the step has read.
-            value = server_variable(variable).read_value()
-            self.state_mapping[id(variable)] = self._before[id(variable)] = value
+            value = (server_variable(variable) if source is None else source).read_value()
+            self.state_mapping[id(variable)] = value
+            self._before[id(variable)] = variable, value
             return value
         if variable.regularizer is not None:  # Keras passes the returned value to it
             return pull_as(server_variable(variable), _dtype_of(variable))
@@ -126,14 +190,42 @@ class WorkerScope(keras.StatelessScope):
         variable, value = update
         if id(variable) in self._constrained:
             return  # a constraint on the value before the update; `OptimizerUpdate.constrain` applies it after that
+        self._end_phase_before_reading(variable)  # an assignment after an update
         super().add_update((variable, tf.cast(value, _dtype_of(variable))))
         if id(variable) not in self._metrics and not is_seed_state(variable):
             self._changed[id(variable)] = variable
+            if id(variable) in self._updated and not self._is_in_update:
+                self._stale.add(id(variable))
 
     def push(self, optimizer: Any, gradients: list[Any]) -> None:
         """Collects the gradients that an optimizer is given."""
+        updated = {id(variable) for variable in optimizer.variables}
+        self._updated |= updated
+        if self._updates is not None and updated & self._changed.keys():
+            self._end_phase()  # an update after an assignment
         self._pushed[-1].append((optimizer, gradients))
+        self._counters.add(id(optimizer.counter))  # the update counts
+        if not self._stale:
+            self._updated_at = len(self._graph.get_operations())
+        self._stale |= updated
         self._constrained |= {id(variable) for variable in optimizer.constrained_variables}
+
+    def version_of(self, variable: keras.Variable) -> tf.Variable | None:
+        """The server's variable that has the value of `variable` in this phase; `None`: its own one."""
+        self._end_phase_before_reading(variable)
+        server = server_variable(variable)
+        if self._updates is None or server is None:
+            return None
+        source = self._updates.version(server, self._phase)
+        if source is server:
+            return None
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise ValueError(
+                "A step reads a variable within a condition, a loop or a nested function, and later another value of "
+                f"it that an update has made. Received: {variable.path}. Expected: reads outside of them, or one "
+                "update in a step. Use `unroll=True` in recurrent layers, or MultiWorkerMirroredStrategy."
+            )
+        return source
 
     def count_rows(self, table: keras.Variable, ids: tf.Tensor, row_bytes: int) -> None:
         """Counts the bytes of rows that are looked up in `table`, which is not pulled itself."""
@@ -147,15 +239,22 @@ class WorkerScope(keras.StatelessScope):
         """By step, the optimizers and their gradients, in order."""
         return self._pushed
 
-    def changes(self, excluded: Sequence[tf.Variable]) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """The servers' variables that the steps would change, and by how much, without those in `excluded`."""
-        known = {id(variable) for variable in excluded}
+    def changes(
+        self, excluded: Sequence[tf.Variable] = (), *, of_phase: bool = False
+    ) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """The servers' variables that the steps would change, and by how much.
+
+        Args:
+            excluded: Variables of servers to leave out, beside the optimizers' counts of updates.
+            of_phase: Whether to return only what optimizers update, too, which is changed at the end of each phase.
+        """
+        known = {*map(id, excluded), *self._counters}
         found = []
         for variable in self._changed.values():
             server = server_variable(variable)
-            if id(server) not in known:
+            if id(server) not in known and (id(variable) in self._updated or not of_phase):
                 after = tf.cast(self.state_mapping[id(variable)], server.dtype)
-                before = self._before.get(id(variable))
+                _, before = self._before.get(id(variable), (variable, None))
                 found.append((server, after - (server.read_value() if before is None else before)))
         return found
 
@@ -182,6 +281,59 @@ class WorkerScope(keras.StatelessScope):
             part = tf.cast(weight, mean.dtype)
             self.add_update((total, total_before + part * mean))
             self.add_update((count, count_before + part))
+
+    def _end_phase_before_reading(self, variable: keras.Variable) -> None:
+        if id(variable) in self._stale and not self._is_in_update and self._updates is not None:
+            self._end_phase()
+
+    def _end_phase(self) -> None:
+        """Has the updates made on which the rest of the step depends, so that it reads the new values."""
+        if self._updates is None:
+            return
+        self._check_calls()
+        pushed = self._pushed[-1]
+        stop, self._is_in_update = self._is_in_update, True
+        super().__exit__(None, None, None)  # updates change variables
+        try:
+            with stop_recording(), self._graph.as_default():
+                self._updates.end_phase(self._phase, pushed, self.changes(of_phase=True))
+        finally:
+            super().__enter__()
+            self._is_in_update = stop
+        self._phase += 1
+        self._started_at = len(self._graph.get_operations())
+        self._read -= self._stale
+        self._pushed[-1], self._stale = [], set()
+        self._forget_assigned()
+        changed = {id(variable) for optimizer, _ in pushed for variable in optimizer.changed_variables}
+        for known, (variable, _) in list(self._before.items()):
+            if id(server_variable(variable)) in changed and known not in self._changed:
+                del self.state_mapping[known], self._before[known]
+
+    def _check_calls(self) -> None:
+        """Checks that functions which keep what they read do not read other values than the phase has."""
+        if self._updates is None:
+            return
+        updated = [variable for optimizer, _ in self._pushed[-1] for variable in optimizer.servers_variables]
+        at = call_with([variable.handle for variable in updated], self._graph, self._updated_at) if updated else None
+        if at is None:
+            old = self._updates.replaced(self._phase)
+            at = call_with([variable.handle for variable in old], self._graph, self._started_at) if old else None
+        if at is not None:
+            raise ValueError(
+                "A step calls a function that reads variables, before and after an update of them. Received: a "
+                f"`tf.function` in {at}. Expected: no `tf.function` in the step, as Keras makes one of the whole step. "
+                "Remove the decorator."
+            )
+
+    def _forget_assigned(self) -> None:
+        """Forgets what was assigned to variables that optimizers update: they are read again."""
+        for known in list(self._changed):
+            if known in self._updated:
+                del self._changed[known], self.state_mapping[known]
+
+    def _pulled_dtype(self, variable: keras.Variable) -> tf.DType:
+        return self.pull_dtype if self._is_pulled_as_less(variable) else _dtype_of(variable)
 
     def _is_pulled_as_less(self, variable: keras.Variable) -> bool:
         return self.pull_dtype is not None and variable.trainable and _dtype_of(variable) == tf.float32

@@ -15,7 +15,8 @@ from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
-from tfdist.parameter_server.worker_scope import WorkerScope
+from tfdist.parameter_server.step_results import LogPart, combined, log_part
+from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates, WorkerScope
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 
 
@@ -28,22 +29,24 @@ class StepResult:
         optimizers: The updates of these optimizers.
         changes: The servers' other variables that the steps would change, and by how much.
         metrics: What the steps have added to the variables of the metrics.
-        logs: What the last step returned.
+        logs: What the steps returned.
         samples: The number of samples, an int64 scalar.
         updates: The count of updates when the variables were pulled, an int64 scalar.
         bytes_pulled: Payload bytes of the pulled variables, an int64 scalar.
         num_normalizers: How many means in a step's losses divide by something other than the number of samples.
+        is_last: Whether the steps were computed to their end, and not to that of an earlier phase.
     """
 
     gradients: list[list[Any]]
     optimizers: list[Any]
     changes: list[tuple[tf.Variable, tf.Tensor]]
     metrics: list[tf.Tensor]
-    logs: dict[str, Any]
+    logs: LogPart
     samples: tf.Tensor
     updates: tf.Tensor
     bytes_pulled: tf.Tensor
     num_normalizers: int
+    is_last: bool = True
 
 
 def compute(
@@ -53,8 +56,9 @@ def compute(
     pull_dtype: tf.DType | None,
     total_samples: Callable[[tf.Tensor], tf.Tensor] | None,
     divided: DividedRows,
+    updates: StepUpdates,
 ) -> StepResult:
-    """Runs `model.train_step` on each of `batches`, one after another, and changes no variable.
+    """Runs `model.train_step` on each of `batches`, one after another, and changes no variable itself.
 
     Args:
         model: Compiled and built.
@@ -64,18 +68,20 @@ def compute(
         total_samples: Given the number of samples in `batches`, returns the number in all parts; both are int64
             scalars. `None`: `batches` is one batch and the only part.
         divided: How the rows of a batch are divided.
+        updates: Makes the updates of all phases but the last one.
     """
     counter = update_counter(model.optimizer)
-    updates = tf.cast(counter.read_value(), tf.int64)
+    count = tf.cast(counter.read_value(), tf.int64)
     train_step = inlined(model.train_step)
     jit_compile = is_compiled(model.train_step) or jit_compiles_on_workers(model)
-    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=jit_compile)
+    scope = WorkerScope(model.metrics_variables, part.number, pull_dtype, jit_compile=jit_compile, updates=updates)
     sizes = [tf.shape(first_input(batch), out_type=tf.int64)[0] for batch in batches]
     all_samples = sizes[0] if total_samples is None else total_samples(tf.add_n(sizes))
     of_outputs = means_of_outputs(model)
     loss_step = MicroStep()
-    logs: Any = {}
-    before: list[tf.Tensor] = [updates]
+    logs: list[LogPart] = []
+    is_last = True
+    before: list[tf.Tensor] = [count]
     for batch, size in zip(batches, sizes, strict=True):
         if total_samples is not None:
             loss_step = MicroStep(tf.math.divide_no_nan(*_floats(all_samples, size)), part.normalizers)
@@ -83,10 +89,13 @@ def compute(
         loss_step.observe(batch, size if static_size is None else static_size)
         values = scope.mean_values(of_outputs)
         # One after another, so that the activations of a micro-step are freed before the next one.
-        with tf.control_dependencies(before), divided.checked_literals() as traced, scope.step(loss_step):
-            traced.append(loss_step)
-            logs = train_step(batch)
-        if of_outputs:
+        try:
+            with tf.control_dependencies(before), divided.checked_literals() as traced, scope.step(loss_step):
+                traced.append(loss_step)
+                logs.append(log_part(model, train_step(batch), scope.first_metric_values, loss_step.mean_of))
+        except PhaseEnded:
+            is_last = False
+        if of_outputs and is_last:
             scope.weigh_means(tf.math.divide_no_nan(*_floats(size, all_samples)), of_outputs, values)
         before = [values_of(gradient) for _, gradients in scope.pushed[-1] for gradient in gradients]
     with tf.control_dependencies(before):
@@ -99,26 +108,27 @@ def compute(
     return StepResult(
         means,
         [optimizer for optimizer, _ in steps[0]],
-        scope.changes(excluded=[counter]),
+        scope.changes([counter], of_phase=not is_last),
         _metric_values(model, scope),
-        logs if isinstance(logs, dict) else {},
+        combined(logs, [size / samples for size in sizes]) if is_last else {},
         samples,
-        updates,
+        count,
         tf.add_n([tf.constant(scope.bytes_pulled, tf.int64), *scope.rows_bytes_pulled]),
         loss_step.num_normalizers,
+        is_last,
     )
 
 
-def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], dict[str, Any]]:
+def evaluate(model: keras.Model, batch: Any) -> tuple[list[tf.Tensor], LogPart]:
     """Runs `model.test_step`; returns what it adds to the variables of the metrics, and its logs."""
     jit_compile = is_compiled(model.test_step) or jit_compiles_on_workers(model)
     scope = WorkerScope(model.metrics_variables, tf.constant(0, tf.int64), None, jit_compile=jit_compile)
     of_outputs = means_of_outputs(model)
     values = scope.mean_values(of_outputs)
     with scope.step():
-        logs = inlined(model.test_step)(batch)
+        logs = log_part(model, inlined(model.test_step)(batch), scope.first_metric_values, lambda value: value)
     scope.weigh_means(1.0, of_outputs, values)
-    return _metric_values(model, scope), logs if isinstance(logs, dict) else {}
+    return _metric_values(model, scope), logs
 
 
 def _metric_values(model: keras.Model, scope: WorkerScope) -> list[tf.Tensor]:

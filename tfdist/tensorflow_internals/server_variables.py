@@ -55,17 +55,15 @@ class _BalancedExtended(ParameterServerExtended):
 
     def _create_variable_round_robin(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         initial_value = kwargs.get("initial_value")
-        if callable(initial_value) and not hasattr(initial_value, "checkpoint_position"):
-            with tf.init_scope():
-                kwargs["initial_value"] = initial_value = initial_value()
-        size = 0
-        if not callable(initial_value) and initial_value is not None:
-            kwargs["initial_value"] = value = tf.convert_to_tensor(initial_value, dtype=kwargs.get("dtype"))
-            size = (value.shape.num_elements() or 0) * value.dtype.size
+        # In a function TensorFlow computes the value outside of it, as far as that is possible.
+        if tf.executing_eagerly() and initial_value is not None and not hasattr(initial_value, "checkpoint_position"):
+            value = initial_value() if callable(initial_value) else initial_value
+            kwargs["initial_value"] = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
         server = min(range(self._num_ps), key=lambda number: self.server_bytes[number] + self.colocated_bytes[number])
-        self.server_bytes[server] += size
         self._variable_count = server
-        return super()._create_variable_round_robin(next_creator, **kwargs)
+        variable = super()._create_variable_round_robin(next_creator, **kwargs)
+        self.server_bytes[server] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
 
 
 def balance_by_bytes(strategy: Any, keeps_whole: Callable[[], bool]) -> None:
@@ -88,17 +86,37 @@ def colocated_variable(value: tf.Tensor, beside: Any, shape: Any = None) -> tf.V
         return ResourceVariable(value, trainable=False, shape=shape)
 
 
-def pull_as(variable: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns the value of `variable`, sent over the network as `dtype`; its gradient is that of the variable."""
+def pull_as(variable: Any, dtype: tf.DType, source: Any = None) -> tf.Tensor:
+    """Returns the value of `variable`, sent over the network as `dtype`; its gradient is that of the variable.
+
+    Args:
+        variable: On a server.
+        dtype: To which the server casts the value.
+        source: The variable that holds the value, if it is not `variable`: an earlier version of it.
+    """
+    source = variable if source is None else source
     variable_accessed(variable)
     with stop_recording():
-        with tf.device(variable.device):
-            small = tf.cast(variable.read_value(), dtype)
+        with tf.device(source.device):
+            small = tf.cast(source.read_value(), dtype)
         value = tf.cast(small, variable.dtype)
     record_operation("PullAs", [value], [variable.handle], lambda gradient: [gradient])
     # Keras requests the gradient by the first, optimizers find their slots by the second.
     value.handle, value._unique_id = variable.handle, variable._unique_id
     return value
+
+
+def look_up_version(variable: Any, source: Any, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows of `source`, an earlier version of the table `variable`; their gradient is that of the variable."""
+    variable_accessed(variable)
+    with stop_recording(), tf.device(source.device):
+        rows = tf.nn.embedding_lookup(source, ids)
+
+    def gradient_of_table(gradient: tf.Tensor) -> list[tf.IndexedSlices]:
+        return [tf.IndexedSlices(gradient, ids, tf.constant(variable.shape.as_list(), tf.int64))]
+
+    record_operation("LookUpVersion", [rows], [variable.handle], gradient_of_table)
+    return rows
 
 
 def send_as(rows: tf.Tensor, device: str, dtype: tf.DType) -> tf.Tensor:

@@ -26,6 +26,7 @@ from tfdist.tensorflow_internals.unequal_workers import gather_by_worker, reduce
 ReductionFactory = Callable[..., Any]
 
 _FIRST_GROUP_OF_ONE_DEVICE = 16  # above the few groups that a new strategy has
+_GROUPS_OF_GIVEN_DEVICES = 1 << 10  # between those of levels and those in the background
 
 
 _without_merge_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_without_merge", default=False)
@@ -102,11 +103,15 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         self._reduction = reduction
         self._replicas_of_workers: tuple[int, ...] = ()
         super().__init__(strategy, cluster_resolver=cluster_resolver, communication_options=options)
-        self._cross_device_ops = AllReduce(self._cross_device_ops, reduction, self.rank, self.replicas_of_workers)
+        self._reduce_by_replicas()
+
+    def _reduce_by_replicas(self) -> None:
+        """Replaces the cross-device operations that TensorFlow has created."""
+        self._cross_device_ops = AllReduce(self._cross_device_ops, self._reduction, self.rank, self.replicas_of_workers)
         if self._workers_are_unequal:
             self._renumber_groups()
         hosts = (1,) * self.num_workers
-        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, reduction, self.rank, hosts)
+        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, self._reduction, self.rank, hosts)
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations.join_groups()
 
@@ -132,6 +137,14 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             self._local_or_standalone_client_mode = True
             self._enable_check_health = False
         super()._initialize_multi_worker(cluster_resolver)
+
+    def _initialize_local(self, cluster_resolver: Any, devices: Any = None) -> None:
+        if devices:  # after the constructor, by `_from_local_devices`: of other groups than the constructor's
+            self._collective_key_base += _GROUPS_OF_GIVEN_DEVICES
+        super()._initialize_local(cluster_resolver, devices)
+        if devices:
+            self._replicas_of_workers = (len(devices),)
+            self._reduce_by_replicas()
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)

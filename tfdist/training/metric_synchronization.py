@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import flatten, unflatten
 from tfdist.keras_internals.model_introspection import batch_statistics, metric_variables
+from tfdist.keras_internals.step_logs import can_be_averaged, differs, metric_results, possible_results
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.sample_shares import ReplicaStep
 
@@ -61,9 +62,9 @@ def synchronize_results(
     if sum(variable.shape.num_elements() for variable in metrics) * 4 > _LARGEST_METRIC_STATE_BYTES:
         metrics = []
     leaves = tf.nest.flatten(logs)
-    averaged = [position for position, leaf in enumerate(leaves) if _is_floating(leaf)]
-    own_results = _metric_results(model) if metrics and isinstance(logs, dict) else []
-    pairs = _possible_results(logs, own_results)
+    averaged = [position for position, leaf in enumerate(leaves) if can_be_averaged(leaf)]
+    own_results = metric_results(model) if metrics and isinstance(logs, dict) else []
+    pairs = possible_results(logs, own_results)
     # A replica without samples computed its logs from zeros: they do not count.
     weight = tf.cast(step.contributes, tf.float32)
 
@@ -71,7 +72,7 @@ def synchronize_results(
         [tf.convert_to_tensor(variable.value) for variable in metrics]
         + [_shares([part.statistics[index] for part in parts], parts) for index in range(len(statistics))]
         + [_share_of_log([tf.nest.flatten(part.logs)[position] for part in parts], parts) for position in averaged]
-        + [_differs(leaves[position], own_results[index][1]) * weight for position, index in pairs]
+        + [tf.cast(differs(leaves[position], own_results[index][1]), tf.float32) * weight for position, index in pairs]
         + ([] if report is None else [report])
     )
     reported = None if report is None else shared.pop()
@@ -83,50 +84,11 @@ def synchronize_results(
         leaves[position] = value
     if pairs:
         with keras.StatelessScope(state_mapping=list(zip(metrics, totals, strict=True))):
-            results = _metric_results(model)
+            results = metric_results(model)
         # The first metric of which a log is the result on all replicas counts, so it is assigned last.
         for (position, index), differing in reversed([*zip(pairs, shared[len(averaged) :], strict=True)]):
             leaves[position] = tf.where(tf.equal(differing, 0), results[index][1], leaves[position])
     return tf.nest.pack_sequence_as(logs, leaves), reported
-
-
-def _metric_results(model: Any) -> list[tuple[str, Any]]:
-    """Returns the names and results of all metrics of a model; names may occur several times."""
-    results: list[tuple[str, Any]] = []
-    for metric in model.metrics:
-        result = metric.result()
-        results += result.items() if isinstance(result, dict) else [(metric.name, result)]
-    return results
-
-
-def _possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tuple[int, int]]:
-    """Returns the positions of logs and of results that may be equal: by name, otherwise any of the same kind.
-
-    Steps often return the result of a metric under another name than the metric's.
-    """
-    paths = [path for path, _ in keras.tree.flatten_with_path(logs)] if results else []
-    leaves = tf.nest.flatten(logs)
-    names = [str(path[-1]) for path in paths]
-    pairs = []
-    for position, name in enumerate(names):
-        same_name = [index for index, (of, _) in enumerate(results) if of == name]
-        others = [index for index, (of, _) in enumerate(results) if of not in names]
-        pairs += [(position, index) for index in same_name or others if _are_alike(leaves[position], results[index][1])]
-    return pairs
-
-
-def _are_alike(log: Any, result: Any) -> bool:
-    return _is_floating(log) and _is_floating(result) and log.shape == result.shape and log.dtype == result.dtype
-
-
-def _differs(log: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
-    """Returns 0.0 if a log equals the metric's result on this replica, else 1.0."""
-    same = tf.equal(log, result) | (tf.math.is_nan(log) & tf.math.is_nan(result))
-    return tf.cast(tf.reduce_any(~same), tf.float32)
-
-
-def _is_floating(value: Any) -> bool:
-    return tf.is_tensor(value) and value.dtype.is_floating and value.shape.is_fully_defined()
 
 
 def _shares(values: Sequence[Any], parts: Sequence[PartialResult]) -> tf.Tensor:

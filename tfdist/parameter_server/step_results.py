@@ -1,0 +1,94 @@
+"""What a step logs: results of metrics, and other values, of which each part of a batch has a part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_internals.step_logs import are_alike, can_be_averaged, differs, metric_results, names_of
+from tfdist.tensorflow_internals.pruned_function import needed_operations
+
+# "values": the logs, a structure of tensors, on the chief of arrays; "is_result": by value and result of a metric,
+# whether they are equal.
+LogPart = dict[str, Any]
+
+
+def log_part(
+    model: keras.Model, logs: Any, metrics: Sequence[tf.Tensor], mean_of: Callable[[tf.Tensor], tf.Tensor]
+) -> LogPart:
+    """Returns the logs of a step on a part of a batch. Call this in the step's scope.
+
+    Args:
+        model: The model.
+        logs: What the step has returned.
+        metrics: The tensors at which the model's metrics have started. A log that was not computed from them is the
+            step's own value, also if it has the name of a metric.
+        mean_of: Returns a scalar as a mean over the part's samples.
+    """
+    if not isinstance(logs, dict):
+        logs = {}
+    logs = keras.tree.map_structure(tf.convert_to_tensor, logs)
+    leaves = tf.nest.flatten(logs)
+    results = metric_results(model)
+    equal = [[tf.constant(False)] * len(results) for _ in leaves]
+    starts = {value.op.name for value in metrics}
+    used_by_results = [starts & needed_operations(result.op).keys() for _, result in results]
+    values = []
+    for position, (leaf, name) in enumerate(zip(leaves, names_of(logs), strict=True)):
+        used = starts & needed_operations(leaf.op).keys()
+        possible = [
+            index
+            for index, (_, result) in enumerate(results)
+            if used and used == used_by_results[index] and are_alike(leaf, result)
+        ]
+        for index in [one for one in possible if results[one][0] == name] or possible:
+            equal[position][index] = ~differs(leaf, results[index][1])
+        is_own_scalar = not used and can_be_averaged(leaf) and leaf.shape.rank == 0
+        values.append(mean_of(leaf) if is_own_scalar else leaf)
+    is_result = tf.reshape(tf.convert_to_tensor(equal, tf.bool), [len(leaves), len(results)])
+    return {"values": tf.nest.pack_sequence_as(logs, values), "is_result": is_result}
+
+
+def named_log_part(model: keras.Model, logs: dict[str, Any]) -> LogPart:
+    """As `log_part`, of logs of which nothing but the names is known."""
+    results = [name for name, _ in metric_results(model)]
+    names = names_of(logs)
+    is_result = np.array([name == result for name in names for result in results], bool)
+    return {"values": logs, "is_result": is_result.reshape([len(names), len(results)])}
+
+
+def combined(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
+    """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values.
+
+    Args:
+        parts: Of tensors, or of arrays.
+        weights: The fraction of the samples in each.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    is_result = parts[0]["is_result"]
+    for part in parts[1:]:
+        is_result = is_result & part["is_result"]
+    leaves = [tf.nest.flatten(part["values"]) for part in parts]
+    values = []
+    for of_parts in zip(*leaves, strict=True):
+        first = of_parts[0]
+        if can_be_averaged(first) or (isinstance(first, np.ndarray | np.floating) and first.dtype.kind == "f"):
+            first = sum(value * _like(weight, first) for value, weight in zip(of_parts, weights, strict=True))
+        values.append(first)
+    return {"values": tf.nest.pack_sequence_as(parts[0]["values"], values), "is_result": is_result}
+
+
+def with_results(part: LogPart, results: Sequence[Any]) -> dict[str, Any]:
+    """Returns the logs with the `results` of metrics over all steps, which are in the order of the model's metrics."""
+    leaves = tf.nest.flatten(part["values"])
+    for position, of_leaf in enumerate(np.asarray(part["is_result"]).reshape([len(leaves), -1])):
+        if of_leaf.any():
+            leaves[position] = results[int(np.argmax(of_leaf))]
+    return dict(tf.nest.pack_sequence_as(part["values"], leaves))
+
+
+def _like(weight: Any, value: Any) -> Any:
+    return tf.cast(weight, value.dtype) if tf.is_tensor(value) else np.asarray(weight, value.dtype)
