@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist.callbacks.exchange_timing import ExchangeTimingCallback
 from tfdist.callbacks.link_report import LinkReading
 from tfdist.callbacks.plan_comparison import PlanComparison, StepMeter
-from tfdist.callbacks.strategy_support import describe_strategy, reject_unsupported_strategies, suggested_replacement
+from tfdist.callbacks.strategy_support import check_strategies_early, describe_strategy, suggested_replacement
 from tfdist.collectives import CommunicationStats, ExchangeDurations
 from tfdist.collectives.byte_counters import GRADIENTS
 from tfdist.keras_internals.epoch_iterator import last_step
@@ -94,7 +94,7 @@ class CommunicationReport(ExchangeTimingCallback):
         self._of_training: _Reading | None = None
         self._meter: StepMeter | None = None
         self._last_logs = _Reading().logs(timing)
-        reject_unsupported_strategies()
+        check_strategies_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy

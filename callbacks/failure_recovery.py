@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from tfdist.callbacks.gradient_accumulation import GradientAccumulation
-from tfdist.callbacks.strategy_support import rank_and_num_workers, reject_unsupported_strategies, warn_untested_on_tpu
+from tfdist.callbacks.strategy_support import check_strategies_early, rank_and_num_workers, warn_untested_on_tpu
 from tfdist.checkpoint import Checkpoint, CheckpointStore, DirectoryLock
 from tfdist.checkpoint.background_writer import create_writer
 from tfdist.cluster import PREEMPTED_EXIT_CODE, seed_of_run
@@ -120,7 +120,7 @@ class FailureRecovery(LastCallback):
         self._exit_requested = threading.Event()
         self.saves, self.stall_seconds = 0, 0.0
         patch_epoch_iterator()
-        reject_unsupported_strategies()
+        check_strategies_early()
 
     def request_exit(self) -> None:
         """Makes all workers save after their next common step and exit with code 75, as SIGTERM does.

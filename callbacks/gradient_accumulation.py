@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.callbacks.strategy_support import (
+    check_strategies_early,
     describe_strategy,
-    reject_unsupported_strategies,
     suggested_replacement,
     warn_untested_on_tpu,
 )
@@ -62,7 +62,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._schedule = _checked(steps)
         self._flush_at_end = flush_at_end
         self._epoch = 0
-        reject_unsupported_strategies()
+        check_strategies_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy

@@ -6,6 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.symbolic_build import add_early_check
+from tfdist.tensorflow_internals.input_pipeline import batches_may_be_arrays
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
 
 _log = logging.getLogger("tfdist")
@@ -22,6 +24,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, str | None], ...] = (
     (_TPU, "TPUStrategy", None),
 )
 _has_warned_of_tpu = False
+_has_warned_of_arrays = False
 
 
 def describe_strategy(strategy: Any) -> str:
@@ -59,12 +62,14 @@ def rank_and_num_workers(strategy: Any) -> tuple[int, int]:
     return 0, 1
 
 
-def reject_unsupported_strategies() -> None:
-    """Makes `fit` raise, before it builds the model, where Keras cannot train under a strategy.
+def check_strategies_early() -> None:
+    """Makes `fit` check the strategy before it builds the model. Further calls do nothing.
 
-    Further calls do nothing.
+    It raises where Keras cannot train under it, and keeps TensorFlow from overwriting the user's arrays, with a
+    warning.
     """
-    add_early_check(_reject_unsupported)
+    add_early_check(_protect_arrays)
+    add_early_check(_reject_unsupported)  # the last one is called first
 
 
 def warn_untested_on_tpu(strategy: Any) -> None:
@@ -83,7 +88,27 @@ def _has_several_workers(strategy: Any) -> bool:
     return isinstance(strategy, _MULTI_WORKER) and training_strategy(strategy).num_workers > 1
 
 
-def _reject_unsupported(strategy: Any) -> None:
+def _protect_arrays(strategy: Any, dataset: Any) -> None:
+    global _has_warned_of_arrays
+    if is_tfdist_strategy(strategy) or strategy.num_replicas_in_sync == 1:
+        return
+    # Other devices receive copies of the rows.
+    if not any("CPU" in device for device in strategy.extended.worker_devices) or not batches_may_be_arrays(dataset):
+        return
+    copy_results_of_python_functions()
+    if not _has_warned_of_arrays:
+        _has_warned_of_arrays = True
+        replacement = suggested_replacement(strategy) or "tfdist.strategies.MirroredStrategy"
+        _log.warning(
+            "TensorFlow overwrites arrays and memory-mapped files whose rows it divides among CPU replicas. Received: "
+            f"batches from Python, as of a generator or a `PyDataset`, under {describe_strategy(strategy)} with "
+            f"{strategy.num_replicas_in_sync} replicas. tfdist's callbacks have TensorFlow copy such batches from here "
+            f"on; earlier ones, and programs without the callbacks, need `{replacement}`. Write `strategy = "
+            f"{replacement}(...)`."
+        )
+
+
+def _reject_unsupported(strategy: Any, _: Any) -> None:
     # Only TensorFlow's own classes: a subclass may have repaired what Keras lacks, as tfdist's do.
     is_multi_worker = type(strategy) in _MULTI_WORKER and _has_several_workers(strategy)
     if type(strategy) in _PARAMETER_SERVER or is_multi_worker:

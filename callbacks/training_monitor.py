@@ -19,6 +19,7 @@ from tfdist.callbacks.scalar_sources import (
     ScalarSource,
     StepTimes,
 )
+from tfdist.callbacks.strategy_support import check_strategies_early
 from tfdist.callbacks.tensorboard_events import EventLog
 from tfdist.keras_internals.epoch_iterator import last_step
 from tfdist.utils.argument_checks import check_whole_number
@@ -129,6 +130,7 @@ class TrainingMonitor(ExchangeTimingCallback):
         self._restarts = RestartCount()
         self._step = 0
         self._logs: dict[str, EventLog] = {}
+        check_strategies_early()
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy

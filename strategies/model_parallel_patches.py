@@ -16,6 +16,7 @@ from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saving_memory import patch_saving
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss, current_stage_loss
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 _is_patched = False
@@ -42,6 +43,7 @@ def patch_keras_once(strategy_class: Any) -> None:
         strategy = tf.distribute.get_strategy()
         return strategy._create_in_parts(new) if is_ours(strategy) and strategy._create_in_parts else None
 
+    copy_results_of_python_functions()
     patch_creation_from_initializers(create)
     patch_errors_of_steps(explain)
     patch_auto_jit_compile(is_ours)

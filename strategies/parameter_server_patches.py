@@ -22,6 +22,7 @@ from tfdist.parameter_server.embedding_lookup import look_up, num_parts
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.federated_chief import FederatedChief
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 _is_patched = False
@@ -49,6 +50,7 @@ def patch_keras_once(strategy_class: Any) -> None:
             strategy.divided_rows.explain(error)
 
     patch_errors_of_steps(explain)
+    copy_results_of_python_functions()
     patch_optimizers_of_strategies(is_ours, _update, _apply, _build)
     patch_auto_jit_compile(is_ours)
     patch_graph_reset(is_ours)

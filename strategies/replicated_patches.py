@@ -20,14 +20,16 @@ from tfdist.keras_internals.seed_generators import patch_seed_generators
 from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
+from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
+from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
 from tfdist.training.batch_comparison import DifferentBatchesError
 from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
 from tfdist.training.optimizer_update import apply_once_for_micro_batches, update_over_replicas
-from tfdist.training.sample_shares import compiles_calls, current_step, keep_added_losses
+from tfdist.training.sample_shares import compiles_calls, current_step, has_samples, keep_added_losses
 
 _is_patched = False
 
@@ -91,9 +93,11 @@ def patch_keras_once(strategy_class: Any) -> None:
     wrap_callback_list("on_train_end", functools.partial(at_end, True))
     for method in ("on_test_end", "on_predict_end"):
         wrap_callback_list(method, functools.partial(at_end, False))
+    copy_results_of_python_functions()
     patch_distributed_iterators()
     patch_merge_calls(keep_added_losses)
     patch_symbolic_build(is_ours, build_locally)
+    patch_synchronized_moments(has_samples)
     patch_progress_bar(is_ours, _sent_bytes)
     _is_patched = True
 

@@ -11,10 +11,18 @@ import pytest
 import tensorflow as tf
 from stock_strategy import FakeTPUStrategy, stock_mirrored
 
-from tfdist.callbacks import CommunicationReport, FailureRecovery, GradientAccumulation, WorkerReport, strategy_support
+from tfdist.callbacks import (
+    CommunicationReport,
+    FailureRecovery,
+    GradientAccumulation,
+    TrainingMonitor,
+    WorkerReport,
+    strategy_support,
+)
 from tfdist.callbacks.strategy_support import describe_strategy, suggested_replacement
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals import python_function_results
 
 pytestmark = pytest.mark.usefixtures("cpus")
 BATCH = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
@@ -86,7 +94,7 @@ def test_evaluate_and_predict_are_not_rejected():
 def test_parameter_servers_are_rejected():
     servers = of_class(tf.distribute.ParameterServerStrategy)
     with pytest.raises(ValueError, match=r"ParameterServerStrategy\. Expected: `tfdist.strategies.ParameterServerStr"):
-        strategy_support._reject_unsupported(servers)
+        strategy_support._reject_unsupported(servers, None)
     with pytest.raises(ValueError, match=r"workers of this strategy.*Expected: `tfdist.strategies.ParameterServerStra"):
         begin(FailureRecovery("no"), servers)
 
@@ -130,6 +138,42 @@ def test_strategies_have_their_public_names(cpus):
         ValueError, match=r"Received: a model created under no strategy\. Expected: `tfdist.strategies.Pa"
     ):
         begin(WorkerReport(), tf.distribute.get_strategy())
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, *arrays):
+        super().__init__()
+        self.arrays = arrays
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.arrays
+
+
+def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(cpus, tmp_path, monkeypatch, caplog):
+    registry = python_function_results._Registry
+    monkeypatch.setattr(registry, "__call__", inspect.unwrap(registry.__call__))
+    monkeypatch.setattr(strategy_support, "_has_warned_of_arrays", False)
+    np.save(tmp_path / "labels.npy", np.ones([8, 1], "float32"))
+    labels = np.load(tmp_path / "labels.npy", mmap_mode="r")  # TensorFlow would crash when it writes
+    data = Batches(np.ones([8, 3], "float32"), labels)
+    for strategy, drawn, warnings in (
+        (tf.distribute.get_strategy(), data, 0),
+        (stock_mirrored(cpus[:2]), tf.data.Dataset.from_tensor_slices(BATCH).batch(4), 0),
+        (stock_mirrored(cpus[:2]), data, 1),
+        (stock_mirrored(cpus[:2]), data, 1),
+    ):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", loss="mae")
+        model.fit(drawn, verbose=0, callbacks=[TrainingMonitor(tmp_path)])
+        messages = [record.getMessage() for record in caplog.records if "overwrites arrays" in record.getMessage()]
+        assert len(messages) == warnings
+        assert hasattr(registry.__call__, "copies_results") == bool(warnings)
+    assert "Write `strategy = tfdist.strategies.MirroredStrategy(...)`" in messages[0]
+    assert np.array_equal(labels, np.ones([8, 1]))
 
 
 def test_tpus_are_warned_of_once(tmp_path, monkeypatch, caplog):

@@ -53,8 +53,10 @@ def scaled_and_averaged():
 def py_dataset(strategy):
     """A PyDataset, with several steps in an execution, averages of the weights and a loss scale."""
     model = one_layer(strategy, scaled_and_averaged, steps_per_execution=4)
+    before = INPUTS.copy(), TARGETS.copy()
     history = model.fit(Batches(), shuffle=False, verbose=0)
-    return {"weights": model.get_weights(), "logs": unequal_programs.logs(history)}
+    changed = [int(np.sum(old != new)) for old, new in zip(before, (INPUTS, TARGETS), strict=True)]
+    return {"weights": model.get_weights(), "logs": unequal_programs.logs(history), "changed": changed}
 
 
 def masked(strategy):

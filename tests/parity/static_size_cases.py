@@ -120,12 +120,17 @@ class _NeedsStaticRows(keras.layers.Layer):
 
 @case(workers_only=True)
 def uneven_workers_of_static_size(strategy: tf.distribute.Strategy) -> Outcome:
-    """At the end a worker's replicas compute on as many rows as before, which count nothing."""
+    """At the end a worker's replicas compute on as many rows as before, which count nothing, also in statistics."""
     outcomes = []
     for filters in (False, True):
         kept = (lambda own: own.filter(lambda *_: True)) if filters else (lambda own: own)
         full = lambda own, kept=kept: kept(own.unbatch().batch(_rows(strategy), drop_remainder=True))  # noqa: E731
-        hidden = lambda: [_NeedsStaticRows(), keras.layers.Dense(16, activation="relu")]  # noqa: E731
+        statistics = [keras.layers.BatchNormalization] if filters else []
+        hidden = lambda statistics=statistics: [  # noqa: E731
+            keras.layers.Dense(16, activation="relu"),
+            *(layer(synchronized=True) for layer in statistics),
+            _NeedsStaticRows(),
+        ]
         outcomes.append(fitted_on_uneven_workers(strategy, full, model=lambda hidden=hidden: classifier(hidden)))
     return {
         "logs": [outcome["logs"] for outcome in outcomes],

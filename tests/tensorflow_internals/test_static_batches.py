@@ -139,16 +139,32 @@ def test_sizes_that_are_not_static_are_left_to_tensorflow(strategy):
         assert not may_be_filled(TwoWorkers(spec_of(dynamic)))
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.long), 5])
-def test_a_filled_replica_changes_nothing_in_training_and_evaluation(strategy, cpus, micro_batches):
-    """Also in micro-batches, of which the last has no rows."""
+class StaticRows(keras.layers.Layer):
+    """Returns its input, and needs a static number of rows."""
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+    def call(self, inputs):
+        return tf.reshape(inputs, [inputs.shape[0] * 3 // 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "synchronized"),
+    [(1, False), (1, True), pytest.param(3, False, marks=pytest.mark.long), (5, True)],
+)
+def test_a_filled_replica_changes_nothing_in_training_and_evaluation(strategy, cpus, micro_batches, synchronized):
+    """Also in micro-batches, of which the last has no rows, and in statistics over all replicas."""
 
     def outcome(strategy, batches):
         with strategy.scope():
             keras.utils.set_random_seed(0)
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+            normalized = [keras.layers.BatchNormalization(synchronized=True)] if synchronized else []
+            static = [StaticRows()] if synchronized and micro_batches == 1 else []
+            hidden = [keras.layers.Dense(3, "tanh"), *normalized, *static]
+            model = keras.Sequential([keras.Input((2,)), *hidden, keras.layers.Dense(1)])
             model.compile(keras.optimizers.Adam(0.1), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
-        build_for_training(model, (tf.TensorSpec([None, 2]), tf.TensorSpec([None])))
+        build_for_training(model, (tf.TensorSpec([4, 2]), tf.TensorSpec([4])))
         step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)))
         test = tf.function(lambda batch: strategy.run(model.test_step, args=(batch,)))
         logs = [step(batch) for batch in batches]

@@ -90,3 +90,21 @@ def test_the_model_that_predicts_is_found(cpus):
         model.compile()
     model.predict(np.ones([2, 2]), verbose=0)
     assert found == [model]
+
+
+def test_synchronized_statistics_leave_out_replicas_without_samples(cpus):
+    """The last batch has one sample. A convolution needs one on each replica."""
+    inputs = np.random.default_rng(0).normal(size=(9, 6, 1)).astype("float32")
+
+    def trained(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            statistics = keras.layers.BatchNormalization(synchronized=True)
+            layers = [keras.layers.Conv1D(2, 3), statistics, keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((6, 1)), *layers])
+            model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        history = model.fit(inputs, inputs[:, 0] ** 2, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return [np.array(history.history["loss"]), *model.get_weights()]
+
+    for ours, one in zip(trained(MirroredStrategy(cpus[:2])), trained(tf.distribute.get_strategy()), strict=True):
+        np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-6)

@@ -81,11 +81,11 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
         _build_without_call(model)
 
 
-def add_early_check(check: Callable[[Any], None]) -> None:
-    """Calls `check(strategy)` when `fit` or `evaluate` starts. Adding the same check again has no effect.
+def add_early_check(check: Callable[[Any, Any], None]) -> None:
+    """Calls `check(strategy, dataset)` when `fit` or `evaluate` starts. Adding the same check again has no effect.
 
-    Keras calls callbacks only after it has built the model from a batch, which fails under strategies that it does not
-    support.
+    The dataset is distributed if the strategy does so. Keras calls callbacks only after it has built the model from a
+    batch, which fails under strategies that it does not support.
     """
     build = TensorFlowTrainer._maybe_symbolic_build
     if check in getattr(build, "early_checks", ()):
@@ -94,7 +94,7 @@ def add_early_check(check: Callable[[Any], None]) -> None:
     @functools.wraps(build)
     def check_and_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         if iterator is not None:
-            check(self.distribute_strategy)
+            check(self.distribute_strategy, iterator._distributed_dataset)
         return build(self, iterator=iterator, data_batch=data_batch)
 
     check_and_build.early_checks = (*getattr(build, "early_checks", ()), check)  # type: ignore[attr-defined]

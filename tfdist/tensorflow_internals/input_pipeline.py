@@ -197,6 +197,23 @@ def random_operations(graph: Any) -> set[str]:
     return {node.name for node in definition.node if draws([node], frozenset())}
 
 
+def batches_may_be_arrays(dataset: Any) -> bool:
+    """Whether batches may be in the memory of arrays that Python code returned. `batch` copies elements.
+
+    >>> generated = tf.data.Dataset.from_generator(lambda: iter([1.0]), output_signature=tf.TensorSpec([]))
+    >>> batches_may_be_arrays(generated.prefetch(1)), batches_may_be_arrays(generated.batch(3))
+    (True, False)
+    """
+    waiting = user_datasets(dataset)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, tf.data.Dataset) and type(node).__name__ not in _BATCHES:
+            if any(operation.op in _PYTHON for operation in _operations([node])):
+                return True
+            waiting.extend(node._inputs())
+    return False
+
+
 def python_functions(dataset: Any) -> list[Any]:
     """Returns the Python functions that were given to a pipeline."""
     return [wrapper._func for node in pipeline_nodes(user_datasets(dataset)) for wrapper in node._functions()]

@@ -13,7 +13,6 @@ from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
     batch_statistics,
-    computes_over_all_replicas,
     first_input,
     has_own_loss,
     set_added_losses,
@@ -22,7 +21,7 @@ from tfdist.keras_internals.model_introspection import (
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import step_after
-from tfdist.tensorflow_internals.static_batches import samples_of_replicas, without_filled_rows
+from tfdist.tensorflow_internals.static_batches import samples_of_replicas
 from tfdist.training.balanced_batches import rows_of_shares
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
@@ -52,8 +51,6 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     is_compiled_by_user, step_function = is_compiled(step_function), inlined(step_function)
     training = step_function.__name__ == "train_step"
     is_within_worker = training and strategy.local_updates is not None
-    if computes_over_all_replicas(model):
-        data = without_filled_rows(data)
     shared = rows_of_shares(data, strategy)
     parts = local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
@@ -102,7 +99,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
 def _run_whole_batch(
     model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, local: Sequence[Any]
 ) -> PartialResult:
-    if step.contributes is True or computes_over_all_replicas(model):
+    if step.contributes is True:
         step.observe(data, step.samples)
         logs = step_function(data)
     else:
@@ -129,8 +126,7 @@ def _run_micro_batches(
     steps = [step.micro_batch(_samples(first_input(part)), count) for part in parts]
     for part in steps:
         part.has_own_loss, part.graph = step.has_own_loss, step.graph
-    fills = not computes_over_all_replicas(model)
-    is_full = not fills or not any(part.may_lack_rows for part in steps)
+    is_full = not any(part.may_lack_rows for part in steps)
     fillers = None if is_full else first_rows([*parts, *local], or_zeros=accepts_zeros(model, data))
     statistics = batch_statistics(model)
     states = step_states(model)
@@ -147,8 +143,7 @@ def _run_micro_batches(
             _assign(states, own[part], strategy)
             set_added_losses(own_losses[part])
             active = part
-        contributes = steps[part].contributes
-        with revert_unless(contributes if fills else True, _without_effect(model, step)):
+        with revert_unless(steps[part].contributes, _without_effect(model, step)):
             yield
 
     def body(part: int) -> Any:

@@ -36,6 +36,12 @@ def compiles_updates() -> bool | None:
     return False if step is not None and step.model is not None and rejects_xla(step.model) else None
 
 
+def has_samples() -> bool | tf.Tensor | None:
+    """Whether this replica has samples in its Keras step, a bool scalar if that is not known yet; None without one."""
+    step = _current.get()
+    return None if step is None else step.contributes
+
+
 def keep_added_losses() -> Callable[[], None]:
     """Notes which losses the layers have added on this replica; returns a function that restores them.
 
