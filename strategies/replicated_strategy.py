@@ -30,6 +30,7 @@ from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_kera
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.complete_batches import is_complete
+from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
@@ -197,7 +198,11 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         if not tf.executing_eagerly():
             self.extended.replica_operations.equalize_keys()
         model, name = bound_step(fn)
-        if model is None and is_predict_step(fn):
+        predicts = model is None and is_predict_step(fn)
+        owner = predicting_model(fn) if predicts else model
+        if owner is not None and not tf.executing_eagerly():
+            release_with(owner)
+        if predicts:
             return super().run(self._predict_step(fn, args[0]), args, kwargs, options)
         if model is None:
             args, kwargs = own_rows(without_filled_rows((args, kwargs)), self)

@@ -1,5 +1,6 @@
 """Launches collectives on a replica: several at once, with instance keys that the graph draws."""
 
+import contextvars
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,22 @@ _AT_ONCE_ON_CPU = 16
 _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 _GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
+
+
+_shapes_are_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_shapes_are_fixed", default=False)
+
+
+@contextmanager
+def with_fixed_shapes() -> Iterator[None]:
+    """Within this context replicas trace collectives whose shapes do not depend on their data, so keys are reused.
+
+    TensorFlow keeps a record of each key until the process ends, and workers agree on it in one more round trip.
+    """
+    token = _shapes_are_fixed.set(True)
+    try:
+        yield
+    finally:
+        _shapes_are_fixed.reset(token)
 
 
 class ReplicaLauncher(CollectiveReplicaLauncher):
@@ -144,6 +161,7 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
 
 
 def _signature(kind: str, tensor: tf.Tensor, shape_is_fixed: bool) -> str | None:
+    shape_is_fixed = shape_is_fixed or _shapes_are_fixed.get()
     if not shape_is_fixed or not tensor.shape.is_fully_defined():
         return None
     return f"{kind} {tensor.dtype.name} {tensor.shape.as_list()}"

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.compression.gradient_tensors import flatten, unflatten
 from tfdist.keras_internals.model_introspection import batch_statistics, metric_variables
 from tfdist.keras_internals.step_logs import can_be_averaged, differs, metric_results, possible_results
+from tfdist.tensorflow_internals.collective_launcher import with_fixed_shapes
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.training.sample_shares import ReplicaStep
 
@@ -118,7 +119,8 @@ def _sum_all(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     summed: list[Any] = [None] * len(tensors)
     for positions in by_dtype.values():
         members = [tensors[position] for position in positions]
-        (summed_vector,) = sum_over_replicas([flatten(members)])
+        with with_fixed_shapes():  # those of variables, and of logs that are equal on all replicas
+            (summed_vector,) = sum_over_replicas([flatten(members)])
         for position, tensor in zip(positions, unflatten(summed_vector, members), strict=True):
             summed[position] = tensor
     return summed
