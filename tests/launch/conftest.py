@@ -136,6 +136,11 @@ class Run:
                 pytest.fail(f"timed out waiting for {what}; launcher's exit code {code}, its output:\n{err.decode()}")
             time.sleep(0.005)
 
+    def send_again(self, number: int) -> None:
+        """Sends a signal that the launcher has received before; within a second both would count as one."""
+        time.sleep(1.05)
+        self.process.send_signal(number)
+
     def pids(self) -> dict[str, int]:
         return {path.name: int(path.read_text()) for path in self._here.glob("pid-*")}
 

@@ -60,6 +60,6 @@ def test_second_signal_kills_all(begin, tmp_path):
     run.wait_for("ready", *(f"up-{task}-life-0" for task in ALL))
     run.process.send_signal(signal.SIGTERM)
     run.wait_for("saving")
-    run.process.send_signal(signal.SIGTERM)
+    run.send_again(signal.SIGTERM)
     assert run.end().code == 143
     assert not any((tmp_path / f"told-{task}").exists() for task in ALL)

@@ -120,7 +120,7 @@ def test_second_signal_ends_at_once(start):
     run.wait_for("up-0", "up-1")
     run.process.send_signal(signal.SIGUSR1)
     run.wait_for("told-0", "told-1")
-    run.process.send_signal(signal.SIGUSR1)
+    run.send_again(signal.SIGUSR1)
     assert run.end().code == 128 + signal.SIGUSR1
 
 

@@ -1,6 +1,9 @@
 import signal
+import time
 
 import pytest
+
+from tfdist.launch.processes import stop_signals
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
@@ -37,8 +40,33 @@ def test_second_interrupt_kills_at_once(start):
     run.wait_for("up-0", "up-1")
     run.process.send_signal(signal.SIGINT)
     run.wait_for("told-0", "told-1")
-    run.process.send_signal(signal.SIGINT)
+    run.send_again(signal.SIGINT)
     assert run.end().code == 130
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
+def test_signal_that_arrives_twice_within_a_second_is_one(start, name):
+    """Slurm signals the launcher, and so does the shell that started it."""
+    run = start("signal.signal(signal.SIGTERM, lambda *_: (wait_for('go'), os._exit(75))); note(f'up-{RANK}'); hang()")
+    run.wait_for("up-0", "up-1")
+    for _ in range(5):
+        run.process.send_signal(signal.Signals[name])
+        time.sleep(0.05)  # each of them is delivered
+    (run._here / "go").touch()
+    assert run.end().code == 75
+
+
+def test_burst_of_signals_counts_once_a_second(monkeypatch):
+    """Not never, as it would if each signal began a second anew."""
+    now, repeats = [0.0], []
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    with stop_signals.StopSignals(on_repeat=lambda: repeats.append(now[0])) as signals:
+        for tick in range(9):
+            now[0] = tick * 0.3
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)  # another one counts at once
+    assert signals.received == [signal.SIGTERM] * 3 + [signal.SIGUSR1]
+    assert repeats == [pytest.approx(1.2), pytest.approx(2.4)]
 
 
 def test_second_interrupt_kills_even_if_the_output_is_blocked(start, state):
@@ -54,7 +82,7 @@ def test_second_interrupt_kills_even_if_the_output_is_blocked(start, state):
         pytest.skip("this kernel does not say where a process waits")
     run.until(is_stuck, "the write")
     for _ in range(2):
-        run.process.send_signal(signal.SIGINT)
+        run.send_again(signal.SIGINT)
         run.until(lambda: "ShdPnd:\t0000000000000000" in _read(f"/proc/{run.process.pid}/status"), "the signal")
         run.until(lambda: is_stuck() or all(state(pid) in ("", "Z") for pid in pids), "the handler")
     run.until(lambda: all(state(pid) in ("", "Z") for pid in pids), "the end of the workers")

@@ -16,8 +16,8 @@ Start WORKERS processes of a script on this host, each with its TF_CONFIG, and s
 
 Every output line of a worker is shown with its rank: "[0] ...". When a worker fails, its rank, its exit code or signal
 and its last lines are reported, the other workers are ended (SIGTERM, after a grace period SIGKILL), and its exit code
-becomes that of this command (128 + number for a signal). Ctrl-C ends all workers; a second Ctrl-C kills them
-immediately. No worker outlives this command.
+becomes that of this command (128 + number for a signal). Ctrl-C ends all workers; a second Ctrl-C, at least a
+second later, kills them immediately. No worker outlives this command.
 
 With --max-restarts all workers are then restarted; a script with tfdist.callbacks.FailureRecovery resumes from its
 newest checkpoint. SIGTERM and SIGUSR1 announce the end of the host: they are passed on, such a script saves and exits

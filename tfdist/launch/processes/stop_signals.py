@@ -1,16 +1,22 @@
 """The signals that end a run: Ctrl-C, SIGTERM, a closed terminal, and SIGUSR1, by which Slurm announces the end."""
 
+import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Slurm may signal this process while the shell that started it passes on its own signal: both are one.
+_SAME_SIGNAL_SECONDS = 1.0
 
 
 class StopSignals:
     """Collects the signals that would end this process, inside a `with` block of the main thread.
+
+    The same signal within a second of the one that was counted last is not counted.
 
     Args:
         on_repeat: Called in the signal handler when a signal arrives again, so that a launcher that is blocked by a
@@ -21,6 +27,7 @@ class StopSignals:
         self._on_repeat = on_repeat
         self.received: list[int] = []
         self._before: dict[int, Any] = {}
+        self._counted_at: dict[int, float] = {}
 
     def __enter__(self) -> "StopSignals":
         self.fd, self._wakeup = os.pipe()
@@ -50,6 +57,10 @@ class StopSignals:
             pass
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._counted_at.get(number, -math.inf) < _SAME_SIGNAL_SECONDS:
+            return
+        self._counted_at[number] = now
         self.received.append(number)
         if self.received.count(number) > 1:
             self._on_repeat()
