@@ -90,11 +90,12 @@ class RunConfig:
         max_restarts: Number of restarts allowed.
         min_workers: Least number of workers of all nodes together; None: all.
         restart_delay: Seconds from a failure to the next start, after an attempt without progress.
-        start_timeout: Seconds to wait for missing nodes.
+        start_timeout: Seconds to wait for nodes that have not joined yet.
         timeouts: When workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too.
         has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server and hold stages.
         parameter_servers: Number of parameter servers of all nodes together; with any, node 0 also starts their chief.
         seed_option: The seed that the user has given to `tfdist run`, or None.
+        rejoin_timeout: Seconds to wait for lost nodes to join again; None: `start_timeout`.
     """
 
     run_id: str
@@ -108,6 +109,7 @@ class RunConfig:
     has_chief: bool = False
     parameter_servers: int = 0
     seed_option: int | None = None
+    rejoin_timeout: float | None = None
 
     @property
     def heartbeat_timeout(self) -> float:

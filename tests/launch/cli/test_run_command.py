@@ -66,7 +66,7 @@ def test_interpreter_directory_and_input(run, tmp_path):
     ("env", "message"),
     [
         ({"TF_CONFIG": "{}"}, "A cluster is described already. Received: TF_CONFIG='{}' .*Start the script directly"),
-        (SLURM, "srun has started several tasks.*SLURM_PROCID=1. Expected: a step of one task.*srun python"),
+        (SLURM, "srun has started several tasks.*SLURM_PROCID=1. Expected: a step of one task.*srun python.*--overlap"),
         ({"TFDIST_NUM_WORKERS": "2"}, "A cluster of pods is described already.*Expected: neither. Start the script"),
     ],
 )

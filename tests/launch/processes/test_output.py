@@ -165,6 +165,24 @@ def test_console_does_not_wait_for_a_blocked_reader():
     os.close(writer)
 
 
+@pytest.mark.parametrize(
+    ("node", "shown"),
+    [
+        (None, "tfdist: own\ntfdist: of all\n"),
+        (0, "tfdist: node 0: own\ntfdist: of all\n"),
+        (1, "tfdist: node 1: own\n"),  # in the common output node 0 has shown the other line
+    ],
+)
+def test_messages_of_nodes_with_a_common_output(node, shown):
+    reader, writer = os.pipe()
+    console = Console(writer, writer, node=node)
+    console.say("own")
+    console.say_to_all("of all")
+    os.close(writer)
+    with open(reader) as output:
+        assert output.read() == shown
+
+
 def test_console_shows_the_line_if_the_reader_is_ready():
     reader, writer = os.pipe()
     Console(writer, writer).say_unless_blocked("line")

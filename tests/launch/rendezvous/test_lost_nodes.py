@@ -32,13 +32,14 @@ def test_killed_supervisor_joins_again(node, tmp_path):
 
 def test_lost_host_that_does_not_join_again(node):
     script = "beat(step=1); note(f'up-{RANK}'); hang()"
-    first, second = (node(rank, script, "--max-restarts", "1", "--start-timeout", "2", *NO_DELAY) for rank in (0, 1))
+    options = ("--max-restarts", "1", "--rejoin-timeout", "0", *NO_DELAY)
+    first, second = (node(rank, script, *options) for rank in (0, 1))
     first.wait_for("up-0", "up-1")
     second.process.kill()
     second.process.communicate()
     ended = first.end()
-    assert ended.code == 1
-    assert ended.said[-2:] == ["waiting for node 1", "not started: node 1 did not join within 2 s"]
+    assert ended.code == 69
+    assert ended.said[-1] == "not started: node 1 did not join again within 0 s"
 
 
 def test_lost_host_without_restarts_ends_the_run(node):

@@ -1,9 +1,11 @@
 """Messages between a node and the coordinator; the test holds the coordinator's end."""
 
+import os
 import socket
 
 import pytest
 
+from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import RunEnd, ShutdownOrder
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.attempt_outcome import Outcome
@@ -18,7 +20,9 @@ def ends():
     near, far = socket.socketpair()
     connection = NonblockingConnection(near, SessionKeys(b"client", b"server"))
     coordinator = NonblockingConnection(far, SessionKeys(b"server", b"client"))
-    client = NodeClient(connection, "127.0.0.1", say=lambda *lines: None, error_file=ErrorFile(None, None))
+    null = os.open(os.devnull, os.O_WRONLY)
+    console = Console(null, null)
+    client = NodeClient(connection, "127.0.0.1", console=console, error_file=ErrorFile(None, None))
     coordinator.send(
         {"type": "joined", "run": "f00d", "seed": 7, "heartbeat_seconds": 1000.0, "heartbeat_timeout": 0.0}
     )
@@ -27,6 +31,7 @@ def ends():
     yield client, coordinator
     client.close()
     coordinator.close()
+    os.close(null)
 
 
 def test_suspicion_is_reported_at_once(ends):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.launch.run_config import TOKEN_VARIABLE, NodeOptions
-from tfdist.utils.argument_checks import UsageError, whole_number
+from tfdist.utils.argument_checks import UsageError, seconds, whole_number
 
 MIN_TOKEN_CHARACTERS = 16
 _MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
@@ -31,6 +31,13 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         "--rendezvous",
         metavar="HOST:PORT",
         help="where the supervisors meet: the host of node 0 and a free port there",
+    )
+    group.add_argument(
+        "--rejoin-timeout",
+        type=seconds(example=60),
+        metavar="S",
+        help="seconds to wait for a lost host to join again, after which the run ends with exit code 69; 0 where "
+        "nobody starts a lost supervisor again (default: that of --start-timeout)",
     )
     group.add_argument(
         "--address",

@@ -5,10 +5,12 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 
 from tfdist import cluster
+from tfdist.cluster.slurm import is_outside_allocation
 from tfdist.launch.cli.node_options import read_node_options
 from tfdist.launch.cli.planned_processes import apply_plan
 from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
@@ -76,9 +78,16 @@ def execute(options: argparse.Namespace) -> int:
     error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
     network = choose_network(options.network if node is None else "host")
     status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
-    console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line)
+    # srun shows the output of all its tasks as one.
+    number = node.rank if node is not None and _is_slurm_step(os.environ) else None
+    console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line, node=number)
     console.say(threads.describe())
     console.say(network.describe())
+    if is_outside_allocation(os.environ, socket.gethostname()):
+        console.say(
+            f"warning: the workers run on {socket.gethostname()}, which Slurm has not allocated to job "
+            f"{os.environ['SLURM_JOB_ID']}. Start tfdist run by srun --ntasks=1 to run on its nodes."
+        )
     timeouts = Timeouts(options.grace, options.heartbeat_timeout, options.stall_timeout)
     try:
         with contextlib.ExitStack() as until_the_end:
@@ -142,6 +151,7 @@ def _run_config(
         options.chief,
         options.parameter_servers,
         options.seed,
+        options.rejoin_timeout,
     )
 
 
@@ -251,6 +261,13 @@ def _worker_command(options: argparse.Namespace) -> list[str]:
     return [sys.executable, *arguments]
 
 
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    try:
+        return cluster.is_slurm_step(environ)
+    except ValueError:
+        return False
+
+
 def _check_no_cluster(environ: Mapping[str, str], *, is_one_host: bool) -> None:
     """Rejects an existing cluster, in which every process would start all workers."""
     if cluster.has_tf_config(environ):
@@ -259,15 +276,14 @@ def _check_no_cluster(environ: Mapping[str, str], *, is_one_host: bool) -> None:
             "Expected: no TF_CONFIG, because tfdist run sets it. Start the script directly (python script.py) in "
             "every process of that cluster, or unset TF_CONFIG."
         )
-    try:
-        in_step = cluster.is_slurm_step(environ)
-    except ValueError:
-        in_step = False
-    if in_step and is_one_host:
+    if is_one_host and _is_slurm_step(environ):
         raise UsageError(
             "srun has started several tasks, and each would start all workers. Received: a Slurm step with "
             f"SLURM_PROCID={environ['SLURM_PROCID']}. Expected: a step of one task, or none. Start the script directly "
-            "(srun python script.py), so that every task becomes a worker; or one supervisor on each host (--nodes)."
+            "(srun python script.py), so that every task becomes a worker; or one supervisor on each host (--nodes). "
+            "In an interactive step (srun --pty bash) add --overlap to srun, or it waits for the resources of that "
+            "step: srun --overlap python script.py, or srun --overlap --ntasks=1 tfdist run .... In a batch script "
+            "that was submitted within another step, unset SLURM_STEP_ID first."
         )
     if cluster.is_kubernetes_cluster(environ):
         raise UsageError(

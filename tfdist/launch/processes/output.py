@@ -37,10 +37,15 @@ class Console:
         stdout: File descriptor for the workers' standard output.
         stderr: File descriptor for the workers' standard error and for messages of the launcher.
         status_line: The line below the others if `stderr` is a terminal, or None.
+        node: The number of this node, where the output of several nodes is one stream; None: it is this node's own.
     """
 
-    def __init__(self, stdout: int, stderr: int, *, status_line: StatusLine | None = None) -> None:
+    def __init__(
+        self, stdout: int, stderr: int, *, status_line: StatusLine | None = None, node: int | None = None
+    ) -> None:
         self._stdout, self._stderr, self._status_line = stdout, stderr, status_line
+        self._prefix = "tfdist: " if node is None else f"tfdist: node {node}: "
+        self._shows_news_of_all = not node
         self._above = {fd for fd in (stdout, stderr) if status_line is not None and status_line.is_on(fd)}
         self._status: RunStatus | None = None
         self._is_ending: Callable[[], bool] = lambda: False
@@ -78,7 +83,12 @@ class Console:
 
     def say(self, *lines: str) -> None:
         """Shows messages of the launcher."""
-        self.write("tfdist: ", lines, is_error=True)
+        self.write(self._prefix, lines, is_error=True)
+
+    def say_to_all(self, *lines: str) -> None:
+        """Shows messages that the launchers of all nodes have received, once in their common output."""
+        if self._shows_news_of_all:
+            self.write("tfdist: ", lines, is_error=True)
 
     def say_unless_blocked(self, line: str) -> None:
         """Shows a message of the launcher unless that would wait for a reader, or there is none."""

@@ -154,8 +154,9 @@ class Coordinator:
         if missing and (is_first or least is None or self._membership.workers < least):
             names = ", ".join(f"node {rank}" for rank in missing)
             if now >= self._deadline:
-                limit = self._config.start_timeout
-                self._finish(self._last_code, [f"not started: {names} did not join within {limit:g} s"])
+                again = "" if is_first else " again"
+                lines = [f"not started: {names} did not join{again} within {self._joining_seconds:g} s"]
+                self._finish(self._last_code, lines)
             elif missing != self._reported_missing:
                 self._reported_missing = missing
                 self._broadcast({"type": "notice", "text": f"waiting for {names}"})
@@ -184,6 +185,13 @@ class Coordinator:
             self._send(node, {"type": "prepare", "round": self._round, "processes": len(node.roles)})
         if nodes:
             self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
+
+    @property
+    def _joining_seconds(self) -> float:
+        """How long to wait for missing nodes."""
+        config = self._config
+        has_started = self._evaluator is not None
+        return config.rejoin_timeout if has_started and config.rejoin_timeout is not None else config.start_timeout
 
     def _share_of(self, node: Node) -> int:
         return max(0, node.workers - self._left_out.get(node.rank, 0))
@@ -247,14 +255,14 @@ class Coordinator:
         if result.exit_code is not None:
             self._finish(result.exit_code, result.lines, entry=result.error_entry)
             return
-        self._last_code = outcome.exit_code or 1
+        self._last_code = LOST_RUN_EXIT_CODE if outcome.lost else outcome.exit_code or 1
         self._broadcast({"type": "attempt_over", "lines": result.lines, "entry": result.error_entry})
         left_out = available - result.workers
         self._left_out = workers_left_out(self._membership.nodes, outcome.failed_rank, left_out)
         for node in self._membership.nodes:
             node.share = 0
         ended_at = now if tracker.ordered_at is None else tracker.ordered_at
-        self._not_before, self._deadline = ended_at + result.delay_seconds, now + self._config.start_timeout
+        self._not_before, self._deadline = ended_at + result.delay_seconds, now + self._joining_seconds
         self._attempt += 1
         self._tracker, self._phase = None, _Phase.GATHERING
 
@@ -267,7 +275,7 @@ class Coordinator:
             self.abort(f"{text}; the run ends because the coordinator runs there")
             return
         if self._phase is _Phase.PREPARING:
-            self._phase, self._deadline = _Phase.GATHERING, now + self._config.start_timeout
+            self._phase, self._deadline = _Phase.GATHERING, now + self._joining_seconds
         if self._phase is _Phase.RUNNING and self._tracker is not None and node.is_running:
             text += self._tracker.lose(node, text, now=now)
         self._broadcast({"type": "notice", "text": text})

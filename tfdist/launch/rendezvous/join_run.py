@@ -48,7 +48,7 @@ def join_run(
         connection = connect_to_coordinator(
             node.host, node.port, node.token, timeout_seconds=config.start_timeout, say=console.say
         )
-        client = NodeClient(connection, node.address, say=console.say, error_file=error_file)
+        client = NodeClient(connection, node.address, console=console, error_file=error_file)
         undo.callback(client.close)
         client.join(
             {

@@ -4,12 +4,13 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import count_workers, run_roles
 from tfdist.launch.processes.active_clock import ActiveClock
+from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
@@ -31,14 +32,14 @@ class NodeClient(RunPolicy):
     Args:
         connection: The connection.
         address: Where other nodes reach this node's workers; None: the local address of the connection.
-        say: Shows lines to the user.
+        console: Shows lines to the user.
         error_file: Describes failed attempts; entries get this node's host name.
     """
 
     def __init__(
-        self, connection: NonblockingConnection, address: str | None, *, say: Callable[..., None], error_file: ErrorFile
+        self, connection: NonblockingConnection, address: str | None, *, console: Console, error_file: ErrorFile
     ) -> None:
-        self._connection, self._say, self._error_file = connection, say, error_file
+        self._connection, self._console, self._error_file = connection, console, error_file
         self.address = address or connection.local_address
         self.run_id, self._seed = "", 0
         self._heartbeat_seconds, self._heartbeat_timeout = 1.0, 0.0
@@ -184,7 +185,7 @@ class NodeClient(RunPolicy):
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind == "notice":
-            self._say(str(message["text"]))
+            self._console.say_to_all(str(message["text"]))
         elif kind == "prepare":
             self._release_ports()
             self._reserved = ReservedPorts(int(message["processes"]))
@@ -207,7 +208,7 @@ class NodeClient(RunPolicy):
                 only_script=bool(message["only_script"]),
             )
         elif kind in ("attempt_over", "run_over"):
-            self._say(*(str(line) for line in message["lines"]))
+            self._console.say_to_all(*(str(line) for line in message["lines"]))
             if message["entry"] is not None:
                 self._write_error_file(message["entry"])
             self._attempt = None
@@ -232,7 +233,7 @@ class NodeClient(RunPolicy):
         own = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
         problem = self._error_file.write(own)
         if problem:
-            self._say(problem)
+            self._console.say(problem)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self.is_connected:
@@ -246,7 +247,7 @@ class NodeClient(RunPolicy):
         self._release_ports()
         if self._end is None:
             text = f"the rendezvous was lost ({reason})"
-            self._say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
+            self._console.say(f"{text}: this host ends its workers (exit code {LOST_RUN_EXIT_CODE})")
             self._end = RunEnd(LOST_RUN_EXIT_CODE)
             self.shutdown_order = ShutdownOrder(text)
 
