@@ -113,7 +113,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
             RuntimeError: TensorFlow has already created its devices.
             TimeoutError: A worker did not start in time. The message names it.
-            OSError: The port of this worker is in use.
+            OSError: The port of this worker is in use, or the name of a Slurm node does not resolve.
         """
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
@@ -138,7 +138,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         peers = peer_addresses(spec, resolver)
         if peers and not cluster_is_running():
             answer_peers_during_computation()
-            cluster.wait_for_peers(spec[resolver.task_type][resolver.task_id], peers, limit_seconds)
+            own_address, is_fixed = spec[resolver.task_type][resolver.task_id], cluster.is_slurm_step()
+            cluster.wait_for_peers(own_address, peers, limit_seconds, names_are_fixed=is_fixed)
         with (
             exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext(),
             silence_limit(silence_limit_of_environment()),

@@ -3,6 +3,7 @@
 import pytest
 
 from tfdist.cluster import expand_hostlist, expand_tasks_per_node, from_slurm, is_slurm_step
+from tfdist.cluster.slurm import is_outside_allocation
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -38,12 +39,41 @@ def test_tasks_per_node_of_the_job_where_the_step_has_none():
     assert from_slurm(environ).num_workers == 4
 
 
+HETEROGENEOUS = {
+    "SLURM_STEP_NODELIST": "node[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "node[2-3]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "node1",
+}
+
+
+@pytest.mark.parametrize("word", ["HET", "PACK"])
+@pytest.mark.parametrize(
+    ("distribution", "first"),
+    [("block", ["node2:5000", "node2:5001", "node3:5000"]), ("cyclic", ["node2:5000", "node3:5000", "node2:5001"])],
+)
+def test_ranks_of_a_heterogeneous_step_follow_its_components(word, distribution, first):
+    """Slurm sorts the list of nodes, but numbers nodes and tasks component by component."""
+    environ = {name.replace("HET", word): value for name, value in HETEROGENEOUS.items()}
+    last = {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0", "SLURM_DISTRIBUTION": distribution}
+    config = from_slurm(step(**environ, **last))
+    assert list(config.cluster.jobs["worker"]) == [*first, "node3:5001", "node1:5000"]
+    assert config.address == "node1:5000"
+
+
+def test_step_of_one_component_of_a_heterogeneous_job():
+    config = from_slurm(step(SLURM_JOB_NODELIST_HET_GROUP_0="node07", SLURM_JOB_NODELIST_HET_GROUP_1="node[01-03]"))
+    assert config.cluster.jobs["worker"] == ("node01:5000", "node01:5001", "node02:5000", "node03:5000")
+
+
 def test_port_base_differs_between_jobs_and_steps():
     def port(**changes):
         return int(from_slurm(step(TFDIST_PORT=None, **changes)).address.split(":")[1])
 
-    ports = [port(), port(SLURM_JOB_ID="4712"), port(SLURM_STEP_ID="5")]
-    assert len(set(ports)) == 3
+    ports = [port(SLURM_JOB_ID=str(4711 + job), SLURM_STEP_ID=str(step)) for job in range(12) for step in range(10)]
+    assert len(set(ports)) == 120, "the first ten steps of twelve neighbouring jobs"
     assert port() == ports[0]
     assert all(1024 < number < 32_768 for number in ports)
 
@@ -57,10 +87,30 @@ def test_port_base_differs_between_jobs_and_steps():
         (step(SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="1"), False),
         (step(SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="1"), False),  # an interactive shell in an allocation
         (step(SLURM_STEP_NUM_TASKS=None), True),
+        (step(SLURM_JOB_NODELIST="node[01-04]", SLURM_GTIDS="0,1", SLURM_NODEID="0"), True),
+        # Batch scripts that were submitted within this step have inherited its variables:
+        (step(SLURM_NTASKS="2"), False),
+        (step(SLURM_JOB_NODELIST="node[02-04]"), False),
+        (step(SLURM_JOB_NODELIST="node[01-03]", SLURM_GTIDS="0", SLURM_NODEID="0"), False),
+        (step(**HETEROGENEOUS, SLURM_JOB_NODELIST="node2", SLURM_GTIDS="0,1", SLURM_NODEID="0"), True),
     ],
 )
 def test_is_slurm_step(environ, expected):
     assert is_slurm_step(environ) is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "expected"),
+    [
+        ({}, "login", False),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}, "login", True),  # salloc
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}, "n2.example.org", False),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}, "other-name", False),
+        ({"SLURM_JOB_ID": "1"}, "login", False),
+    ],
+)
+def test_is_outside_allocation(environ, host, expected):
+    assert is_outside_allocation(environ, host) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Tasks wait for each other with a limit, in any order, and leave their ports free."""
 
 import socket
+import sys
 import threading
 
 import pytest
 
 from tfdist.cluster import wait_for_peers
+
+waiting = sys.modules["tfdist.cluster.wait_for_peers"]  # the function has the same name
 
 
 def free_ports(count):
@@ -62,10 +65,19 @@ def test_a_host_that_does_not_exist_is_named():
         wait_for_peers(f"127.0.0.1:{own}", {"worker 1": "nowhere.invalid:1"}, timeout_seconds=0.2)
 
 
+def test_a_fixed_name_that_does_not_resolve_ends_the_wait(monkeypatch):
+    """Under Slurm it never will; that of a pod may appear later."""
+    monkeypatch.setattr(waiting, "_NAME_SECONDS", 0.1)
+    (own, silent) = free_ports(2)
+    peers = {"worker 1": "nowhere.invalid:1", "worker 2": f"127.0.0.1:{silent}"}
+    with pytest.raises(OSError, match=r"do not resolve on \S+. Received: worker 1 at nowhere.invalid:1. Expected"):
+        wait_for_peers(f"127.0.0.1:{own}", peers, timeout_seconds=60, names_are_fixed=True)
+
+
 def test_a_taken_port_is_named():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=rf"this task is in use. Received: port {port}.*Expected: .*TF_CONFIG"):
+        with pytest.raises(OSError, match=rf"in use. Received: port {port}.*Expected: .*TF_CONFIG;.*TFDIST_PORT"):
             wait_for_peers(f"127.0.0.1:{port}", {"worker 1": "127.0.0.1:1"}, timeout_seconds=1)
 
 

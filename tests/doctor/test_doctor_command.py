@@ -84,6 +84,16 @@ def test_workers_of_a_cluster_that_is_described(doctor, monkeypatch):
     assert code == 2 and "A cluster is described already. Received: --workers 2" in errors
 
 
+def test_workers_in_a_slurm_step(doctor, monkeypatch):
+    """The advice names what describes the cluster; TF_CONFIG is not set."""
+    step = {"PROCID": "0", "NTASKS": "2", "STEP_ID": "0", "JOB_ID": "7", "STEP_NODELIST": "n1"}
+    for name, value in {**step, "STEP_TASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    code, _, errors = doctor("--workers", "2")
+    assert code == 2 and "--workers 2, and a Slurm step of several tasks." in errors
+    assert "srun --ntasks=1 --overlap" in errors and "TF_CONFIG" not in errors
+
+
 def test_a_wrong_description_is_a_finding(doctor, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": ')
     code, output, _ = doctor("--json", checks=found("ok"))

@@ -195,3 +195,16 @@ def test_answer_that_is_not_text(changed, proof, reason):
         assert dialed.wait(30)
         assert dialed.missing == {"worker 1": reason}
         dialed.close()
+
+
+@pytest.mark.parametrize("names_are_fixed", [False, True])
+def test_a_name_that_will_never_resolve_is_given_up(monkeypatch, names_are_fixed):
+    """That of a Slurm node; that of a pod may appear later."""
+    monkeypatch.setattr(peers, "_MISMATCH_SECONDS", 0.1)
+    credentials = doctor_credentials(ClusterSpec({"worker": ["a:1", "nowhere.invalid:1"]}))
+    addresses, info = {"worker 1": "nowhere.invalid:1"}, TaskInfo("worker 0", "h", {})
+    dialed = peers.PeerConnections(addresses, info, credentials, names_are_fixed=names_are_fixed)
+    dialed.dial(60)
+    assert dialed.wait(30 if names_are_fixed else 1) is names_are_fixed
+    assert "the name nowhere.invalid does not resolve" in dialed.missing["worker 1"]
+    dialed.close()

@@ -145,6 +145,14 @@ def test_the_table_is_narrow_and_says_what_does_not_fit():
     assert sum(line.startswith("   Price: ") for line in lines) == 10
 
 
+def test_the_table_of_a_slurm_step_starts_the_plans_there():
+    found = plans(workers=2)
+    lines = to_lines(found.plans, found.too_large, rows=64, link=GIGABIT, memory_bytes=10**12, cluster="Slurm")
+    commands = {line.strip() for line in lines if line.startswith("     $ ")}
+    assert "$ srun --ntasks=2 python train.py" in commands
+    assert all("srun" in command or "with --nodes" in command for command in commands)
+
+
 @pytest.mark.parametrize("workers", [2, 64, 4096])
 def test_all_numbers_of_workers_have_plans(workers):
     found = plans(workers=workers, measured=program(rows=4096), allow_compression=True, allow_local_updates=True)

@@ -2,13 +2,13 @@
 
 Every task of the step becomes a worker of rank `SLURM_PROCID`. The tasks of a node listen on consecutive ports. The
 first port is derived from the numbers of the job and the step, so that jobs on the same node rarely collide;
-`TFDIST_PORT` sets it.
+`TFDIST_PORT` sets it. The ranks of a heterogeneous step follow the order of its components.
 """
 
 import os
 import re
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, count, product
 
 from tfdist.cluster.cluster_spec import ClusterConfig, ClusterSpec, Task
 from tfdist.utils.argument_checks import integer_variable, optional_integer_variable, required_variable
@@ -17,6 +17,9 @@ from tfdist.utils.argument_checks import integer_variable, optional_integer_vari
 _FIRST_PORT = 12_000
 _PORTS_PER_STEP = 128
 _PORT_BLOCKS = 128
+# The jobs of a node are often neighbours, and their steps have small numbers. With 12, the first ten steps of jobs that
+# are less than 12 numbers apart have different ports.
+_BLOCKS_PER_STEP = 12
 _REMEDY = "Start the script with srun, one task per worker, or describe the cluster in TF_CONFIG."
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -107,12 +110,30 @@ def _malformed(text: str) -> ValueError:
 def is_slurm_step(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process is one of several tasks that `srun` started, not a batch script or a shell.
 
-    Only `srun` sets `SLURM_STEP_ID`.
+    Only `srun` sets `SLURM_STEP_ID`. A batch script that was submitted within a step has inherited it, with the other
+    variables of that step.
     """
     environ = os.environ if environ is None else environ
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    return _num_tasks(environ) > 1
+    return _num_tasks(environ) > 1 and not _is_inherited(environ)
+
+
+def is_outside_allocation(environ: Mapping[str, str], host: str) -> bool:
+    """Whether this process is in a shell of `salloc` on a host that Slurm has not allocated, such as a login host.
+
+    Args:
+        environ: The environment.
+        host: The name of this host.
+    """
+    # Slurm's daemon sets SLURMD_NODENAME for all that it starts.
+    if "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" in environ:
+        return False
+    try:
+        allocated = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))
+    except ValueError:
+        return False
+    return host.partition(".")[0] not in {node.partition(".")[0] for node in allocated}
 
 
 def from_slurm(environ: Mapping[str, str] | None = None) -> ClusterConfig:
@@ -120,7 +141,8 @@ def from_slurm(environ: Mapping[str, str] | None = None) -> ClusterConfig:
 
     Reads `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_STEP_NODELIST`,
     `SLURM_STEP_TASKS_PER_NODE` or `SLURM_TASKS_PER_NODE`, `SLURM_DISTRIBUTION`, `SLURM_JOB_ID`, `SLURM_STEP_ID`, and
-    `TFDIST_PORT` if it is set. `SLURM_NODEID` and `SLURM_LOCALID` are compared with the result.
+    `TFDIST_PORT` if it is set; in a heterogeneous job also `SLURM_JOB_NODELIST_HET_GROUP_0` and so on. `SLURM_NODEID`
+    and `SLURM_LOCALID` are compared with the result.
 
     Args:
         environ: The environment. Defaults to `os.environ`.
@@ -140,7 +162,11 @@ def from_slurm(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     rank = integer_variable(environ, "SLURM_PROCID", remedy=_REMEDY)
     nodes = expand_hostlist(required_variable(environ, "SLURM_STEP_NODELIST", remedy=_REMEDY))
     counts = _tasks_per_node(environ, nodes)
-    placement = _placement(environ, counts)
+    components = _components(environ, nodes)
+    # Slurm sorts the list of nodes, but numbers the nodes of a heterogeneous step component by component.
+    order = [node for component in components for node in component]
+    nodes, counts = tuple(nodes[node] for node in order), tuple(counts[node] for node in order)
+    placement = _placement(environ, counts, [len(component) for component in components])
     if not 0 <= rank < len(placement):
         raise ValueError(
             f"This task's number is not in the Slurm step. Received: SLURM_PROCID={rank} with {len(placement)} tasks. "
@@ -172,15 +198,59 @@ def _tasks_per_node(environ: Mapping[str, str], nodes: tuple[str, ...]) -> tuple
     return counts
 
 
-def _placement(environ: Mapping[str, str], counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns the index of the node, and the index on that node, of each rank."""
+def _is_inherited(environ: Mapping[str, str]) -> bool:
+    """Whether the variables of the step are those of another one, within which this job was submitted."""
+    if (
+        environ.get("SLURM_STEP_NUM_TASKS")
+        and environ.get("SLURM_NTASKS")
+        and _num_tasks(environ) != integer_variable(environ, "SLURM_NTASKS", remedy=_REMEDY)
+    ):
+        return True
+    try:
+        nodes = expand_hostlist(environ["SLURM_STEP_NODELIST"])
+        if len(_components(environ, nodes)) > 1:
+            return False
+        if not set(nodes) <= set(expand_hostlist(environ.get("SLURM_JOB_NODELIST") or environ["SLURM_STEP_NODELIST"])):
+            return True
+        # The ids of all tasks of this node; in a batch script only 0.
+        ids = environ["SLURM_GTIDS"].split(",")
+        return len(ids) != _tasks_per_node(environ, nodes)[int(environ["SLURM_NODEID"])]
+    except (KeyError, ValueError, IndexError):
+        return False  # `from_slurm` says what is missing or wrong
+
+
+def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list[int]]:
+    """Returns the indices of the nodes of each component of a heterogeneous step; of another step those of all."""
+    components: list[list[int]] = []
+    for number in count():
+        names = (f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK"))
+        group = next((environ[name] for name in names if environ.get(name)), None)
+        if group is None:
+            break
+        members = set(expand_hostlist(group))
+        components.append([index for index, node in enumerate(nodes) if node in members])
+    found = [component for component in components if component]
+    if sorted(index for component in found for index in component) != list(range(len(nodes))):
+        return [list(range(len(nodes)))]
+    return found
+
+
+def _placement(environ: Mapping[str, str], counts: tuple[int, ...], components: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the index of the node, and the index on that node, of each rank.
+
+    Args:
+        environ: The environment.
+        counts: Tasks of each node.
+        components: Number of nodes of each component, which are consecutive.
+    """
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
     kind = distribution.replace(",", ":").split(":")[0].strip() or "block"
-    placement = [(node, local) for node, count in enumerate(counts) for local in range(count)]
-    if kind in ("block", "*"):
+    placement: list[tuple[int, int]] = []
+    for size, end in zip(components, accumulate(components), strict=True):
+        tasks = [(node, local) for node in range(end - size, end) for local in range(counts[node])]
+        placement += sorted(tasks, key=lambda task: (task[1], task[0])) if kind == "cyclic" else tasks
+    if kind in ("block", "*", "cyclic"):
         return placement
-    if kind == "cyclic":
-        return sorted(placement, key=lambda task: (task[1], task[0]))
     raise ValueError(
         f"The task distribution of the Slurm step is not supported. Received: "
         f"SLURM_DISTRIBUTION={distribution!r}. Expected: block or cyclic. Start it with srun --distribution=block, or "
@@ -207,4 +277,4 @@ def _port_base(environ: Mapping[str, str]) -> int:
         return chosen
     job = integer_variable(environ, "SLURM_JOB_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
     step = integer_variable(environ, "SLURM_STEP_ID", remedy="Set TFDIST_PORT to a port that is free on every node.")
-    return _FIRST_PORT + _PORTS_PER_STEP * ((job + step) % _PORT_BLOCKS)
+    return _FIRST_PORT + _PORTS_PER_STEP * ((job + _BLOCKS_PER_STEP * step) % _PORT_BLOCKS)

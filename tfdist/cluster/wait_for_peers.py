@@ -12,9 +12,12 @@ from tfdist.utils.argument_checks import check_seconds
 
 _PROBE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
+_NAME_SECONDS = 10.0  # a name server may fail for a moment
 
 
-def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: float) -> None:
+def wait_for_peers(
+    own_address: str, peers: Mapping[str, str], timeout_seconds: float, *, names_are_fixed: bool = False
+) -> None:
     """Waits until the address of every peer accepts connections.
 
     Meanwhile this task accepts connections on its port, so that the order in which tasks start does not matter.
@@ -24,10 +27,11 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
         own_address: `host:port` of this task. The port is opened on all interfaces, as TensorFlow's server does.
         peers: From task name (`worker 1`) to `host:port`, for all other tasks.
         timeout_seconds: How long to wait.
+        names_are_fixed: Whether a name that does not resolve now never will: those of Slurm's nodes, not of pods.
 
     Raises:
         TimeoutError: If peers did not answer in time. The message names them.
-        OSError: If the port of this task cannot be opened.
+        OSError: If the port of this task cannot be opened, or a name that is fixed does not resolve.
         ValueError: If `timeout_seconds` is not a finite number of at least 0.
 
     >>> wait_for_peers("localhost:0", {}, timeout_seconds=1)
@@ -39,7 +43,8 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
     with _listening(port):
         missing = dict(peers)
         reasons: dict[str, str] = {}
-        end = time.monotonic() + timeout_seconds
+        began = time.monotonic()
+        end = began + timeout_seconds
         while missing:
             for task, address in list(missing.items()):
                 reason = why_unreachable(address, min(_PROBE_SECONDS, timeout_seconds))
@@ -47,6 +52,8 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
                     del missing[task]
                 else:
                     reasons[task] = reason
+            if names_are_fixed and time.monotonic() > began + _NAME_SECONDS:
+                _check_names(missing)
             if missing and time.monotonic() > end:
                 found = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
                 raise TimeoutError(
@@ -59,6 +66,23 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], timeout_seconds: 
                 time.sleep(_PAUSE_SECONDS)
 
 
+def _check_names(missing: Mapping[str, str]) -> None:
+    unknown: list[str] = []
+    for task, address in missing.items():
+        host, _, port = address.rpartition(":")
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_NONAME:
+                unknown.append(f"{task} at {address}")
+    if unknown:
+        raise OSError(
+            f"The names of nodes do not resolve on {socket.gethostname()}. Received: {'; '.join(unknown)}. Expected: "
+            "names that every node can resolve. Add them to DNS or to /etc/hosts of every node, or describe the "
+            "cluster in TF_CONFIG by the addresses that `scontrol show node` shows as NodeAddr."
+        )
+
+
 @contextlib.contextmanager
 def _listening(port: int) -> Iterator[None]:
     try:
@@ -69,8 +93,8 @@ def _listening(port: int) -> Iterator[None]:
         raise OSError(
             errno.EADDRINUSE,
             f"The port of this task is in use. Received: port {port}, on which another process listens. Expected: a "
-            "free port of this task in TF_CONFIG. End the other process, which may be left from an earlier run, or "
-            "choose another port.",
+            "free port. End the other process, which may be left from an earlier run, or choose another port: in "
+            "TF_CONFIG; under Slurm and Kubernetes by TFDIST_PORT, the same for all tasks.",
         ) from error
 
     def accept() -> None:

@@ -56,7 +56,7 @@ class MemberTask:
         self.info = TaskInfo(self.task, socket.gethostname(), own_versions())
         credentials = doctor_credentials(config.cluster, context.environ.get(TOKEN_VARIABLE, "").strip())
         others = {task: address for task, address in context.addresses.items() if task != self.task}
-        self.peers = PeerConnections(others, self.info, credentials)
+        self.peers = PeerConnections(others, self.info, credentials, names_are_fixed=config.source == "Slurm")
         self.findings: list[Finding] | None = None
         """Findings on this machine; None: its checks still run."""
         self.summary: ReportSummary | None = None

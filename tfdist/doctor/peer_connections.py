@@ -39,6 +39,7 @@ NOT_DOCTOR = "a program other than tfdist doctor answers"
 OTHER_CLUSTER = "its description of the cluster differs from that of this task"
 OTHER_TOKEN = f"its {TOKEN_VARIABLE} differs from that of this task"
 OTHER_PROTOCOL = "its version of tfdist is incompatible with that of this task"
+_UNKNOWN = "the name"
 MISMATCHES = (OTHER_CLUSTER, OTHER_TOKEN, OTHER_PROTOCOL)
 """Reasons that seldom go away by waiting."""
 
@@ -122,11 +123,14 @@ class PeerConnections:
         addresses: Address of each other task.
         info: What this task says about itself.
         credentials: What this task proves.
+        names_are_fixed: Whether a name that does not resolve now never will: those of Slurm's nodes, not of pods.
     """
 
-    def __init__(self, addresses: Mapping[str, str], info: TaskInfo, credentials: Credentials) -> None:
+    def __init__(
+        self, addresses: Mapping[str, str], info: TaskInfo, credentials: Credentials, *, names_are_fixed: bool = False
+    ) -> None:
         self.all = {task: Peer(task, address) for task, address in addresses.items()}
-        self._info, self._credentials = info, credentials
+        self._info, self._credentials, self._names_are_fixed = info, credentials, names_are_fixed
         self._is_last_try = threading.Event()
         self._threads: tuple[threading.Thread, ...] | None = None
 
@@ -182,8 +186,9 @@ class PeerConnections:
             reason = self._try(peer)
             # A peer that sees the mismatch reports it and exits: the mismatch says more than its later absence.
             peer.reason = peer.reason if reason and reason not in MISMATCHES and peer.reason in MISMATCHES else reason
-            is_mismatch = peer.reason in MISMATCHES and time.monotonic() >= began + _MISMATCH_SECONDS
-            if not peer.reason or is_mismatch or is_last:
+            is_unknown = self._names_are_fixed and peer.reason.startswith(_UNKNOWN)
+            is_final = peer.reason in MISMATCHES or is_unknown
+            if not peer.reason or is_last or (is_final and time.monotonic() >= began + _MISMATCH_SECONDS):
                 return
             self._is_last_try.wait(_PAUSE_SECONDS)
 
@@ -198,7 +203,7 @@ class PeerConnections:
         except TimeoutError:
             return f"no answer in {_CONNECT_SECONDS:g} s: the host is down, or a firewall drops the packets"
         except socket.gaierror as error:
-            return f"the name {host} does not resolve ({error.strerror})"
+            return f"{_UNKNOWN} {host} does not resolve ({error.strerror})"
         except (OSError, UnicodeError) as error:
             return str(getattr(error, "strerror", None) or error)
         try:

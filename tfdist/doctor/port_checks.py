@@ -40,7 +40,10 @@ def taken_port(context: CheckContext, port: int, error: OSError) -> Finding:
     """Returns the finding for a port that is not available."""
     holders = holders_of(port, context.root)
     who = f"; {', '.join(holders)} listens on it" if holders else ""
-    remedy = "End that process if it is left from an earlier run, or choose another port for this task on all hosts."
+    how = " (TFDIST_PORT)" if context.config is not None and context.config.source in ("Slurm", "Kubernetes") else ""
+    remedy = (
+        f"End that process if it is left from an earlier run, or choose another port for this task on all hosts{how}."
+    )
     if not holders and os.geteuid():
         remedy = f"{remedy} (For a process of another user: sudo ss -ltnp 'sport = :{port}'.)"
     reason = os.strerror(error.errno) if error.errno else str(error)

@@ -48,14 +48,31 @@ def planned_object(name: str, **arguments: Any) -> dict[str, Any]:
     return {"class": name, "arguments": arguments}
 
 
-def start_command(workers: int, parameter_servers: int, *, has_chief: bool, script: str = "train.py") -> str:
-    """Returns the command that starts the plan on one host.
+def start_command(
+    workers: int, parameter_servers: int, *, has_chief: bool, script: str = "train.py", cluster: str = ""
+) -> str:
+    """Returns the command that starts the plan.
 
     >>> start_command(4, 1, has_chief=True)
     'tfdist run --workers 4 --parameter-servers 1 train.py'
     >>> start_command(2, 0, has_chief=True), start_command(1, 0, has_chief=False)
     ('tfdist run --chief --workers 2 train.py', 'python train.py')
+    >>> start_command(2, 0, has_chief=False, cluster="Slurm")
+    'srun --ntasks=2 python train.py'
+
+    Args:
+        workers: Their number.
+        parameter_servers: Their number.
+        has_chief: Whether a chief runs the script.
+        script: The script and its arguments.
+        cluster: What describes the cluster whose tasks the workers are; empty: the workers are on one host.
     """
+    if cluster and workers > 1 and not has_chief:
+        start = f"srun --ntasks={workers} " if cluster == "Slurm" else ""
+        return f"{start}python {script}" + ("" if start else "    # as every task of the cluster")
+    if cluster and workers > 1:
+        one_host = start_command(0, parameter_servers, has_chief=has_chief, script=script)
+        return f"{one_host.replace('--workers 0', '--workers N')}    # on every host, with --nodes; N is its part"
     if parameter_servers:
         return f"tfdist run --workers {workers} --parameter-servers {parameter_servers} {script}"
     if workers == 1:

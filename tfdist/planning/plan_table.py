@@ -50,6 +50,7 @@ def to_lines(
     memory_bytes: int,
     shown: int = 10,
     script: str = "train.py",
+    cluster: str = "",
 ) -> list[str]:
     """Returns the lines for one number of workers.
 
@@ -61,6 +62,7 @@ def to_lines(
         memory_bytes: Of a worker.
         shown: How many plans are shown.
         script: The name of the program.
+        cluster: What describes the cluster whose tasks the workers are; see `start_command`.
     """
     of_all = [*plans, *(plan for plan, _ in too_large)]
     workers = of_all[0].workers if of_all else 0
@@ -76,7 +78,7 @@ def to_lines(
     rank = range(1, len(best) + 1)
     lines += align_columns([_HEADINGS, *(_row(index, plan) for index, plan in zip(rank, best, strict=True))], left=[1])
     for index, plan in zip(rank, best, strict=True):
-        lines += ["", *_details(index, plan, script)]
+        lines += ["", *_details(index, plan, script, cluster)]
     if too_large:
         lines += ["", f"Do not fit into {format_bytes(memory_bytes)} of a worker:"]
         least: dict[str, tuple[Plan, int]] = {}
@@ -120,12 +122,14 @@ def _row(index: int, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _details(index: int, plan: Plan, script: str) -> list[str]:
+def _details(index: int, plan: Plan, script: str, cluster: str) -> list[str]:
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, _WIDTH, initial_indent="   ", subsequent_indent="     ", break_long_words=False)
 
     lines = [f"{index}. {plan_name(plan)}", *wrapped(f"Why: {plan.reason}.")]
     lines += wrapped(f"Price: {plan.accuracy}.")
     lines += [f"     {line}" for line in plan.code.splitlines()]
-    command = start_command(plan.workers, plan.parameter_servers, has_chief=plan.has_chief, script=script)
+    command = start_command(
+        plan.workers, plan.parameter_servers, has_chief=plan.has_chief, script=script, cluster=cluster
+    )
     return [*lines, f"     $ {command}"]

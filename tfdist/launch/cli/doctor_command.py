@@ -31,7 +31,7 @@ _EPILOG = """\
 examples:
   tfdist doctor
   tfdist doctor --workers 2 --checkpoints checkpoints --parameters 25M
-  srun --nodes 4 --ntasks-per-node 1 tfdist doctor --checkpoints /shared/run1
+  srun --nodes 4 --ntasks 4 --ntasks-per-node 1 tfdist doctor --checkpoints /shared/run1
   TF_CONFIG=... tfdist doctor --json > report.json
 
 Exit code: 0, with or without warnings; 1 if an error was found on any task; 2 for a usage error."""
@@ -56,9 +56,10 @@ def execute(options: argparse.Namespace) -> int:
     environ = dict(os.environ)
     config, findings = _described_cluster(environ)
     if options.workers is not None and (config or findings):
+        source, remedy = _source_of_cluster(environ)
         raise UsageError(
-            f"A cluster is described already. Received: --workers {options.workers}, and TF_CONFIG, Slurm's or "
-            "Kubernetes' variables. Expected: one of them. Remove --workers, or unset TF_CONFIG."
+            f"A cluster is described already. Received: --workers {options.workers}, and {source}. Expected: one of "
+            f"them. Remove --workers to check that cluster, or {remedy}."
         )
     with contextlib.ExitStack() as until_the_end:
         if options.workers is not None and options.workers > 1:
@@ -80,6 +81,15 @@ def execute(options: argparse.Namespace) -> int:
     else:
         print(json.dumps(result.to_json(), indent=1) if options.json else to_text(result), flush=True)
     return _ERRORS_EXIT_CODE if result.errors else 0
+
+
+def _source_of_cluster(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns what describes the cluster, and how to check this machine without it."""
+    if cluster.has_tf_config(environ):
+        return "TF_CONFIG", "unset TF_CONFIG"
+    if cluster.is_kubernetes_cluster(environ):
+        return "TFDIST_NUM_WORKERS or TFDIST_SERVICE", "unset both"
+    return "a Slurm step of several tasks", "check one machine in a step of one task (srun --ntasks=1 --overlap)"
 
 
 def _described_cluster(environ: Mapping[str, str]) -> "tuple[cluster.ClusterConfig | None, list[Finding]]":

@@ -93,6 +93,7 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             memory_bytes=conditions.memory_bytes,
             shown=shown,
             script=shlex.join(script) if script else "train.py",
+            cluster=network.cluster,
         )
         print("\n".join(["", *lines] if plans or too_large else lines))
         plans += found.plans

@@ -26,11 +26,13 @@ class PlannedNetwork:
         workers: Their numbers.
         link: The connection of each; None: they are on this machine, and share its cores and its memory.
         cores: Cores of each.
+        cluster: What describes the cluster whose tasks they are: "Slurm", for example; empty: none.
     """
 
     workers: tuple[int, ...]
     link: Link | None
     cores: int
+    cluster: str = ""
 
 
 def network_of(
@@ -63,7 +65,7 @@ def network_of(
         if link is None:
             return None
         own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
-        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, own)
+        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, own, config.source)
     if options.link is not None:
         return PlannedNetwork(
             options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores
