@@ -62,8 +62,14 @@ def test_slurm_options():
     assert options["nodes"] == options["ntasks"] == "1"
     assert "requeue" in options and options["open-mode"] == "append"
     warning = re.fullmatch(r"B:USR1@(\d+)", options["signal"])
-    command = re.search(r"^tfdist run (.*) --log-dir", text, re.MULTILINE)[1].split()
+    command = re.search(r"^ *tfdist run (.*) --log-dir", text, re.MULTILINE)[1].split()
     assert options_of([*command, "train.py"]).grace < int(warning[1])
+
+
+def test_scripts_differ_only_in_what_they_start():
+    one, several = ((SBATCH.parent / name).read_text() for name in ("train.sbatch", "train_nodes.sbatch"))
+    mark = "# -------- The rest is the same"
+    assert one[one.index(mark) :] == several[several.index(mark) :]
 
 
 @pytest.fixture
@@ -73,14 +79,17 @@ def submit(tmp_path, environ):
     commands.mkdir()
     (commands / "tfdist").write_text(f'#!/bin/bash\nexec {sys.executable} -m tfdist.launch "$@"\n')
     (commands / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/scontrol\n')
+    (commands / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n')
+    (commands / "squeue").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/squeue\necho "${{STATE:-RUNNING}}"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
     processes = []
 
-    def begin(script):
+    def begin(script, **variables):
         (tmp_path / "train.py").write_text(script)
         env = {**environ, "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-        env |= {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # as in a batch shell
+        env |= {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "8"}  # as in a batch shell
+        env |= variables
         processes.append(
             subprocess.Popen(
                 ["bash", SBATCH, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -102,16 +111,40 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(("code", "name", "is_requeued"), [(75, "USR1", True), (1, "USR1", True), (75, "TERM", False)])
-def test_slurm_job_that_is_signalled(submit, tmp_path, code, name, is_requeued):
-    job = submit(SAVES.format(code=code))
+ARRAY = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "variables", "requeued"),
+    [
+        (75, "USR1", {}, "17"),
+        (1, "USR1", ARRAY, "17_3"),  # the last task, whose SLURM_JOB_ID is the id of the array
+        (75, "TERM", {"STATE": "COMPLETING"}, ""),  # scancel
+        (75, "TERM", {}, "17"),  # a preemption with a grace time
+    ],
+)
+def test_slurm_job_that_is_signalled(submit, tmp_path, code, name, variables, requeued):
+    job = submit(SAVES.format(code=code), **variables)
     for _ in range(4):
         assert job.stdout.readline().endswith(b"up\n")
     job.send_signal(getattr(signal, f"SIG{name}"))
-    assert job.wait(LIMIT_SECONDS) == {75: 75, 1: 128 + getattr(signal, f"SIG{name}")}[code]
-    requeued = tmp_path / "scontrol"
-    assert (requeued.read_text() if requeued.exists() else "") == ("requeue 17\n" if is_requeued else "")
+    assert job.wait(LIMIT_SECONDS) == {75: 75, 1: 128 + signal.SIGUSR1}[code]
+    noted = tmp_path / "scontrol"
+    assert (noted.read_text() if noted.exists() else "") == (f"requeue {requeued}\n" if requeued else "")
+    assert f"--jobs {requeued or 17} " in (tmp_path / "squeue").read_text()
     assert sorted(path.name for path in (tmp_path / "logs-17").glob("*.log")) == [f"rank-{r}.log" for r in range(4)]
+
+
+def test_slurm_job_that_never_saves_is_not_requeued_for_ever(submit, tmp_path):
+    """As with --time=1: the signal arrives before the training has begun."""
+    noted, checkpoints = tmp_path / "scontrol", tmp_path / "checkpoints"
+    progress = "import os, pathlib; pathlib.Path('checkpoints').mkdir(exist_ok=True); {}; os._exit(137)"
+    for number, script in enumerate(["", "", "", "pathlib.Path('checkpoints/new').touch()", "", "", "", ""]):
+        _, said = submit(progress.format(script or "0")).communicate(timeout=LIMIT_SECONDS)
+        is_requeued = number < 7
+        assert len(noted.read_text().splitlines()) == min(number + 1, 7), said
+        assert (b"Not requeued: 4 times in a row without a checkpoint in checkpoints." in said) is not is_requeued
+    assert checkpoints.exists()
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -37,15 +37,17 @@ def submit(tmp_path, environ):
     notes = f"echo $@ >> {tmp_path}/scontrol"
     (commands / "scontrol").write_text(f'#!/bin/bash\nif [ "$1" = show ]; then {shows}; else {notes}; fi\n')
     (commands / "srun").write_text(_SRUN)
+    (commands / "squeue").write_text('#!/bin/bash\necho "$STATE"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
-    number = next(number for number in range(os.getpid() % 5000, 10_000) if is_free(20_000 + number))
+    number = next(number for number in range(os.getpid() % 2000, 4000) if is_free(28_400 + number))
     processes = []
 
-    def begin(script):
+    def begin(script, state="RUNNING"):
         (tmp_path / "train.py").write_text(script)
         path = f"{commands}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {**environ, "PATH": path, "SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": "localhost"}
+        env |= {"SLURM_CPUS_PER_TASK": "8", "STATE": state}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(["bash", SBATCH, "train.py"], cwd=tmp_path, env=env, **pipes))
         return processes[-1]
@@ -69,14 +71,16 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(("name", "is_requeued"), [("USR1", True), pytest.param("TERM", False, marks=pytest.mark.long)])
-def test_job_that_receives_a_signal(submit, tmp_path, name, is_requeued):
-    job = submit(SAVES)
+@pytest.mark.parametrize(
+    ("name", "state"), [("USR1", "RUNNING"), pytest.param("TERM", "COMPLETING", marks=pytest.mark.long)]
+)
+def test_job_that_receives_a_signal(submit, tmp_path, name, state):
+    job = submit(SAVES, state)
     for _ in range(8):
         assert job.stdout.readline().endswith(b"up\n"), job.stderr.read()
     job.send_signal(getattr(signal, f"SIG{name}"))
     assert job.wait(LIMIT_SECONDS) == 75
-    assert (tmp_path / "scontrol").exists() is is_requeued
+    assert (tmp_path / "scontrol").exists() is (state == "RUNNING")
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.long), 3])
@@ -93,5 +97,6 @@ def test_options():
     text = SBATCH.read_text()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
     assert int(options["nodes"]) > 1 and options["ntasks-per-node"] == "1" and "requeue" in options
+    assert "--rejoin-timeout 0" in text, "nobody starts a lost supervisor again"
     (grace,) = re.findall(r"--grace (\d+)", text)
     assert int(grace) < int(re.fullmatch(r"B:USR1@(\d+)", options["signal"])[1])
