@@ -41,7 +41,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test test-long browser lint doctest format matrix parity notebooks docs clean
+.PHONY: help install demo test test-long browser slurm lint doctest format matrix parity notebooks docs clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -74,7 +74,12 @@ browser:
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 || \
 	    echo "No Chromium: the test that opens TensorBoard in a browser is skipped."
 
-test-long: $(STAMP) browser
+# Further long tests start a Slurm, which takes root. They are skipped, with the reason, without it.
+slurm:
+	@{ command -v slurmctld && command -v munged; } >/dev/null || { [ "$$(id -u)" = 0 ] && \
+	    tests/slurm/install_slurm.sh; } >/dev/null 2>&1 || echo "No Slurm: the tests that start one are skipped."
+
+test-long: $(STAMP) browser slurm
 	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long
 
 lint: $(STAMP)
