@@ -420,6 +420,7 @@ class SlurmCluster:
         passwd, group = pathlib.Path("/etc/passwd").read_text(), pathlib.Path("/etc/group").read_text()
         (etc / "passwd").write_text(f"{passwd}{USER}:x:{USER_ID}:{USER_ID}::{self.home}:/bin/bash\n")
         (etc / "group").write_text(f"{group}{USER}:x:{USER_ID}:\n")
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # no name server is there
         self.name_hosts(*NODES)
         (etc / "cgroup.conf").write_text(_CGROUP_CONF)
         lines = [f"NodeName={name} NodeAddr={address} CPUs=16 RealMemory=8000" for name, address in _ADDRESSES.items()]
@@ -478,7 +479,7 @@ class SlurmCluster:
 
 def _mounts(run: pathlib.Path, *, has_cgroup: bool) -> Iterator[str]:
     """Yields the lines of a host's mounts: its files in /etc, and what an ordinary user must see."""
-    for name in ("passwd", "group", "hosts"):
+    for name in ("passwd", "group", "hosts", "nsswitch.conf"):
         yield f"mount --bind {run}/etc/{name} /etc/{name}"
     yield f"mount --bind {run}/etc /etc/slurm"
     needed = {pathlib.Path(path) for path in (sys.base_prefix, sys.prefix, ROOT)}

@@ -131,3 +131,17 @@ def test_messages_of_two_nodes_are_shown_once_or_name_the_node(slurm, directory)
         "0",
         "1",
     ]
+
+
+def test_names_that_do_not_resolve_end_the_tasks_soon(slurm, directory):
+    """They never will, unlike those of pods: the limit of five minutes would only be lost."""
+    slurm.name_hosts("tf-n1")
+    (directory / "wait.py").write_text(
+        "from tfdist import cluster\nconfig = cluster.detect()\nworkers = config.cluster.jobs['worker']\n"
+        "peers = {'worker 1': workers[1]} if config.rank == 0 else {'worker 0': workers[0]}\n"
+        "cluster.wait_for_peers(config.address, peers, 300, names_are_fixed=cluster.is_slurm_step())\n"
+    )
+    command = ("srun", "-N2", "-n2", "--kill-on-bad-exit=1", "python", "wait.py")
+    ended = slurm.run(*command, directory=directory, limit_seconds=100)
+    assert ended.code != 0
+    assert "The names of nodes do not resolve on tf-n1. Received: worker 1 at tf-n2:" in ended.err, ended.err

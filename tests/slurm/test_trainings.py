@@ -104,16 +104,6 @@ def test_doctor_checks_the_nodes_of_a_step(slurm, directory):
     assert "worker 0 - worker 1" in job.output and "0 errors" in job.output, job.output
 
 
-def test_names_that_do_not_resolve_end_the_tasks_at_once(slurm, directory):
-    """They never will, unlike those of pods: the limit of five minutes would only be lost."""
-    slurm.name_hosts("tf-n1")
-    (directory / "train.py").write_text("from tfdist.strategies import MultiWorkerMirroredStrategy as M; M()")
-    command = ("srun", "-N2", "-n2", "--kill-on-bad-exit=1", "python", "train.py")
-    ended = slurm.run(*command, directory=directory, limit_seconds=250)
-    assert ended.code != 0
-    assert "The names of nodes do not resolve on tf-n1. Received: worker 1 at tf-n2:" in ended.err, ended.err
-
-
 def test_plan_of_two_nodes(slurm, directory):
     (directory / "train.py").write_text(
         "import keras, numpy as np\nfrom tfdist.strategies import MultiWorkerMirroredStrategy\n"
