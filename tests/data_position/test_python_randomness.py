@@ -1,6 +1,7 @@
 """tf.data pipelines with Python code that draws random numbers, and pipelines without a fixed order."""
 
 import random
+import time
 import warnings
 
 import keras
@@ -65,6 +66,40 @@ def test_python_code_draws_the_same_numbers_again(name, tmp_path):
     assert each_once(whole)
     for where, seen in cut_off_anywhere(RANDOM[name], tmp_path).items():
         assert seen == whole, where
+
+
+def endless_batches(order, noise=lambda: 0):
+    """A Python generator for `fit`, which begins each pass with `order(ids)`."""
+    while True:
+        ids = order(IDS)
+        for first in range(0, len(IDS), BATCH):
+            yield (np.array([number + 100 * noise() for number in ids[first : first + BATCH]]),)
+
+
+GENERATORS = {
+    "NumPy's": lambda: endless_batches(np.random.permutation),  # reading ahead, it draws an order before its turn
+    "Python's": lambda: endless_batches(lambda ids: random.sample(list(ids), len(ids)), lambda: random.randrange(1, 9)),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_draw_the_same_numbers_again(name, tmp_path):
+    whole = run(GENERATORS[name], tmp_path / "whole", steps_per_epoch=STEPS)
+    assert each_once(whole)
+    for moment in (3, STEPS, STEPS + 3):
+        saves, callbacks = {"every_steps": moment, "replay_data": True}, [Late()]
+        folder = tmp_path / str(moment)
+        seen = cut_off(GENERATORS[name], folder, moment, saves=saves, steps_per_epoch=STEPS, callbacks=callbacks)
+        assert seen == whole, moment
+
+
+class Late(keras.callbacks.Callback):
+    """Lets the data be read ahead before each save."""
+
+    is_stateless = True
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.05)
 
 
 def test_python_code_needs_no_seed(tmp_path):

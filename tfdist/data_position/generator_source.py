@@ -1,28 +1,49 @@
 """Data without a position: Python generators, and datasets that the workers of parameter servers create."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from tfdist.data_position.dataset_source import DatasetSource
 from tfdist.data_position.position import Json
-from tfdist.keras_internals.epoch_iterator import data_kind
+from tfdist.data_position.python_randomness import global_states, set_global_states, states_equal
+from tfdist.data_position.read_ahead import ReadAhead
+from tfdist.keras_internals.epoch_iterator import GENERATOR, data_kind, wrap_generator
+from tfdist.utils.json_state import from_text
 
 
 class GeneratorSource(DatasetSource):
-    """A Python generator, or data of an unknown adapter: its batches can only be counted."""
+    """A Python generator, or data of an unknown adapter: its batches can only be counted.
+
+    A Python generator may draw from the global generators of NumPy and Python, in a thread that reads ahead. So its
+    seen batches are drawn again from the states when the pass began, and the next one from the states before it.
+    """
 
     needs_unused_iterators = False
     has_exact_spec = False
+
+    def __init__(self, adapter: Any, dataset: Any, strategy: Any) -> None:
+        super().__init__(adapter, dataset, strategy)
+        self._batches: Callable[[], Iterator[Any]] | None = None  # None: no Python generator
+        if self.kind == GENERATOR:
+            self._batches = wrap_generator(adapter, self._draw)
+        self._rest: tuple[int, Iterator[Any]] | None = None
+        self._tracks_position = False
+        self._at_begin: Json = {}
+        self._before_next: Json = {}
+        self._ahead = ReadAhead()
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         return data_kind(self.adapter)
 
     def track_position(self, steps_per_epoch: int | None) -> None:
-        """There is nothing to prepare."""
+        self._tracks_position = True
 
     def order(self, drawn: int | None) -> Json:
-        return {}
+        if self._batches is None or drawn is None:
+            return {}
+        return {"at_begin": self._at_begin, "before": self._ahead.before(drawn)}
 
     def check(self, order: Json, drawn: Sequence[int], replay: bool) -> None:
         if not any(drawn):
@@ -40,6 +61,46 @@ class GeneratorSource(DatasetSource):
                 f"reading ahead. Received: {list(drawn)} batches. Expected: one iterator, by `steps_per_epoch` and an "
                 "endless generator. Use a tf.data.Dataset or a keras.utils.PyDataset instead."
             )
+
+    def restore(self, order: Json, batches: int | None, within_epoch: bool) -> None:
+        """Draws the seen batches now: the caller then restores the states of the random generators."""
+        if self._batches is None or batches is None:
+            return
+        present = global_states()
+        set_global_states(order.get("at_begin", {}))
+        began, rest = global_states(), self._batches()
+        for _ in islice(rest, batches):
+            pass
+        ended = global_states()
+        set_global_states(present)
+        drawn = {name: state for name, state in ended.items() if not states_equal(began[name], state)}
+        before = {name: from_text(state) for name, state in order.get("before", {}).items()}
+        self._at_begin, self._before_next, self._rest = began, drawn | before, (batches, rest)
+
+    def iterator(self) -> Any:
+        self._at_begin = global_states()
+        self._ahead.clear()
+        return super().iterator()
+
+    def iterator_at(self, batches: int) -> Any:
+        if self._rest is None:
+            return super().iterator_at(batches)
+        set_global_states(self._before_next)
+        return iter(self.dataset)
+
+    def _draw(self, stock: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yields the batches of an iterator, in a thread of tf.data."""
+        (number, batches), self._rest = self._rest or (0, stock()), None
+        while True:
+            before = global_states() if self._tracks_position else {}
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if self._tracks_position:
+                self._ahead.record(number, before, global_states())
+            number += 1
+            yield batch
 
 
 class WorkerDatasetSource(GeneratorSource):

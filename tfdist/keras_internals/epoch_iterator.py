@@ -225,6 +225,16 @@ def wrap_py_dataset(adapter: Any, wrap: Callable[[Any, bool], Any]) -> Any:
     return wrapper
 
 
+def wrap_generator(adapter: Any, wrap: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Callable[[], Any]:
+    """Makes each iterator over an adapter's Python generator draw from `wrap(stock)`; returns `stock`.
+
+    `stock` returns an iterator over the batches that Keras has drawn to see their shapes, and over all others.
+    """
+    stock: Callable[[], Iterator[Any]] = adapter.generator
+    adapter.generator = lambda: wrap(stock)
+    return stock
+
+
 def has_workers(adapter: Any) -> bool:
     """Whether threads or processes read the batches of an adapter's PyDataset."""
     return adapter.enqueuer is not None
