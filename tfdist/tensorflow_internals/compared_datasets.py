@@ -1,6 +1,5 @@
 """Datasets whose batches, now and then, are shown to a function, and which are otherwise those of the user."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.input_pipeline import is_per_worker, pipeline_nodes, random_operations
+from tfdist.tensorflow_internals.runtime import global_seed_for_functions
 
 _Distributed = private(
     "tensorflow.python.distribute.input_lib:DistributedDataset", "is rebuilt to skip on each worker, after sharding"
@@ -69,37 +69,30 @@ def shown_batches(dataset: tf.data.Dataset, numbers: list[int], show: Show) -> t
     Args:
         dataset: The batches.
         numbers: Of the parts in the flattened batch to show.
-        show: Called in a thread of the pipeline with the number of the pass over this dataset, the number of the batch,
-            both from 0, and rows of the parts.
+        show: Called in a thread of the pipeline with a name of the batch, its number in its pass, from 0, and rows of
+            the parts. Names differ between passes and are the same on all workers.
     """
-    passes = itertools.count()
 
-    def next_pass() -> np.ndarray:
-        return np.array(next(passes), np.int64)
-
-    def show_rows(number: np.ndarray, batch: np.ndarray, *parts: np.ndarray) -> np.ndarray:
-        show(int(number), int(batch), [np.asarray(part) for part in parts])
+    def show_rows(name: np.ndarray, index: np.ndarray, *parts: np.ndarray) -> np.ndarray:
+        show(int(name), int(index), [_some_rows(np.asarray(part)) for part in parts])
         return np.array(True)
 
-    def pass_and_batch(_: tf.Tensor) -> tf.data.Dataset:
-        number = tf.numpy_function(next_pass, [], tf.int64)  # once for each iterator
-        number.set_shape([])
-        return tf.data.Dataset.zip(tf.data.Dataset.from_tensors(number).repeat(), tf.data.Dataset.range(_ENDLESS))
-
+    @tf.autograph.experimental.do_not_convert
     def look(position: tuple[tf.Tensor, tf.Tensor], batch: Any) -> Any:
-        number, index = position
+        name, index = position
         count = index + 1
         is_power = tf.equal(tf.bitwise.bitwise_and(count, index), 0)
         is_shown = is_power & tf.not_equal(tf.bitwise.bitwise_and(count, tf.constant(_POWERS_OF_8, tf.int64)), 0)
-
-        def rows() -> tf.Tensor:
-            tensors = tf.nest.flatten(batch, expand_composites=True)
-            return tf.numpy_function(show_rows, [number, index, *(_some_rows(tensors[i]) for i in numbers)], tf.bool)
-
-        tf.cond(is_shown, rows, lambda: tf.constant(False))
+        tensors = tf.nest.flatten(batch, expand_composites=True)
+        arguments = [name, index, *(tensors[number] for number in numbers)]
+        tf.cond(is_shown, lambda: tf.numpy_function(show_rows, arguments, tf.bool), lambda: tf.constant(False))
         return batch
 
-    positions = tf.data.Dataset.range(1).flat_map(pass_and_batch)
+    # As the order of a shuffle, these numbers depend on how many iterators were created before. Threads make the first
+    # draws in any order, and nobody does from an iterator that is not used.
+    with global_seed_for_functions(0):  # the program's may differ between workers
+        names = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=True)
+    positions = tf.data.Dataset.zip(names, tf.data.Dataset.range(_ENDLESS))
     positions = positions.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
     shown = tf.data.Dataset.zip(positions, dataset).map(look)
     return shown if shown.element_spec == dataset.element_spec else dataset
@@ -139,14 +132,12 @@ def _has_values(spec: Any) -> bool:
     return isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
 
 
-def _some_rows(tensor: tf.Tensor) -> tf.Tensor:
+def _some_rows(rows: np.ndarray) -> np.ndarray:
     """Returns rows that are spread over a batch."""
-    if tensor.shape.rank == 0:
-        return tensor
-    count = tf.shape(tensor, tf.int64)[0]
-    values = tf.maximum(tf.size(tensor, tf.int64), 1)
-    wanted = tf.maximum(_VALUES * count // values, _ROWS_AT_LEAST)
-    return tensor[:: tf.maximum(count // wanted, 1)]
+    if rows.ndim == 0:
+        return rows
+    wanted = max(_VALUES * len(rows) // max(rows.size, 1), _ROWS_AT_LEAST)
+    return rows[:: max(len(rows) // wanted, 1)]
 
 
 def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:

@@ -9,6 +9,7 @@ store of the cluster, and the chief reports a difference to all workers, whose m
 import atexit
 import collections
 import contextlib
+import itertools
 import json
 import logging
 import queue
@@ -86,14 +87,17 @@ class BatchComparison:
         self._datasets[kind] += 1
         self._has_new_dataset = True
         traits = {"dataset": dataset_name, "python": runs_python(dataset), "unordered": is_unordered(dataset)}
-        itself = weakref.ref(self)
+        itself, passes = weakref.ref(self), itertools.count()
+        number = 0
 
-        def show(number: int, batch: int, rows: list[np.ndarray]) -> None:
+        def show(name: int, batch: int, rows: list[np.ndarray]) -> None:
+            nonlocal number  # for the message: of the pass that began last
+            number = number if batch else next(passes)
             if (comparison := itself()) is not None:
                 prints: Fingerprints = {}
-                for name, each in zip(names, rows, strict=True):
-                    prints[name if name not in prints else f"{name}, part {len(prints)}"] = fingerprint(each)
-                comparison._add({**traits, "pass": number, "batch": batch, "prints": prints})
+                for part, each in zip(names, rows, strict=True):
+                    prints[part if part not in prints else f"{part}, part {len(prints)}"] = fingerprint(each)
+                comparison._add({**traits, "name": name, "pass": number, "batch": batch, "prints": prints})
 
         self._start()
         return shown_batches(dataset, [number for _, number in inputs], show)
@@ -179,7 +183,7 @@ class BatchComparison:
             self._error = self._error or error
 
     def _take(self, rank: int, record: dict[str, Any]) -> None:
-        key = json.dumps([record.get(part) for part in ("end", "dataset", "pass", "batch")])
+        key = json.dumps([record.get(part) for part in ("end", "dataset", "name", "batch")])
         with self._lock:
             found = self._waiting.setdefault(key, {})
             found[rank] = record
