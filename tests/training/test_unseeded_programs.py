@@ -47,7 +47,7 @@ def test_a_program_without_a_seed_that_is_killed_once(name, tmp_path_factory):
         options=(*WORKERS, "--max-restarts", "30", "--restart-delay", "0", "--warm-spares"),
     )
     attempts = attempts_of(run, name)
-    assert len(attempts) == (1 if name.startswith("generator") else 2)
+    assert len(attempts) == 2
     check_program(run, name, attempts)
 
 

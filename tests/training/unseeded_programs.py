@@ -220,7 +220,7 @@ def run(name, program, strategy, folder, callbacks):
     given = (data,) if data is not None else arrays(train, labels)
     if data is None:
         options |= {"batch_size": BATCH, "shuffle": plan.get("shuffle", False)}
-    recovery = FailureRecovery(folder / f"saved-{name}", every_steps=2)
+    recovery = FailureRecovery(folder / f"saved-{name}", every_steps=2, replay_data=name.startswith("generator"))
     model.fit(*given, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, recovery], **options)
     model.evaluate(*arrays(plan["rest"], labels), batch_size=BATCH, verbose=0)
 
@@ -232,8 +232,7 @@ def main():
     waiting = [name for name in names if not done[name]]
     for name in waiting:
         was_killed = (folder / f"saved-{name}").exists()
-        # A Python generator cannot be resumed in the middle unless it yields the same batches in every run.
-        is_left_alone = was_killed or "once" not in sys.argv or name.startswith("generator")
+        is_left_alone = was_killed or "once" not in sys.argv
         kill = [] if is_left_alone else [KillInSecondEpoch(strategy.rank)]
         run(name, (PROGRAMS | DIFFERING)[name], strategy, folder, kill)
         (folder / f"done-{name}").touch()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from tfdist.utils.argument_checks import MAX_SEED, optional_integer_variable
 
 SEED_VARIABLE = "TFDIST_SEED"
+"""The environment variable that holds the seed of the run."""
+
 _SEED_BITS = 31  # of TensorFlow's
 _REMEDY = f"Set it to a number from 0 to {MAX_SEED}, or unset it."
 

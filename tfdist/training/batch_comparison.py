@@ -34,7 +34,7 @@ from tfdist.training.batch_fingerprints import Difference, Fingerprints, compare
 
 _log = logging.getLogger("tfdist")
 _ANSWER_SECONDS = 60.0
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 0.5  # some milliseconds are enough, unless the store is lost
 _MOST_WAITING = 1000  # batches that some workers have drawn, and others not
 
 _CAUSES = (
@@ -234,7 +234,7 @@ class BatchComparison:
                 with contextlib.suppress(tf.errors.OpError):
                     set_key_value(key, "")
 
-        # In another thread: the process of the chief, which holds the store, may be gone.
+        # In another thread: the process of the chief, which holds the store, may be gone. Then nothing returns.
         waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
         waking.start()
         deadline = time.monotonic() + _CLOSE_SECONDS
