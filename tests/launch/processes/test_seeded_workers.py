@@ -19,6 +19,15 @@ DRAWS = """
         die() if RANK == 1 else hang()
 """
 
+# As import hooks of profilers do.
+OWN_SITECUSTOMIZE = """
+import random, sys
+from importlib.machinery import PathFinder
+
+random.seed(6)
+sys.meta_path.insert(0, PathFinder)
+"""
+
 
 def drawn(ended):
     assert ended.code == 0, ended
@@ -48,11 +57,14 @@ def test_the_seed_of_the_user_is_kept(run):
 def test_a_sitecustomize_of_the_user_still_runs(run, environ, tmp_path):
     own = tmp_path / "own"
     own.mkdir()
-    (own / "sitecustomize.py").write_text("import random; random.seed(6)")
+    (own / "sitecustomize.py").write_text(OWN_SITECUSTOMIZE)
     path = f"{own}:{environ['PYTHONPATH']}"
     code = "import random, sitecustomize; say(random.random(), sitecustomize.__file__, os.environ['PYTHONPATH'])"
-    ended = run(code, workers=1, env={"PYTHONPATH": path})
-    assert ended.of(0) == [f"0.793340083761663 {own}/sitecustomize.py {path}"]  # random.Random(6).random()
+    code += "; import numpy as np; say(np.random.random())"
+    ended = run(code, "--seed", "3", workers=1, env={"PYTHONPATH": path})
+    first, second = ended.of(0)
+    assert first == f"0.793340083761663 {own}/sitecustomize.py {path}"  # random.Random(6).random()
+    assert second == "0.5507979025745755", "NumPy is seeded although another finder has found it"
 
 
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "one"])

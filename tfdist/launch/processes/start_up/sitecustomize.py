@@ -74,10 +74,16 @@ def _run_own_sitecustomize() -> None:
 def _start() -> None:
     _leave_path(os.path.dirname(__file__))
     seed = os.environ.get("TFDIST_SEED", "")
-    if seed.isdigit():
-        random.seed(int(seed))
-        sys.meta_path.insert(0, _SeedingFinder(int(seed)))
+    if not seed.isdigit():
+        _run_own_sitecustomize()
+        return
+    random.seed(int(seed))
+    finder = _SeedingFinder(int(seed))
+    sys.meta_path.insert(0, finder)
     _run_own_sitecustomize()
+    # In front of the finders that the user's module has installed, which would find NumPy and Keras without it.
+    sys.meta_path.remove(finder)
+    sys.meta_path.insert(0, finder)
 
 
 if __name__ == "sitecustomize":  # not if a tool imports it as a part of tfdist
