@@ -195,6 +195,7 @@ def run(name, program, strategy, folder, callbacks):
     """Trains, and writes the split, the labels and the samples of each step."""
     random.setstate(BEGINNING)
     np.random.set_state(NUMPY_BEGINNING)
+    tf.random.set_seed(int(os.environ["TFDIST_SEED"]))  # starts TensorFlow's sequence again
     if os.environ.get("WITHOUT_SEED"):
         random.seed()
         np.random.seed()
