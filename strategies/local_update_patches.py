@@ -3,8 +3,6 @@
 import logging
 from typing import Any
 
-import keras
-
 from tfdist.keras_internals.local_epochs import patch_local_epochs
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
@@ -46,25 +44,6 @@ def local_mode_of(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool =
             "`mode=Synchronous()`."
         )
     return mode
-
-
-def check_outer_optimizer(mode: LocalMode | None, *, has_started: bool) -> None:
-    """Checks that an outer optimizer has not started TensorFlow before a cluster was joined.
-
-    Args:
-        mode: What `local_mode_of` has returned.
-        has_started: Whether TensorFlow has created its devices, although the strategy must join a cluster.
-
-    Raises:
-        ValueError: If it has.
-    """
-    outer = getattr(mode, "outer_optimizer", None)
-    if has_started and isinstance(outer, keras.optimizers.Optimizer):
-        raise ValueError(
-            "Creating an optimizer creates TensorFlow's devices, after which no cluster can be joined. Received: "
-            f"outer_optimizer={type(outer).__name__}(...), created before the strategy. Expected: a function that "
-            "creates it: `outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
-        )
 
 
 def local_updates_of(strategy: Any, mode: LocalMode) -> LocalUpdates:

@@ -1,12 +1,11 @@
 """MultiWorkerMirroredStrategy: trains on the devices of many processes."""
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
@@ -14,30 +13,23 @@ from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
-    peer_addresses,
-    silence_limit_of_environment,
     start_timeout_of,
     worker_resolver,
 )
-from tfdist.strategies.local_update_patches import check_outer_optimizer, local_mode_of, local_updates_of
+from tfdist.strategies.exchange_start import workers_boundary
+from tfdist.strategies.local_update_patches import local_mode_of, local_updates_of
+from tfdist.strategies.nccl_cluster import tensorflow_cluster
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files_once
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_start import (
     agree_on_random_seed,
-    answer_peers_during_computation,
     compare_cpus,
     default_micro_batches,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.complete_batches import mark_complete
-from tfdist.tensorflow_internals.runtime import (
-    cluster_is_running,
-    exit_on_timeout,
-    silence_limit,
-    tensorflow_has_started,
-)
 from tfdist.tensorflow_internals.static_batches import keep_static_sizes
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
@@ -49,8 +41,11 @@ from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
+_log = logging.getLogger("tfdist")
+
 _UNKNOWN = -1
 _PER_WORKER = tf.distribute.InputReplicationMode.PER_WORKER
+_NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -81,13 +76,14 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         shares: Sequence[float] | None = None,
         mode: Synchronous | LocalMode | None = None,
     ) -> None:
-        """Creates the strategy. Do this before anything else creates TensorFlow's devices.
+        """Creates the strategy, and connects this worker with all others.
 
         Args:
             cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. By default the environment describes
                 the cluster.
-            communication_options: A `tf.distribute.experimental.CommunicationOptions` with the implementation (ring by
-                default on CPUs, NCCL if requested) and the timeout.
+            communication_options: A `tf.distribute.experimental.CommunicationOptions`. Workers exchange by tfdist's own
+                connections, without a limit of time, unless it requests NCCL, which needs GPUs; then TensorFlow's
+                cluster is started, and the strategy must be created before anything else creates TensorFlow's devices.
             compression: The compression of gradients between workers: a `tfdist.compression.Compressor`, its name
                 ("bf16", "powersgd:4"), a mapping from regular expressions over variable paths to these, or a
                 `tfdist.compression.Policy`. No compression by default. See `docs/compression.md`.
@@ -111,7 +107,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 
         Raises:
             ValueError: An argument or the cluster in the environment is invalid, or `tfdist run` has started a chief.
-            RuntimeError: TensorFlow has already created its devices.
+            RuntimeError: With NCCL, TensorFlow has already created its devices.
+            HandshakeError: A worker has another `TFDIST_TOKEN`, or other addresses.
             TimeoutError: A worker did not start in time. The message names it.
             OSError: The port of this worker is in use, or the name of a Slurm node does not resolve.
         """
@@ -123,28 +120,21 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()
         check_workers_run_the_script(spec)
-        if spec and not cluster_is_running() and tensorflow_has_started():
-            check_outer_optimizer(local_mode, has_started=True)
-            raise RuntimeError(
-                "MultiWorkerMirroredStrategy must be created before TensorFlow creates its devices. Received: a "
-                f"cluster of {sum(map(len, spec.values()))} tasks (from TF_CONFIG or a scheduler's variables) after "
-                "TensorFlow has started. Expected: the strategy is the first TensorFlow object that the program "
-                "creates, and TF_CONFIG is set before. Move it above the first tensor, variable, dataset or "
-                "`tf.config.list_logical_devices()`. `tf.config.set_logical_device_configuration` may precede it."
-            )
         limit_seconds = start_timeout_of(start_timeout_seconds)
         if micro_batches is not None:
             check_whole_number("micro_batches", micro_batches, at_least=1)
-        peers = peer_addresses(spec, resolver)
-        if peers and not cluster_is_running():
-            answer_peers_during_computation()
-            own_address, is_fixed = spec[resolver.task_type][resolver.task_id], cluster.is_slurm_step()
-            cluster.wait_for_peers(own_address, peers, limit_seconds, names_are_fixed=is_fixed)
-        with (
-            exit_on_timeout(limit_seconds) if peers else contextlib.nullcontext(),
-            silence_limit(silence_limit_of_environment()),
-        ):
-            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
+        if options.implementation == _NCCL:
+            with tensorflow_cluster(spec, resolver, limit_seconds):
+                extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
+        else:
+            boundary = workers_boundary(spec, resolver, limit_seconds)
+            if boundary is not None and options.timeout_seconds is not None and boundary.rank == 0:
+                _log.warning(
+                    "The timeout of `communication_options` applies to NCCL only. Received: timeout_seconds=%s. "
+                    "Expected: None; lost and silent workers are found without it (TFDIST_SILENCE_LIMIT).",
+                    options.timeout_seconds,
+                )
+            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, boundary)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()
         self._micro_batches = default_micro_batches(self.num_workers) if micro_batches is None else micro_batches

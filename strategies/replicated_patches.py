@@ -21,6 +21,7 @@ from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
+from tfdist.strategies.exchange_start import raise_failed_exchange
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
@@ -71,6 +72,7 @@ def patch_keras_once(strategy_class: Any) -> None:
             # Another worker may have left because of it, so that this one fails in an exchange.
             if not isinstance(error, DifferentBatchesError):
                 strategy.check_batches()
+            raise_failed_exchange(error)
 
     def at_end(is_training: bool, call: Callable[..., None], callback_list: Any, *args: Any, **kwargs: Any) -> None:
         strategy: Any = getattr(getattr(callback_list, "model", None), "distribute_strategy", None)

@@ -13,7 +13,6 @@ from tfdist.cluster import new_seed
 from tfdist.tensorflow_internals.runtime import (
     global_seed,
     set_key_value,
-    tensorflow_has_started,
     wait_for_key_value,
 )
 from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
@@ -97,19 +96,6 @@ def default_micro_batches(workers: int) -> int:
     """Returns the quotient of requested and present workers, or 1 if that is not an integer."""
     full = requested_workers() or workers
     return full // workers if full % workers == 0 else 1
-
-
-def answer_peers_during_computation() -> None:
-    """Gives TensorFlow a second inter-op thread on one core, unless the user has set their number.
-
-    With one thread a worker sends gradients only when backpropagation has ended: TensorFlow's server answers the other
-    workers in these threads, too.
-    """
-    threading = tf.config.threading
-    is_set = threading.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in os.environ
-    if not is_set and not tensorflow_has_started() and hasattr(os, "sched_getaffinity"):
-        if len(os.sched_getaffinity(0)) == 1:
-            threading.set_inter_op_parallelism_threads(2)
 
 
 def _states_of_generators() -> dict[str, int]:

@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "sharded_state": (465, 310, "split optimizer state", "core"),
     "load_balancing": (650, 310, "rows by measured speed", "core"),
     "transport": (105, 395, "authenticated messages", ""),
+    "exchange": (905, 500, "arrays between workers", "core"),
     "checkpoint": (315, 395, "the store of checkpoints", ""),
     "data_position": (492, 395, "position in the data", "core"),
     "collectives": (760, 395, "gradient exchange", "core"),
@@ -34,7 +35,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "data": (1090, 500, "Parquet, Spark, Dask, Ray", "user"),
     "cluster": (230, 500, "TF_CONFIG, Slurm, …", ""),
     "internals": (545, 500, "private symbols", ""),
-    "compression": (820, 500, "how a gradient is encoded", "core"),
+    "compression": (720, 500, "how a gradient is encoded", "core"),
 }
 ROOM_WIDTH, ROOM_HEIGHT = 172, 52
 # Arrows that would cross a box, as corners between start and end.
@@ -48,6 +49,7 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("recovery", "data_position"): [(366, 300), (366, 371)],
     ("launch", "probe"): [(130, 120), (130, 100)],
     ("probe", "strategies"): [(246, 92), (730, 121)],
+    ("exchange", "transport"): [(905, 552), (905, 600), (60, 600), (60, 447)],
 }
 
 
@@ -104,7 +106,7 @@ def rooms() -> Picture:
         "utils, versions and private_symbols.",
         "small",
     )
-    without = "launch, doctor, planning, transport, checkpoint and cluster do not import TensorFlow."
+    without = "launch, doctor, planning, exchange, transport, checkpoint and cluster do not import TensorFlow."
     picture.text(20, 630, without, "small")
     return picture
 

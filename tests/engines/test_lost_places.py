@@ -210,13 +210,15 @@ def freeze_launcher(path):
 
 
 def test_the_environment_of_a_worker(monkeypatch):
-    """A task of `srun` that is a process of an engine is no worker; the token is the launchers' alone."""
+    """A task of `srun` that is a process of an engine is no worker; the rendezvous' token is the launchers' alone."""
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_PROCID", "1")
     names = ("SLURM_STEP_ID", "SLURM_PROCID", "TFDIST_TOKEN", "CUDA_VISIBLE_DEVICES")
     task = call_of(environment, names, workers=1).task(0, [place_address("127.0.0.1")])
     place = run_place(task, environ={"CUDA_VISIBLE_DEVICES": "3"})
-    assert run_rounds(call_of(environment, names, workers=1), lambda call: [place]) == [[None, None, None, "3"]]
+    ((*slurm, token, devices),) = run_rounds(call_of(environment, names, workers=1), lambda call: [place])
+    assert (slurm, devices) == ([None, None], "3")
+    assert token != task.token
 
 
 def environment(names):

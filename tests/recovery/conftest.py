@@ -1,5 +1,6 @@
 """Several ranks in one process: a key-value store in memory in place of TensorFlow's."""
 
+import contextlib
 import itertools
 import threading
 
@@ -36,6 +37,11 @@ class KeyValueStore:
         self.after_write(key)
         self._raise_if_gone()
 
+    def propose(self, key, value):
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
+            self.set(key, value)
+        return self.wait_for(key)
+
     def wait_for(self, key):
         with self._changed:
             assert self._changed.wait_for(lambda: key in self.values, _LIMIT_SECONDS), f"nobody has set {key}"
@@ -52,6 +58,7 @@ class KeyValueStore:
 def key_values(monkeypatch):
     store = KeyValueStore()
     monkeypatch.setattr(worker_coordination, "set_key_value", store.set)
+    monkeypatch.setattr(worker_coordination, "propose_key_value", store.propose)
     monkeypatch.setattr(worker_coordination, "wait_for_key_value", store.wait_for)
     return store
 

@@ -66,10 +66,6 @@ class TestOnWorkers:
         assert complete == resumed
         assert seen[1]["static_sizes"] == [complete, resumed]
 
-    def test_heartbeats_on_a_link_that_is_busy_for_minutes_may_be_late(self, seen):
-        """TensorFlow's own limit is 10 s; here `tfdist run` finds lost workers."""
-        assert [rank["silence_limit"] for rank in seen] == [3600.0, 3600.0]
-
     def test_all_stop_where_a_callback_stops(self, seen):
         assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
 
@@ -85,7 +81,7 @@ def free_address():
 
 
 ALONE, ABSENT = tf_config([free_address()]), free_address()
-NOT_COMPLETE = "TimeoutError: The cluster was not complete after {} s"
+NOT_COMPLETE = "TimeoutError: The workers were not complete after {} s"
 # TF_CONFIG, arguments, TFDIST_START_TIMEOUT, and parts of the message.
 REJECTED = {
     "an address twice": (tf_config(["a:1", "a:1"]), {}, None, ["ValueError", "a:1"]),
@@ -164,7 +160,5 @@ def test_without_a_cluster_it_trains_alone(attempts):
     assert attempts[1]["no cluster"] == ["1 0 1", True]
 
 
-def test_a_strategy_created_after_the_start_of_tensorflow_is_rejected(attempts):
-    message, _ = attempts[1]["late"]
-    assert message.startswith("RuntimeError: MultiWorkerMirroredStrategy must be created before TensorFlow creates")
-    assert "Move it above the first tensor" in message
+def test_a_strategy_may_be_created_after_the_start_of_tensorflow(attempts):
+    assert attempts[1]["late"] == ["1 0 1", True]

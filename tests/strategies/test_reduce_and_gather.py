@@ -73,9 +73,10 @@ def test_a_function_gathers_as_tensorflow_does(strategies, dtype, in_scope):
         outcome(strategy, lambda strategy: strategy.gather(replica_values(strategy, dtype), axis=0), in_scope=in_scope)
         for strategy in strategies
     )
-    assert ours == theirs
-    if dtype == "int32":
-        assert ours == (tf.int32, [0, 3, 1, 3, 2, 3, 3, 3], [])
+    gathered = np.array([0, 3, 1, 3, 2, 3, 3, 3]).astype(dtype).tolist()
+    assert ours[:2] == (tf.as_dtype(dtype), gathered)
+    if theirs is not TypeError:  # TensorFlow's collectives know a few dtypes
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("in_scope", [False, True])

@@ -16,21 +16,22 @@ MAX_LINES = 500
 # A room is a sub-package or module of tfdist, or a top-level directory. `internals` is every package named *_internals.
 # The sub-packages and modules of launch are rooms of their own.
 PUBLIC = frozenset(
-    "callbacks checkpoint cluster collectives compression data launch parameter_server spark "
+    "callbacks checkpoint cluster collectives compression data exchange launch parameter_server spark "
     "strategies versions".split()
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression internals load_balancing local_updates model_parallel parameter_server "
-        "planning servers sharded_state training utils versions".split()
+        "cluster collectives compression exchange internals load_balancing local_updates model_parallel "
+        "parameter_server planning servers sharded_state training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
     "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),
-    "collectives": frozenset({"compression", "internals"}),
+    "collectives": frozenset({"compression", "exchange", "internals"}),
+    "exchange": frozenset({"transport"}),
     "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset({"compression", "internals", "load_balancing", "servers", "utils"}),
     "servers": frozenset({"cluster"}),
@@ -74,7 +75,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
 WITHOUT_FRAMEWORKS = frozenset(
-    "tfdist checkpoint cluster doctor launch planning private_symbols transport utils versions".split()
+    "tfdist checkpoint cluster doctor exchange launch planning private_symbols transport utils versions".split()
 )
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]

@@ -53,7 +53,7 @@ def wait_for_peers(
                 else:
                     reasons[task] = reason
             if names_are_fixed and time.monotonic() > began + _NAME_SECONDS:
-                _check_names(missing)
+                check_names(missing)
             if missing and time.monotonic() > end:
                 found = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
                 raise TimeoutError(
@@ -66,7 +66,8 @@ def wait_for_peers(
                 time.sleep(_PAUSE_SECONDS)
 
 
-def _check_names(missing: Mapping[str, str]) -> None:
+def check_names(missing: Mapping[str, str]) -> None:
+    """Raises an OSError if names of `missing`, from task to `host:port`, do not resolve."""
     unknown: list[str] = []
     for task, address in missing.items():
         host, _, port = address.rpartition(":")

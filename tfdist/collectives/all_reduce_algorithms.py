@@ -38,10 +38,16 @@ class CollectiveGroup(Group):
             return tf.identity(tensor)
         self._count(tensor, 2 * (self.size - 1) / self.size)
         nbytes = _static_bytes(tensor)
-        if self.size == 2 and nbytes is not None and 0 < nbytes <= _SHORT_BYTES and _can_be_gathered(tensor):
+        if (
+            self._launcher.sends_at_once
+            and self.size == 2
+            and nbytes is not None
+            and 0 < nbytes <= _SHORT_BYTES
+            and _can_be_gathered(tensor)
+        ):
             both = self._gathered(tf.reshape(tensor, [1, -1]))
             return tf.reshape(tf.add(*tf.unstack(both, num=2)), tensor.shape)
-        if nbytes is None or nbytes <= _PIECE_BYTES:
+        if nbytes is None or nbytes <= _PIECE_BYTES or not self._launcher.sends_at_once:
             return self._summed(tensor)
         pieces = _pieces(tf.reshape(tensor, [-1]), axis=0)
         summed = [self._summed(piece) for piece in pieces]
@@ -52,7 +58,7 @@ class CollectiveGroup(Group):
             return tf.identity(tensor)
         self._count(tensor, self.size - 1)
         nbytes = _static_bytes(tensor)
-        if nbytes is None or nbytes <= _PIECE_BYTES:
+        if nbytes is None or nbytes <= _PIECE_BYTES or not self._launcher.sends_at_once:
             return self._gathered(tensor)
         pieces = _pieces(tf.reshape(tensor, [1, -1]), axis=1)
         gathered = tf.concat([self._gathered(piece) for piece in pieces], axis=1)
@@ -69,8 +75,17 @@ class CollectiveGroup(Group):
         if self.size == 1:
             return tf.identity(rows)
         self._count(rows, (self.size - 1) / self.size)
-        received = [self._launcher.exchange(piece, self._options) for piece in _pieces(rows, axis=1)]
+        pieces = _pieces(rows, axis=1) if self._launcher.sends_at_once else [rows]
+        received = [self._launcher.exchange(piece, self._options) for piece in pieces]
         return tf.concat(received, axis=1) if len(received) > 1 else received[0]
+
+    @property
+    def adds_rows(self) -> bool:
+        return self._launcher.reduces_and_scatters
+
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        self._count(rows, (self.size - 1) / self.size)
+        return self._launcher.reduce_scatter(rows)
 
     def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._launcher.sum(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))

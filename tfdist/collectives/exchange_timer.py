@@ -114,6 +114,13 @@ class TimedGroup(Group):
     def exchange_rows(self, rows: tf.Tensor) -> tf.Tensor:
         return self._timed(_EXCHANGE, self._group.exchange_rows(self._timed(_ENCODE, rows)))
 
+    @property
+    def adds_rows(self) -> bool:
+        return self._group.adds_rows
+
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        return self._timed(_EXCHANGE, self._group.reduce_scatter(self._timed(_ENCODE, rows)))
+
     def bucket(self, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
         """Returns the group for one bucket, and its `gradients` from when the clock has started."""
         bucket = _TimedBucket(self._group, self._timer, self._label)

@@ -53,6 +53,19 @@ class Group(ABC):
         """Returns the slices of `exchange` alone, for a caller that knows the positions of the replicas."""
         return self.exchange(rows)[0]
 
+    @property
+    def adds_rows(self) -> bool:
+        """Whether there is `reduce_scatter`, in which values are added in the same order as by `sum`."""
+        return False
+
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the replicas' rows at the position of this one. A replica sends `(N - 1) / N` of `rows`.
+
+        Args:
+            rows: Of shape `[size, length]`, of any dtype.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Reduced:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.runtime import set_key_value, wait_for_key_value
+from tfdist.tensorflow_internals.runtime import propose_key_value, set_key_value, wait_for_key_value
 
 _counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
 
@@ -34,11 +34,7 @@ class WorkerCoordination:
         """Returns the value of the worker that proposes first."""
         if self.num_workers == 1:
             return value
-        try:
-            self.set(name, value)
-        except tf.errors.AlreadyExistsError:
-            pass
-        return self.wait_for(name)
+        return json.loads(propose_key_value(f"{self._prefix}/{name}", json.dumps(value)))
 
     def wait_to_exit(self) -> None:
         """Waits until this worker may exit: no worker before the chief has called this, and the chief last.

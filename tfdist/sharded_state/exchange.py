@@ -62,9 +62,13 @@ def reduce_scatter(
         flat = zeros_unless(contributes, flatten(members))
         vectors = dict(zip(present, tf.split(flat, sizes), strict=True))
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
-    received = timed.exchange_rows(to_words(rows))
-    rows = from_words(received, dtype, layout.replicas, length)
-    (total,) = end_bucket(timed, [sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))])
+    if timed.adds_rows:
+        total = timed.reduce_scatter(rows)
+    else:
+        received = timed.exchange_rows(to_words(rows))
+        rows = from_words(received, dtype, layout.replicas, length)
+        total = sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))
+    (total,) = end_bucket(timed, [total])
     return _split(layout, total, present, replica)
 
 

@@ -1,6 +1,7 @@
 """Whether collectives still run in this process: after one has failed, TensorFlow rejects all others."""
 
 import re
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -13,6 +14,13 @@ _ABORTED = re.compile(r"(Collective ops is aborted by: )+")
 _PEER = re.compile(r"from remote target (\S+)")
 
 _failed_step: str | None = None  # the error of a step on this worker
+_failed_exchange: Callable[[], Exception | None] | None = None
+
+
+def watch_exchange(failure: Callable[[], Exception | None]) -> None:
+    """Makes the failure of the exchange with other workers, if there is one, an error of `check_collectives`."""
+    global _failed_exchange
+    _failed_exchange = failure
 
 
 def record_failed_step(error: tf.errors.OpError) -> None:
@@ -31,11 +39,10 @@ def check_collectives() -> None:
     Raises:
         RuntimeError: A collective has failed, or a step of this worker. The message has the first cause.
     """
-    if not context()._initialized:
-        return
-    cause = _cause_of_abort()
-    if cause is None and context()._collective_ops_server_def is not None:
-        cause = _failed_step
+    lost = None if _failed_exchange is None else _failed_exchange()
+    cause = _failed_step if lost is None else str(lost)
+    if cause is None and context()._initialized:
+        cause = _cause_of_abort()
     if cause is not None:
         raise RuntimeError(
             "A collective, or a step on this worker, has failed earlier in this process, and no strategy can reduce in "

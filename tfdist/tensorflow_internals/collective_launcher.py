@@ -1,7 +1,6 @@
 """Launches collectives on a replica: several at once, with instance keys that the graph draws."""
 
 import contextvars
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +19,13 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     all_to_all,
     regroup,
 )
+from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, WorkersLauncher
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 _AT_ONCE_ON_CPU = 16
-_KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 _GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
+_KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 
 
 _shapes_are_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_shapes_are_fixed", default=False)
@@ -50,7 +50,14 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
     Collectives with the same ordering token run one after the other, as NCCL requires. On CPUs their keys identify
     them, and several at once keep the link busy; without a token TensorFlow would order those of all replicas of a
     process.
+
+    Attributes:
+        sends_at_once: Whether several collectives of pieces of a tensor are faster than one.
+        reduces_and_scatters: Whether there is a `reduce_scatter`.
     """
+
+    sends_at_once = True
+    reduces_and_scatters = False
 
     def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
         super().__init__(group_key, group_size, keys, device, options)
@@ -176,6 +183,7 @@ class AllReduce(CollectiveAllReduce):
         reduction: Any,
         rank: int = 0,
         replicas_of_workers: Sequence[int] | None = None,
+        boundary: Any = None,
     ) -> None:
         """Replaces `stock`, and uses its group key.
 
@@ -186,6 +194,7 @@ class AllReduce(CollectiveAllReduce):
                 whenever that replica reduces a flat list.
             rank: The rank of this worker.
             replicas_of_workers: The number of replicas of each worker that take part. By default those of one process.
+            boundary: To the exchange with other workers; see `WorkersLauncher`.
         """
         super().__init__(
             stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices
@@ -193,25 +202,47 @@ class AllReduce(CollectiveAllReduce):
         self._gathers: dict[Any, Any] = {}
         counts = tuple(replicas_of_workers or (len(self._devices),))
         self._group_size = sum(counts)  # TensorFlow's is a multiple of this worker's number of devices
-        self._workers, self._is_within_worker = len(counts), False
+        self._counts, self._is_within_worker = counts, False
         self._reductions_within: list[Callable[..., Any]] = []
         group_key = self._collective_keys.get_group_key(self._devices)
-        self._key_in_background = group_key + _GROUP_IN_BACKGROUND
-        self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
-        self._groups = [self._launchers]
-        self._local = self._launchers if len(counts) == 1 else []
-        if max(counts) == 1 or len(counts) == 1:
-            self._reductions = [
-                reduction(launcher, launcher, None, rank + index) for index, launcher in enumerate(self._launchers)
-            ]
+        self._boundary = boundary
+        own = counts[rank] if len(counts) > 1 else counts[0]
+        local = [self._launcher(group_key, own, device) for device in self._devices] if own > 1 else []
+        if len(counts) == 1:
+            self._local = local or [self._launcher(group_key, own, device) for device in self._devices]
+            self._launchers = self._local
+            self._reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
-        # One group of the workers' first replicas, and one per worker. Keys are unique in the cluster.
-        between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
-        local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
-        own = counts[rank]
-        local = [self._launcher(local_key, own, device) for device in self._devices] if own > 1 else []
-        self._groups += [[between], local]
         self._local = local
+        if boundary is None:
+            self._reduce_by_collectives(group_key, rank, counts, reduction)
+            return
+        between = self._workers_launcher()
+        if max(counts) == 1:
+            self._launchers = [between]
+            self._reductions = [reduction(between, between, None, rank)]
+            return
+        arguments = (boundary, self._collective_keys)
+        self._launchers = [
+            DevicesOfWorkersLauncher(
+                *arguments, device, self._options, local[index] if local else None, counts, rank, index
+            )
+            for index, device in enumerate(self._devices)
+        ]
+        self._reductions = [
+            reduction(launcher, None if index else between, local[index] if local else None, rank)
+            for index, launcher in enumerate(self._launchers)
+        ]
+
+    def _reduce_by_collectives(self, group_key: int, rank: int, counts: Sequence[int], reduction: Any) -> None:
+        """Creates groups of TensorFlow's collectives, for NCCL; their keys are unique in the cluster."""
+        own = counts[rank]
+        self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
+        between, local = self._launchers[0], self._local
+        if own > 1:
+            between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
+            local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
+            local = self._local = [self._launcher(local_key, own, device) for device in self._devices]
         self._reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
@@ -219,7 +250,11 @@ class AllReduce(CollectiveAllReduce):
 
     def join_groups(self) -> None:
         """Joins all groups of this process's replicas; see `ReplicaLauncher.join`."""
-        launchers = [launcher for launcher in itertools.chain(*self._groups) if launcher.size > 1]
+        launchers = [
+            one
+            for one in dict.fromkeys([*self._local, *self._launchers])
+            if isinstance(one, ReplicaLauncher) and one.size > 1
+        ]
 
         @tf.function(autograph=False)
         def join() -> None:
@@ -231,8 +266,7 @@ class AllReduce(CollectiveAllReduce):
 
     def equalize_keys(self) -> None:
         """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
-        for group in self._groups:
-            InstanceKeys.equalize([launcher.instance_keys for launcher in group])
+        InstanceKeys.equalize([launcher.instance_keys for launcher in self._local])
 
     @contextmanager
     def within_worker(self) -> Iterator[None]:
@@ -253,18 +287,23 @@ class AllReduce(CollectiveAllReduce):
         local = [reduction(launcher, index) for index, launcher in enumerate(self._local)]
         self._reductions_within = local or [lambda tensors, **_: list(tensors)]
 
-    def background_launcher(self, number: int) -> ReplicaLauncher:
+    def background_launcher(self, number: int) -> WorkersLauncher | ReplicaLauncher:
         """Returns the launcher of a further group of the workers' first devices, which steps do not use.
 
         Args:
             number: Of the group, from 0, another one for each call; the same on all workers.
         """
-        launcher = self._launcher(self._key_in_background + number, self._workers, self._devices[0])
-        self._groups.append([launcher])
+        if self._boundary is not None:
+            return self._workers_launcher(self._boundary.new_background())
+        group_key = self._collective_keys.get_group_key(self._devices) + _GROUP_IN_BACKGROUND + number
+        launcher = self._launcher(group_key, len(self._counts), self._devices[0])
         join = tf.function(launcher.join, autograph=False)
-        if launcher.size > 1:
-            join.get_concrete_function()()
+        join.get_concrete_function()()
         return launcher
+
+    def _workers_launcher(self, in_background: int | None = None) -> WorkersLauncher:
+        device = self._devices[0]
+        return WorkersLauncher(self._boundary, self._collective_keys, device, self._options, in_background)
 
     def _launcher(self, group_key: int, size: int, device: str) -> ReplicaLauncher:
         return ReplicaLauncher(group_key, size, self._collective_keys, device, self._options)

@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
@@ -102,51 +102,91 @@ def silence_limit(seconds: float) -> Iterator[None]:
         del runtime.configure_coordination_service
 
 
-def silence_limit_in_use() -> float | None:
-    """Returns the limit of `silence_limit` in seconds in this process; `None` if TensorFlow's own applies."""
-    config = context().coordination_service
-    milliseconds = 0 if config is None else config.heartbeat_timeout_in_ms
-    return milliseconds / 1000 if milliseconds else None
+class ClusterKeyValues:
+    """The key-value store of TensorFlow's cluster."""
+
+    def publish(self, key: str, value: str) -> None:
+        """Gives all workers a value under a new key."""
+        context().set_config_key_value(key, value)
+
+    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
+        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`."""
+        ended: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                ended.put(str(context().get_config_key_value(key)))
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
+        try:
+            value = ended.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def propose(self, key: str, value: str) -> str:
+        """Gives all workers a value under a key unless a worker has done so before; returns what is there."""
+        with suppress(tf.errors.AlreadyExistsError):
+            self.publish(key, value)
+        return str(self.wait_for(key))
+
+    def withdraw(self, key: str) -> None:
+        """Removes what was published under a key."""
+        context().delete_config_key_value(key)
+
+
+_key_values: Any = None
+
+
+def use_key_values(store: Any) -> None:
+    """Makes `store`, with `publish`, `wait_for` and `withdraw`, what workers agree by from now on."""
+    global _key_values
+    _key_values = store
+
+
+@contextmanager
+def _as_unavailable() -> Iterator[None]:
+    """Raises the error of a lost worker as TensorFlow's store does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise tf.errors.UnavailableError(None, None, str(error)) from error
 
 
 def set_key_value(key: str, value: str) -> None:
     """Publishes `value` to all workers under `key`, which must be new."""
-    context().set_config_key_value(key, value)
+    _key_values.publish(key, value)
+
+
+def propose_key_value(key: str, value: str) -> str:
+    """Publishes `value` under `key` unless a worker has done so before; returns what all workers find there.
+
+    Raises:
+        tf.errors.OpError: A worker is lost. The same holds for the waits below.
+    """
+    with _as_unavailable():
+        return str(_key_values.propose(key, value))
 
 
 def wait_for_key_value(key: str) -> str:
     """Waits until a worker has published `key` and returns its value."""
-    return str(context().get_config_key_value(key))
+    with _as_unavailable():
+        return str(_key_values.wait_for(key))
 
 
 def wait_for_key_until(key: str, seconds: float) -> bool:
-    """Waits like `wait_for_key_value`; returns whether a worker has published `key` within `seconds`.
-
-    Raises:
-        tf.errors.OpError: If the key-value store is lost.
-    """
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def wait() -> None:
-        try:
-            wait_for_key_value(key)
-            ended.put(None)
-        except BaseException as error:
-            ended.put(error)
-
-    threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
-    try:
-        error = ended.get(timeout=max(seconds, 0.0))
-    except queue.Empty:
-        return False
-    if error is not None:
-        raise error
-    return True
+    """Waits like `wait_for_key_value`; returns whether a worker has published `key` within `seconds`."""
+    with _as_unavailable():
+        return _key_values.wait_for(key, max(seconds, 0.0)) is not None
 
 
 def delete_key_value(key: str) -> None:
     """Removes what was published under `key`."""
-    context().delete_config_key_value(key)
+    _key_values.withdraw(key)
 
 
 def global_seed() -> int | None:

@@ -6,12 +6,11 @@ from typing import Any
 import tensorflow as tf
 
 # Of the kernels for CPUs and GPUs alike.
-BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 GATHERED = (tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 SUMMED = (tf.bfloat16, *GATHERED)
 
 # `tf.bitcast` does not take these; what it takes holds each of their values.
-_AS_VALUES = {
+AS_VALUES = {
     "bool": tf.uint8,
     "int4": tf.int8,
     "uint4": tf.uint8,
@@ -34,7 +33,7 @@ _SUMMED_AS_BITS = {"uint32": tf.int32, "uint64": tf.int64, "complex64": tf.float
 
 def to_words(rows: tf.Tensor) -> tf.Tensor:
     """Returns the bits of `[rows, length]` as int32, which all collectives of CPUs and GPUs can send."""
-    rows = _cast(rows, _AS_VALUES.get(rows.dtype.name, rows.dtype))
+    rows = _cast(rows, AS_VALUES.get(rows.dtype.name, rows.dtype))
     count, length = (tf.shape(rows)[axis] if size is None else size for axis, size in enumerate(rows.shape))
     per_word = 4 // rows.dtype.size if rows.dtype.size < 4 else 1
     if per_word > 1:
@@ -45,7 +44,7 @@ def to_words(rows: tf.Tensor) -> tf.Tensor:
 
 def from_words(words: tf.Tensor, dtype: tf.DType, count: Any, length: Any) -> tf.Tensor:
     """Returns the `count` rows of `length` values that `to_words` has encoded."""
-    sent = _AS_VALUES.get(dtype.name, dtype)
+    sent = AS_VALUES.get(dtype.name, dtype)
     if sent.size > 4:
         words = tf.reshape(words, [count, length, sent.size // 4])
     if sent == tf.complex128:  # of doubles: TensorFlow makes one of two bitcasts, which there is no kernel for
@@ -70,7 +69,7 @@ def as_sum(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tenso
 def as_values(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Returns a tensor in a dtype that has kernels, with the same values, and a function back to its dtype."""
     dtype = tensor.dtype
-    return _cast(tensor, _AS_VALUES.get(dtype.name, dtype)), lambda values: _cast(values, dtype)
+    return _cast(tensor, AS_VALUES.get(dtype.name, dtype)), lambda values: _cast(values, dtype)
 
 
 def as_words(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

@@ -11,8 +11,7 @@ import tensorflow as tf
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
 from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
 from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
-from tfdist.tensorflow_internals.runtime import cluster_is_running, set_key_value, wait_for_key_value
-from tfdist.tensorflow_internals.sent_dtypes import BROADCAST, as_words
+from tfdist.tensorflow_internals.runtime import set_key_value, wait_for_key_value
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
@@ -25,8 +24,8 @@ from tfdist.tensorflow_internals.unequal_workers import gather_by_worker, reduce
 
 ReductionFactory = Callable[..., Any]
 
-_FIRST_GROUP_OF_ONE_DEVICE = 16  # above the few groups that a new strategy has
 _GROUPS_OF_GIVEN_DEVICES = 1 << 10  # between those of levels and those in the background
+_NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
 
 
 _without_merge_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_without_merge", default=False)
@@ -99,44 +98,44 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
     _cross_device_ops: Any
     _host_cross_device_ops: Any
 
-    def __init__(self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory) -> None:
-        self._reduction = reduction
+    def __init__(
+        self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory, boundary: Any = None
+    ) -> None:
+        self._reduction, self._boundary = reduction, boundary
         self._replicas_of_workers: tuple[int, ...] = ()
         super().__init__(strategy, cluster_resolver=cluster_resolver, communication_options=options)
         self._reduce_by_replicas()
 
     def _reduce_by_replicas(self) -> None:
         """Replaces the cross-device operations that TensorFlow has created."""
-        self._cross_device_ops = AllReduce(self._cross_device_ops, self._reduction, self.rank, self.replicas_of_workers)
-        if self._workers_are_unequal:
-            self._renumber_groups()
+        arguments = (self._reduction, self.rank)
+        self._cross_device_ops = AllReduce(self._cross_device_ops, *arguments, self.replicas_of_workers, self._boundary)
         hosts = (1,) * self.num_workers
-        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, self._reduction, self.rank, hosts)
-        for operations in (self._cross_device_ops, self._host_cross_device_ops):
-            operations.join_groups()
+        self._host_cross_device_ops = AllReduce(self._host_cross_device_ops, *arguments, hosts, self._boundary)
+        self._cross_device_ops.join_groups()
 
-    def _renumber_groups(self) -> None:
-        """Gives new keys to the groups of the workers' hosts and of their first devices (broadcasts).
-
-        On a worker with one device, TensorFlow gives them the key of the group of all devices; on the others it does
-        not.
-        """
-        keys = self._collective_keys
-        keys._group_key = 1 + self._collective_key_base + _FIRST_GROUP_OF_ONE_DEVICE
-        host = tf.DeviceSpec.from_string(self.worker_devices[0]).replace(device_type="CPU", device_index=0)
-        for device in dict.fromkeys([host.to_string(), self.worker_devices[0]]):
-            keys._known_groups[device] = keys._get_new_group_key([device])
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        if self._communication_options.implementation == _NCCL:
+            super()._initialize_strategy(cluster_resolver, devices)
+        else:  # TensorFlow in this process is that of one process; `boundary` connects it with the other workers
+            self._initialize_local(cluster_resolver, devices)
+            self._cluster_spec = tf.train.ClusterSpec(cluster_resolver.cluster_spec())
+            self._task_type, self._task_id = cluster_resolver.task_type or None, cluster_resolver.task_id
+            if self._boundary is not None:
+                self._num_workers, self._id_in_cluster = self._boundary.size, self._boundary.rank
+                self._is_chief = self._id_in_cluster == 0
+        self._replicas_of_workers = (self._num_devices_per_worker,)
+        if self._num_workers > 1:
+            self._replicas_of_workers = self._exchange_devices(self._local_device_type, self._num_devices_per_worker)
+        if self._communication_options.implementation == _NCCL and self._workers_are_unequal:
+            raise ValueError(
+                "With NCCL all workers need as many GPUs. Received: by rank, "
+                f"{list(self._replicas_of_workers)} devices. Expected: equal numbers. Hide GPUs by "
+                "CUDA_VISIBLE_DEVICES, or leave NCCL out of `communication_options`."
+            )
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed(self)
-
-    def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
-        # A process has one server: the second strategy of a process uses that of the first, whose coordination service
-        # detects lost workers. A health check would begin with a collective of groups that are not numbered yet.
-        if cluster_is_running():
-            self._local_or_standalone_client_mode = True
-            self._enable_check_health = False
-        super()._initialize_multi_worker(cluster_resolver)
 
     def _initialize_local(self, cluster_resolver: Any, devices: Any = None) -> None:
         if devices:  # after the constructor, by `_from_local_devices`: of other groups than the constructor's
@@ -152,9 +151,6 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             physical = tf.config.list_physical_devices("CPU")[0]
             logical = tf.config.get_logical_device_configuration(physical) or [None]
             devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(len(logical)))
-        self._replicas_of_workers = (len(devices),)
-        if self._num_workers > 1:
-            self._replicas_of_workers = self._exchange_devices(kind, len(devices))
         return devices, kind
 
     def _exchange_devices(self, kind: str, number: int) -> tuple[int, ...]:
@@ -172,27 +168,18 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
         return tuple(int(devices.partition(" ")[0]) for devices in found)
 
     def _get_variable_creator_initial_value(self, replica_id: Any, device: Any, primary_var: Any, **kwargs: Any) -> Any:
-        """Returns the function that creates the initial value of a replica's copy, which is that of the chief.
-
-        A broadcast sends few dtypes, so it sends the bits of others.
-        """
-        create = super()._get_variable_creator_initial_value
-        if replica_id != 0 or self._num_workers == 1:
-            return create(replica_id, device, primary_var, **kwargs)
+        """Returns the function that creates the initial value of a replica's copy, which is that of the chief."""
+        if replica_id != 0 or self._boundary is None:
+            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
         given, dtype = kwargs["initial_value"], kwargs.get("dtype")
 
-        def broadcast() -> tf.Tensor:
+        def value_of_chief() -> tf.Tensor:
             with tf.device(device):
                 value = given() if callable(given) else given
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
-                if value.shape.num_elements() == 0:  # TensorFlow's broadcast crashes
-                    return value
-                sent, restored = (value, None) if value.dtype in BROADCAST else as_words(value)
-            sent_by_chief = create(replica_id, device, primary_var, **{**kwargs, "initial_value": sent, "dtype": None})
-            with tf.device(device):
-                return sent_by_chief() if restored is None else restored(sent_by_chief())
+                return tf.identity(self._boundary.broadcast(value))
 
-        return broadcast
+        return value_of_chief
 
     @property
     def replicas_of_workers(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from tfdist.transport.authenticated_messages import MAX_HANDSHAKE_BYTES, FrameBuffer, MessageCodec, encode_frame
@@ -76,6 +76,32 @@ class BlockingConnection:
     def close(self) -> None:
         """Closes the connection; see `close_socket`."""
         close_socket(self._socket)
+
+    def detach(self) -> tuple[socket.socket, MessageCodec]:
+        """Returns the socket, which the caller closes, and the codec of further messages."""
+        return self._socket, self._codec
+
+    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Sends file descriptors over a Unix socket, outside of messages.
+
+        Raises:
+            ConnectionClosedError: If the other side is gone.
+        """
+        with _as_closed():
+            socket.send_fds(self._socket, [b"."], list(descriptors))
+
+    def receive_descriptors(self, count: int, timeout_seconds: float) -> tuple[int, ...]:
+        """Receives `count` file descriptors that the other side sent after it had received the last message.
+
+        Raises:
+            ConnectionClosedError: If they do not arrive in time.
+        """
+        with _as_closed():
+            self._socket.settimeout(timeout_seconds)
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        if len(descriptors) != count:
+            raise ConnectionClosedError("the other side closed the connection")
+        return tuple(descriptors)
 
     def request(self, *, timeout_seconds: float, **message: object) -> dict[str, Any]:
         """Sends a message and returns the answer.

@@ -2,12 +2,13 @@
 
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist.transport.authenticated_messages import MAX_MESSAGE_BYTES, MessageCodec
-from tfdist.transport.blocking_connection import client_handshake, set_tcp_options
+from tfdist.transport.blocking_connection import BlockingConnection, client_handshake, set_tcp_options
 from tfdist.transport.handshake import Credentials, SessionKeys
 from tfdist.transport.transport_errors import (
     ConnectionClosedError,
@@ -18,6 +19,7 @@ from tfdist.transport.transport_errors import (
     TransportError,
 )
 
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TRY_SECONDS = 10.0
 _PAUSE_SECONDS = 0.25
 _QUIET_SECONDS = 2.0  # before the user is shown why it takes long
@@ -38,6 +40,14 @@ class NonblockingConnection:
         self._socket = connection
         self._codec = MessageCodec(send_key=keys.send_key, receive_key=keys.receive_key, received=received)
         self._unsent = bytearray()
+
+    @classmethod
+    def continuing(cls, connection: BlockingConnection) -> "NonblockingConnection":
+        """Returns a connection in place of one that blocks, after the messages of that one."""
+        opened, codec = connection.detach()
+        nonblocking = cls(opened, SessionKeys(b"", b""))
+        nonblocking._codec = codec
+        return nonblocking
 
     def fileno(self) -> int:
         """Returns the descriptor to poll, -1 after `close`."""
@@ -74,7 +84,7 @@ class NonblockingConnection:
         while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 return
             except OSError as error:
                 raise ConnectionClosedError(error.strerror or str(error)) from error
@@ -90,7 +100,7 @@ class NonblockingConnection:
         while not reason:
             try:
                 data = self._socket.recv(65_536)
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 break
             except OSError as error:
                 reason = error.strerror or str(error)

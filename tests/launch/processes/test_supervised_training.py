@@ -42,7 +42,7 @@ def test_missing_peer_leads_to_a_restart_and_a_hang_in_validation_is_a_stall(sta
     ended = start(SCRIPT, *options, "--log-dir", "logs", env=environment).end(LIMIT_SECONDS)
     peer, stall = (json.loads((tmp_path / "logs" / f"attempt-{attempt}.json").read_text()) for attempt in (0, 1))
     assert peer["cause"]["rank"] == 0 and peer["cause"]["exception"] == "TimeoutError"
-    assert any("The cluster was not complete after 1 s" in line for line in peer["cause"]["last_lines"])
+    assert any("The workers were not complete after 1 s" in line for line in peer["cause"]["last_lines"])
     assert "restart 1 of 1 at once with 2 workers" in ended.said
     assert ended.of(1) == ["hangs"]
     assert stall["cause"]["description"].startswith("no worker finished a batch of validation for ")

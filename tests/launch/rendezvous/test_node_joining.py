@@ -199,11 +199,14 @@ def test_invalid_start_timeout_variable(refused):
     assert "Received: TFDIST_START_TIMEOUT='soon'." in refused(where=where, TFDIST_START_TIMEOUT="soon")
 
 
-def test_token_is_not_passed_to_workers_of_one_host(run):
-    ended = run("print('TFDIST_TOKEN' in os.environ)", "--nodes", "1", "--node-rank", "0", workers=1)
-    assert (ended.code, ended.out) == (0, ["[0] False"])
-    ended = run("print('TFDIST_TOKEN' in os.environ)", workers=1, env={"TFDIST_TOKEN": TOKEN})
-    assert (ended.code, ended.out) == (0, ["[0] False"])
+def test_the_token_of_the_rendezvous_is_not_passed_to_workers(run):
+    """They get another one, random or derived from it, which is different in each run."""
+    seen = set()
+    for options, environ in (("--nodes", "1", "--node-rank", "0"), {}), ((), {"TFDIST_TOKEN": TOKEN}), ((), {}):
+        ended = run("print(os.environ['TFDIST_TOKEN'])", *options, workers=1, env=environ)
+        assert ended.code == 0
+        seen |= {line.removeprefix("[0] ") for line in ended.out}
+    assert len(seen) == 3 and TOKEN not in seen and all(len(token) == 64 for token in seen)
 
 
 def test_one_supervisor_per_host_in_a_slurm_step(node):

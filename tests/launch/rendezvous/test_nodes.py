@@ -20,7 +20,7 @@ def test_all_workers_of_all_hosts_form_one_cluster(node):
     assert len(set(addresses)) == 3 and all(address.startswith("127.0.0.1:") for address in addresses)
     assert all(config["cluster"] == {"worker": addresses} for config in configs)
     assert len({line for _, line in lines}) == 1
-    assert lines[0][1].endswith(" 0 3 False")
+    assert lines[0][1].endswith(" 0 3 True")  # a token of the workers, not that of the rendezvous
 
 
 def test_root_cause_is_reported_on_all_hosts(node, tmp_path):

@@ -31,7 +31,7 @@ from tfdist.launch.rendezvous.process_placement import place
 from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import RestartPolicy
-from tfdist.launch.run_config import NodeOptions, RunConfig, Timeouts
+from tfdist.launch.run_config import TOKEN_VARIABLE, NodeOptions, RunConfig, Timeouts
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
@@ -98,9 +98,12 @@ def execute(options: argparse.Namespace) -> int:
                 config = _run_config(options, node, run_id, seed, start_timeout, timeouts)
                 joined = join_run(node, config, console, workers=options.workers, error_file=error_file)
                 policy = until_the_end.enter_context(joined)
+            secret = {} if node is None else {TOKEN_VARIABLE: node.token}
             return AttemptLoop(
                 command,
-                WorkerEnvironments(environ, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker),
+                WorkerEnvironments(
+                    {**environ, **secret}, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker
+                ),
                 console,
                 logs,
                 policy=policy,

@@ -1,7 +1,9 @@
 """One worker: its environment, a process that leads its own session, and all processes that it starts."""
 
 import contextlib
+import hmac
 import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
 # glibc keeps a pool of freed memory for each thread. Of tensors as large as a stage's, that is much memory.
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
+_TOKEN_BYTES = 32
 _MAX_DATAGRAM_BYTES = 65_536
 _MAX_DATAGRAMS = 1_000  # per call, so that a worker that floods its socket does not block the launcher
 
@@ -155,13 +158,15 @@ class WorkerEnvironments:
     """Builds the complete environment of each process of this host.
 
     Args:
-        environ: The launcher's environment, which the workers inherit, except for the token of the rendezvous.
+        environ: The launcher's environment, which the workers inherit. From the token of the rendezvous, or a random
+            one, another one is made for them, with which they cannot join the rendezvous.
         start_timeout: Seconds to wait for peers.
         threads_per_worker: Threads of each process if the user set it.
     """
 
     def __init__(self, environ: Mapping[str, str], *, start_timeout: float, threads_per_worker: int | None) -> None:
         self._environ = environ
+        self._token = environ.get(TOKEN_VARIABLE, "") or secrets.token_hex(_TOKEN_BYTES)
         self._start_timeout, self._threads_per_worker = start_timeout, threads_per_worker
 
     def __call__(self, start: AttemptStart) -> dict[int, dict[str, str]]:
@@ -176,6 +181,7 @@ class WorkerEnvironments:
             "PYTHONUNBUFFERED": "1",
             "TFDIST_START_TIMEOUT": f"{self._start_timeout:g}",
             "TFDIST_RUN_ID": start.run_id,
+            TOKEN_VARIABLE: hmac.new(self._token.encode(), f"workers of {start.run_id}".encode(), "sha256").hexdigest(),
             "TFDIST_ATTEMPT": str(start.attempt),
             "TFDIST_FULL_WORKERS": str(start.full_workers),
         }

@@ -17,7 +17,8 @@ _MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
 _LONG_LIFE_SECONDS = 60.0
 # Failures before the first step that may pass: a lost race for a port, a peer that did not start.
 _TRANSIENT = re.compile(
-    r"The cluster was not complete|The port of this task is in use|Could not start gRPC server|Address already in use"
+    r"The (?:cluster was|workers were) not complete|"
+    r"The port of this task is in use|Could not start gRPC server|Address already in use"
 )
 
 

@@ -1,0 +1,124 @@
+"""Connects a worker with the other workers of its cluster, as the environment says."""
+
+import atexit
+import hashlib
+import ipaddress
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import cluster
+from tfdist.cluster.wait_for_peers import check_names
+from tfdist.collectives.exchange_boundary import ExchangeBoundary
+from tfdist.exchange.joining import Encryption
+from tfdist.exchange.worker_exchange import Exchange
+from tfdist.strategies.cluster_resolver import silence_limit_of_environment
+from tfdist.tensorflow_internals.aborted_collectives import watch_exchange
+from tfdist.tensorflow_internals.runtime import use_key_values
+
+TOKEN_VARIABLE = "TFDIST_TOKEN"
+_TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
+_log = logging.getLogger("tfdist")
+
+_boundary: ExchangeBoundary | None = None
+
+
+def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> ExchangeBoundary | None:
+    """Connects this worker with the others of its cluster, once for each process.
+
+    Args:
+        spec: By job, the addresses of its tasks.
+        resolver: Of the cluster.
+        timeout_seconds: How long the others may take to start.
+
+    Returns:
+        The boundary to the exchange with them; `None` without other workers.
+
+    Raises:
+        ValueError: A variable of the environment is invalid, or an earlier strategy of this process has other workers.
+        TimeoutError, OSError, TransportError: See `Exchange`.
+    """
+    global _boundary
+    tasks = [(job, index) for job in ("chief", "worker") for index in range(len(spec.get(job, ())))]
+    if len(tasks) < 2:
+        return None
+    addresses = [spec[job][index] for job, index in tasks]
+    rank = tasks.index((resolver.task_type, resolver.task_id))
+    if _boundary is None:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if not token and rank == 0 and not all(map(_is_of_this_host, addresses)):
+            _log.warning(
+                "The workers trust everybody who knows their addresses. Received: workers on several hosts, and no "
+                "%s. Expected: a secret of all workers. Set the same %s for all, or start them by `tfdist run`.",
+                TOKEN_VARIABLE,
+                TOKEN_VARIABLE,
+            )
+        attempt = [os.environ.get(name, "") for name in ("TFDIST_RUN_ID", "TFDIST_ATTEMPT")]
+        exchange = Exchange(
+            rank,
+            addresses,
+            token=token,
+            cluster=hashlib.sha256(json.dumps([addresses, attempt]).encode()).hexdigest(),
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_limit_of_environment(),
+            encryption=encryption_of(os.environ),
+            check_missing=check_names if cluster.is_slurm_step() else None,
+        )
+        _boundary = ExchangeBoundary(exchange)
+        use_key_values(exchange.control)
+        watch_exchange(lambda: exchange.failure)
+        atexit.register(_close_in_process, exchange, os.getpid())
+    elif (_boundary.exchange.rank, _boundary.exchange.addresses) != (rank, addresses):
+        raise ValueError(
+            "A process is a worker of one cluster. Received: "
+            f"worker {rank} of {addresses}, after a strategy as worker {_boundary.exchange.rank} of "
+            f"{_boundary.exchange.addresses}. Expected: the same cluster for all strategies of a process. Start a new "
+            "process for another cluster."
+        )
+    return _boundary
+
+
+def encryption_of(environ: Mapping[str, str]) -> Encryption | None:
+    """Returns the certificates that the environment gives for TLS between workers; `None` without.
+
+    Args:
+        environ: The environment, for example `os.environ`.
+
+    Raises:
+        ValueError: Some of the three variables are set and some are not, or a file is missing.
+    """
+    paths = [environ.get(name, "").strip() for name in _TLS_VARIABLES]
+    if not any(paths):
+        return None
+    missing = [name for name, path in zip(_TLS_VARIABLES, paths, strict=True) if not os.path.isfile(path)]
+    if missing:
+        raise ValueError(
+            f"TLS between workers needs three files. Received: {dict(zip(_TLS_VARIABLES, paths, strict=True))}, and no "
+            f"file for {', '.join(missing)}. Expected: the paths of this worker's certificate, its private key, and "
+            "the certificates of the authority, each in PEM. Set all three on every worker, or none."
+        )
+    return Encryption(*paths)
+
+
+def raise_failed_exchange(error: BaseException) -> None:
+    """Raises the `ExchangeError` that an error of TensorFlow reports, if it reports one."""
+    failure = None if _boundary is None else _boundary.exchange.failure
+    if failure is not None and isinstance(error, tf.errors.OpError):
+        raise failure from None
+
+
+def _close_in_process(exchange: Exchange, process: int) -> None:
+    if os.getpid() == process:  # a forked child shares the connections
+        exchange.close()
+
+
+def _is_of_this_host(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,138 @@
+"""Tensors that leave a graph for the exchange and return: dtypes, functions, conditions, loops, order and errors."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+sys.path.append(str(Path(__file__).parents[1] / "exchange"))
+from worker_groups import joined, on_workers
+
+from tfdist.collectives.exchange_boundary import ExchangeBoundary, _to_bytes
+
+DTYPES = [
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.dtypes.experimental.float8_e4m3fn, tf.bool, tf.complex64),
+    *(tf.int8, tf.uint8, tf.int16, tf.uint32, tf.int32, tf.int64),
+]
+
+
+@pytest.fixture(scope="module")
+def boundaries():
+    with joined(2) as exchanges:
+        yield [ExchangeBoundary(exchange) for exchange in exchanges]
+
+
+def of_workers(boundaries, body):
+    results = on_workers(2, lambda rank: body(boundaries[rank], rank))
+    errors = [result for result in results if isinstance(result, Exception)]
+    if errors:
+        raise errors[0]
+    return results
+
+
+def cast(values, dtype):
+    return tf.cast(tf.constant(values, tf.float32), dtype)  # from float32 to each dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_every_dtype_and_shape_is_sent_as_it_is(boundaries, dtype):
+    for shape in ([], [0], [3], [2, 5], [70_000]):
+        values = np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2
+
+        def body(boundary, rank, values=values):
+            own = cast(values + rank, dtype)
+            return boundary.broadcast(own), boundary.all_gather(own[tf.newaxis])
+
+        expected = cast(values, dtype)
+        other = cast(values + 1, dtype)
+        for sent, gathered in of_workers(boundaries, body):
+            assert sent.dtype == dtype and sent.shape == shape
+            assert sent.numpy().tobytes() == expected.numpy().tobytes()
+            assert gathered.numpy().tobytes() == expected.numpy().tobytes() + other.numpy().tobytes()
+
+
+def test_rows(boundaries):
+    rows = [np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank for rank in range(2)]
+
+    def body(boundary, rank):
+        return boundary.all_to_all(tf.constant(rows[rank])), boundary.reduce_scatter(tf.constant(rows[rank]))
+
+    for rank, (received, total) in enumerate(of_workers(boundaries, body)):
+        np.testing.assert_array_equal(received, [rows[0][rank], rows[1][rank]])
+        np.testing.assert_array_equal(total, rows[0][rank] + rows[1][rank])
+
+
+def test_functions_conditions_and_loops(boundaries):
+    def body(boundary, rank):
+        @tf.function
+        def summed(values, times):
+            for _ in tf.range(times):
+                if values[0] < 100.0:
+                    values = boundary.all_reduce(values)
+            return values
+
+        return [summed(tf.fill([3], float(rank + 1)), times).numpy().tolist() for times in (0, 1, 3, 20)]
+
+    first, second = of_workers(boundaries, body)
+    assert first == [[1.0] * 3, [3.0] * 3, [12.0] * 3, [192.0] * 3]
+    assert second[1:] == first[1:]
+
+
+def test_exchanges_of_a_function_have_one_order_whatever_is_ready_first(boundaries):
+    """Worker 1 computes the first of two tensors last. Each has the sum of its own."""
+
+    def body(boundary, rank):
+        @tf.function
+        def both(slow, quick):
+            for _ in range(30 * rank):
+                slow = tf.linalg.matmul(slow, tf.eye(64))
+            return boundary.all_reduce(slow)[0, 0], boundary.all_reduce(quick)[0]
+
+        return [[float(one) for one in both(tf.fill([64, 64], 1.0), tf.fill([4], 10.0))] for _ in range(20)]
+
+    assert of_workers(boundaries, body) == [[[2.0, 20.0]] * 20] * 2
+
+
+def test_large_and_small_tensors_use_different_channels(boundaries):
+    """A small sum passes while a large one waits for the other worker."""
+
+    def body(boundary, rank):
+        small = boundary.all_reduce(tf.constant(1.0))
+        large = boundary.all_reduce(tf.ones([100_000]))
+        return float(small), float(large[0])
+
+    assert of_workers(boundaries, body) == [(2.0, 2.0)] * 2
+    assert set(boundaries[0]._lanes) >= {"small", "steps"}
+
+
+def test_a_failure_is_an_error_of_the_step_on_each_worker():
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary, rank):
+            return tf.function(lambda: boundary.all_reduce(tf.ones([3 + rank])))()
+
+        errors = on_workers(2, lambda rank: body(boundaries[rank], rank))
+        for error in errors:  # not the end of the data, for which `fit` would take an OutOfRangeError
+            assert isinstance(error, tf.errors.InvalidArgumentError)
+            assert "The workers call different exchanges" in str(error)
+        assert [str(exchange.failure) for exchange in exchanges] == [str(exchanges[0].failure)] * 2
+
+
+def test_a_result_that_a_failed_step_has_left_is_not_taken_for_another():
+    """A step that ends between its request and the result would shift all later results by one."""
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary, rank):
+            assert float(boundary.all_reduce(tf.constant(1.0))) == 2.0
+            lane = boundary._lanes["small"]
+            lane._requested.assign_add(1)  # what such a step has done
+            lane._requests.enqueue([[0, tf.float32.as_datatype_enum, 2], _to_bytes(tf.constant(5.0))])
+            return boundary.all_reduce(tf.constant(1.0))
+
+        for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
+            assert isinstance(error, tf.errors.InvalidArgumentError)
+            assert "The exchanges of this worker are out of step" in str(error)

@@ -1,0 +1,82 @@
+"""Workers that are killed, frozen, that leave, or call something else: all others raise one error that names them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from worker_groups import free_addresses
+
+ROOT = Path(__file__).parents[2]
+WORKER = """
+import os, signal, sys, time
+import numpy as np
+from tfdist.exchange.worker_exchange import STEPS, Exchange
+
+rank, fault, shares_memory, *addresses = sys.argv[1:]
+exchange = Exchange(int(rank), addresses, token="t", silence_seconds=2.0, shares_memory=shares_memory == "memory")
+channel, values = exchange.channel(STEPS), np.ones(1_000_000, np.float32)
+for step in range(200):
+    if step == 5 and rank == "2":
+        print("fault", time.time(), flush=True)
+        if fault == "leave":
+            break
+        if fault == "gather":
+            channel.all_gather(values)
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    try:
+        total = channel.all_reduce(values)
+    except Exception as error:
+        print(type(error).__name__, time.time(), error, flush=True)
+        os._exit(3)
+    assert (total == len(addresses)).all()
+exchange.close()
+"""
+
+
+def run_workers(fault: str, links: str) -> list[str]:
+    """Starts three workers, of which the last has a fault, and returns what each printed."""
+    addresses = free_addresses(3)
+    commands: list[Sequence[str]] = [
+        [sys.executable, "-c", WORKER, str(rank), fault, links, *addresses] for rank in range(3)
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
+    try:
+        return [worker.communicate(timeout=60)[0] for worker in workers[:2]] + [_read_first_line(workers[2])]
+    finally:
+        for worker in workers:
+            worker.send_signal(signal.SIGKILL)
+            worker.wait(10)
+            assert worker.stdout is not None
+            worker.stdout.close()
+
+
+def _read_first_line(worker: subprocess.Popen) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline()
+
+
+@pytest.mark.parametrize("links", ["memory", "sockets"])
+@pytest.mark.parametrize(
+    ("fault", "error", "cause"),
+    [
+        ("kill", "WorkerLostError", "Worker 2 is lost. Received: its process has ended, during all-reduce 5 of"),
+        ("freeze", "WorkerLostError", "Worker 2 is lost. Received: it has not answered for"),
+        ("leave", "WorkerLostError", "Worker 2 is lost. Received: it has ended its training"),
+        ("gather", "ExchangeMismatchError", "worker 2: all-gather 5 of 1000000 float32 values"),
+    ],
+)
+def test_every_other_worker_raises_one_error(fault: str, error: str, cause: str, links: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    began = time.time()
+    *survivors, lost = run_workers(fault, links)
+    assert lost.startswith("fault")
+    for printed in survivors:
+        assert printed.startswith(error) and cause in printed, printed
+        assert float(printed.split()[1]) >= began
+    assert set(os.listdir("/dev/shm")) <= before

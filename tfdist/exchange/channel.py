@@ -1,0 +1,352 @@
+"""Sums and gathers of arrays over all workers, on one set of links.
+
+Each value has one owner, which adds the workers' values in the order of their ranks and sends the sum to all. So sums
+have the same bits on every worker, in every run, and however values are grouped into arrays; a worker sends
+`2 (N-1)/N` of an array, as in a ring, but in two rounds instead of `2 (N-1)`. A segment is added and sent on as soon as
+all workers' values of it are there.
+"""
+
+import collections
+import dataclasses
+import select
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall
+from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
+from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
+
+_ALIGNMENT_BYTES = 64
+# A worker sends a short array to all others at once: one round, where an all-reduce by owners needs two.
+_SHORT_BYTES = 64 * 2**10
+_CLOSE_SECONDS = 1.0
+# For a worker that left: its last values, on another connection, may arrive after its farewell.
+_LOOK_MILLISECONDS = 500
+Array = NDArray[Any]
+
+
+class Channel:
+    """Exchanges arrays, one after another, in the order in which all workers call them.
+
+    Each method raises the `ExchangeError` of the group when a worker is lost or calls another exchange.
+
+    Args:
+        rank: Of this worker.
+        links: To each worker, by rank; `None` for this one.
+        failure: Of the group.
+    """
+
+    def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure) -> None:
+        self.size = len(links)
+        self._rank, self._size, self._failure = rank, len(links), failure
+        self._links = {link.peer: link for link in links if link is not None}
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def all_reduce(self, values: Array) -> Array:
+        """Returns the sum of all workers' arrays, which have the same shape and dtype; of bools, whether any is true.
+
+        Values of less than 32 bits are added in float32 and rounded once.
+        """
+        flat, total = _flat(values), aligned_empty(values.shape, values.dtype)
+        result = total.reshape(-1)
+        if flat.nbytes * (self._size - 1) <= _SHORT_BYTES:
+            everything = self._gather("all-reduce", flat)
+            add_in_order([everything[rank] for rank in range(self._size)], result)
+            return total
+        starts = _part_starts(flat.size, self._size, flat.itemsize)
+        parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self._size)]
+        with self._call("all-reduce", flat) as transfers:
+            own = _OwnPart(self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True)
+            for peer, transfer in transfers.items():
+                transfer.send(flat[parts[peer]])
+                own.receive_from(peer)
+                transfer.receive_into(result[parts[peer]])
+        return total
+
+    def reduce_scatter(self, rows: Array) -> Array:
+        """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`."""
+        self._check_rows(rows)
+        flat, total = _flat(rows).reshape(self._size, -1), aligned_empty(rows.shape[1:], rows.dtype)
+        with self._call("reduce-scatter", flat) as transfers:
+            own = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
+            for peer, transfer in transfers.items():
+                transfer.send(flat[peer])
+                own.receive_from(peer)
+        return total
+
+    def all_gather(self, values: Array) -> Array:
+        """Returns all workers' arrays, which have the same shape and dtype, as `[number of workers, ...]`."""
+        return self._gather("all-gather", _flat(values)).reshape(self._size, *values.shape)
+
+    def all_to_all(self, rows: Array) -> Array:
+        """Sends row `i` of `rows`, `[number of workers, ...]`, to worker `i`; returns the received rows, by rank."""
+        self._check_rows(rows)
+        flat, received = _flat(rows).reshape(self._size, -1), aligned_empty(rows.shape, rows.dtype)
+        result = received.reshape(self._size, -1)
+        with self._call("all-to-all", flat) as transfers:
+            for peer, transfer in transfers.items():
+                transfer.send(flat[peer])
+                transfer.receive_into(result[peer])
+            result[self._rank] = flat[self._rank]
+        return received
+
+    def broadcast(self, values: Array, root: int = 0) -> Array:
+        """Returns the array of worker `root`; the others pass arrays of the same shape and dtype."""
+        flat, received = _flat(values), aligned_empty(values.shape, values.dtype)
+        result = received.reshape(-1)
+        with self._call("broadcast", flat, root) as transfers:
+            for peer, transfer in transfers.items():
+                if self._rank == root:
+                    transfer.send(flat)
+                elif peer == root:
+                    transfer.receive_into(result)
+            if self._rank == root:
+                result[...] = flat
+        return received
+
+    def all_gather_bytes(self, data: bytes, limit: int = 2**24) -> list[bytes]:
+        """Returns the bytes of all workers, by rank, which may have different lengths.
+
+        Raises:
+            ValueError: A worker has more than `limit` bytes.
+        """
+        lengths = self.all_gather(np.array([len(data)], np.int64))[:, 0]
+        if lengths.max() > limit:
+            raise ValueError(
+                f"A worker exchanges too many bytes. Received: {lengths.tolist()} bytes by rank. Expected: at most "
+                f"{limit} each."
+            )
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = self.all_gather(padded)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Closes the links, unless a thread still exchanges: then the kernel does so when the process ends."""
+        if self._lock.acquire(timeout=_CLOSE_SECONDS):
+            for link in self._links.values():
+                link.close()
+
+    def _gather(self, kind: str, flat: Array) -> Array:
+        gathered = aligned_empty((self._size, flat.size), flat.dtype)
+        with self._call(kind, flat) as transfers:
+            for peer, transfer in transfers.items():
+                transfer.send(flat)
+                transfer.receive_into(gathered[peer])
+            gathered[self._rank] = flat
+        return gathered
+
+    def _call(self, kind: str, flat: Array, root: int = 0) -> "_RunningCall":
+        return _RunningCall(self, kind, flat, root)
+
+    def _check_rows(self, rows: Array) -> None:
+        if rows.ndim == 0 or rows.shape[0] != self._size:
+            raise ValueError(
+                f"An exchange of rows needs one row for each worker. Received: an array of shape {rows.shape}, and "
+                f"{self._size} workers. Expected: the number of workers as the first dimension."
+            )
+
+
+class _RunningCall:
+    """A context in which an exchange is described, by transfers with all peers, and at whose end it is made."""
+
+    def __init__(self, channel: Channel, kind: str, flat: Array, root: int) -> None:
+        self._channel = channel
+        self._kind, self._root, self._dtype, self._values = kind, root, flat.dtype, flat.size
+
+    def __enter__(self) -> "dict[int, _Transfer]":
+        channel = self._channel
+        channel._lock.acquire()
+        self._call = ExchangeCall(self._kind, self._root, channel._number, self._values, self._dtype.name)
+        header = memoryview(self._call.encode())
+        self._transfers = {peer: _Transfer(link, header, self._check) for peer, link in channel._links.items()}
+        return self._transfers
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        channel = self._channel
+        try:
+            if error is None:
+                channel._failure.during(str(self._call))
+                _run(list(self._transfers.values()), channel._failure)
+                channel._number += 1
+                channel._failure.during(None)
+        finally:
+            channel._lock.release()
+
+    def _check(self, peer: int, header: memoryview) -> None:
+        other = ExchangeCall.decode(header)
+        if other is None:
+            self._channel._failure.lost(peer, "it sent bytes that are not part of an exchange")
+        elif other != self._call:
+            self._channel._failure.mismatch({self._channel._rank: str(self._call), peer: str(other)})
+        self._channel._failure.check()
+
+
+@dataclasses.dataclass
+class _Incoming:
+    nbytes: int
+    into: memoryview | None
+    arrived: Callable[[memoryview], None] | None = None  # takes memory of the link, and releases it later
+
+
+class _Transfer:
+    """What is to be sent to one worker, and received from it."""
+
+    def __init__(self, link: Link, header: memoryview, check: Callable[[int, memoryview], None]) -> None:
+        self.link = link
+        self.is_held = False  # what was received last is not added yet
+        self.outgoing = collections.deque([header])
+        self.incoming = collections.deque([_Incoming(HEADER_BYTES, None, self._arrived_header)])
+        self._check = check
+
+    def send(self, values: Array) -> None:
+        """Sends the array, segment by segment, after what was to be sent before."""
+        data = _bytes(values)
+        self.outgoing.extend(data[start : start + SEGMENT_BYTES] for start in range(0, len(data), SEGMENT_BYTES))
+
+    def receive_into(self, values: Array) -> None:
+        """Receives as many values into the array, after what was to be received before."""
+        data = _bytes(values)
+        for start in range(0, len(data), SEGMENT_BYTES):
+            segment = data[start : start + SEGMENT_BYTES]
+            self.incoming.append(_Incoming(len(segment), segment))
+
+    def progress(self) -> bool:
+        """Sends and receives at most one segment; returns whether that was possible."""
+        has_progressed = False
+        if self.outgoing and self.link.send(self.outgoing[0]):
+            self.outgoing.popleft()
+            has_progressed = True
+        if self.incoming and not self.is_held:
+            expected = self.incoming[0]
+            received = self.link.receive(expected.nbytes, expected.into)
+            if received is not None:
+                self.incoming.popleft()
+                has_progressed = True
+                if expected.arrived is None:
+                    self.link.release()
+                else:
+                    expected.arrived(received)
+        return has_progressed
+
+    def interests(self) -> list[tuple[int, int]]:
+        """Returns what to poll for until `progress` is possible."""
+        receives = bool(self.incoming) and not self.is_held
+        return self.link.interests(sends=bool(self.outgoing), receives=receives)
+
+    def _arrived_header(self, header: memoryview) -> None:
+        self._check(self.link.peer, header)
+        self.link.release()
+
+
+class _OwnPart:
+    """The part of an array that this worker adds up, segment by segment."""
+
+    def __init__(
+        self, rank: int, transfers: dict[int, _Transfer], own: Array, total: Array, *, sends_sums: bool
+    ) -> None:
+        self._rank, self._transfers = rank, transfers
+        self._own, self._total, self._sends_sums = own, total, sends_sums
+        self._step = SEGMENT_BYTES // own.itemsize
+        self._arrived: dict[int, dict[int, memoryview]] = collections.defaultdict(dict)
+        if not transfers:
+            total[...] = own
+
+    def receive_from(self, peer: int) -> None:
+        """Receives the values of `peer` for this part."""
+        for start in range(0, self._own.size, self._step):
+            nbytes = self._own[start : start + self._step].nbytes
+            self._transfers[peer].incoming.append(_Incoming(nbytes, None, self._taker(peer, start)))
+
+    def _taker(self, peer: int, start: int) -> Callable[[memoryview], None]:
+        def take(received: memoryview) -> None:
+            self._transfers[peer].is_held = True
+            self._arrived[start][peer] = received
+            if len(self._arrived[start]) == len(self._transfers):
+                self._add(start, self._arrived.pop(start))
+
+        return take
+
+    def _add(self, start: int, received: dict[int, memoryview]) -> None:
+        span = slice(start, start + self._step)
+        values = {peer: np.frombuffer(data, self._own.dtype) for peer, data in received.items()}
+        values[self._rank] = self._own[span]
+        add_in_order([values[rank] for rank in sorted(values)], self._total[span])
+        for transfer in self._transfers.values():
+            transfer.is_held = False
+            transfer.link.release()
+            if self._sends_sums:
+                transfer.send(self._total[span])
+
+
+def _run(transfers: list[_Transfer], failure: GroupFailure) -> None:
+    failure.check()
+    while transfers:
+        has_progressed = False
+        for transfer in transfers:
+            try:
+                has_progressed |= transfer.progress()
+            except LinkBrokenError as error:
+                failure.lost_link(transfer.link.peer, str(error))
+                failure.check()
+        if not has_progressed and not _can_progress(transfers, failure):
+            for peer in sorted(failure.left & {transfer.link.peer for transfer in transfers}):
+                failure.lost(peer, HAS_LEFT)
+            failure.check()
+        transfers = [transfer for transfer in transfers if transfer.outgoing or transfer.incoming]
+
+
+def _can_progress(transfers: list[_Transfer], failure: GroupFailure) -> bool:
+    """Waits until a transfer can progress; returns false if none could for a while."""
+    poller = select.poll()
+    poller.register(failure.descriptor, select.POLLIN)
+    for transfer in transfers:
+        for descriptor, events in transfer.interests():
+            poller.register(descriptor, events)
+    can_progress = bool(poller.poll(_LOOK_MILLISECONDS))
+    failure.check()
+    return can_progress
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns an array without values whose memory is aligned so that TensorFlow can use it without a copy."""
+    dtype = np.dtype(dtype)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def add_in_order(values: Sequence[Array], total: Array) -> None:
+    """Adds up arrays, from first to last, into `total`."""
+    if total.dtype == np.bool_:
+        np.logical_or.reduce(values, out=total)
+    elif total.dtype.itemsize < 4 and total.dtype.kind not in "iu":
+        wide = values[0].astype(np.float32)
+        for other in values[1:]:
+            wide += other.astype(np.float32)
+        total[...] = wide.astype(total.dtype)
+    elif len(values) == 1:
+        total[...] = values[0]
+    else:
+        np.add(values[0], values[1], out=total)
+        for other in values[2:]:
+            np.add(total, other, out=total)
+
+
+def _part_starts(size: int, parts: int, itemsize: int) -> list[int]:
+    step = max(_ALIGNMENT_BYTES // itemsize, 1)
+    return [min(size * part // parts // step * step, size) for part in range(parts)] + [size]
+
+
+def _flat(values: Array) -> Array:
+    return np.ascontiguousarray(values).reshape(-1)
+
+
+def _bytes(values: Array) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

@@ -1,0 +1,40 @@
+"""Errors of an exchange. All workers raise the same one."""
+
+
+class ExchangeError(RuntimeError):
+    """An exchange failed, and so did all later ones of this process."""
+
+
+class WorkerLostError(ExchangeError):
+    """Another worker ended, lost its connection, is silent, or sent what no worker sends.
+
+    Args:
+        rank: Of that worker.
+        cause: What happened to it: "its process has ended".
+        doing: What this worker was doing: "all-reduce 12 of 1000 float32 values".
+    """
+
+    def __init__(self, rank: int, cause: str, doing: str) -> None:
+        super().__init__(
+            f"Worker {rank} is lost. Received: {cause}, during {doing}. Expected: all workers take part in each "
+            "exchange. The log of that worker says why. Restart the workers together, as `tfdist run --max-restarts` "
+            "does."
+        )
+        self.rank, self.cause = rank, cause
+
+
+class ExchangeMismatchError(ExchangeError):
+    """Workers called different exchanges: another program, other shapes, or another number of batches.
+
+    Args:
+        calls: What each of two workers called, by rank.
+    """
+
+    def __init__(self, calls: dict[int, str]) -> None:
+        self.calls = calls
+        received = "; ".join(f"worker {rank}: {call}" for rank, call in sorted(calls.items()))
+        super().__init__(
+            f"The workers call different exchanges. Received: {received}. Expected: the same exchanges in the same "
+            "order on all workers. Run the same program with the same arguments everywhere, and give all workers "
+            "the same number of batches and models of the same shapes."
+        )

@@ -1,0 +1,195 @@
+"""Control messages between all workers: who lives, what failed, who left, and values under a key."""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, WorkerLostError
+from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
+from tfdist.transport.nonblocking_connection import NonblockingConnection
+from tfdist.transport.transport_errors import ConnectionClosedError
+
+_BEAT_SECONDS = 1.0
+_LAST_VALUES_SECONDS = 2.0  # of others, after a worker has left
+
+
+class GroupControl:
+    """Keeps an authenticated connection to each other worker, in one thread.
+
+    Every worker learns of a failure from the worker that noticed it and from the lost worker's closed connection, so
+    all raise the same error within a moment. A worker that is silent for too long counts as lost.
+
+    Args:
+        rank: Of this worker.
+        connections: To the other workers, by rank. `close` closes them.
+        failure: Of the group.
+        silence_seconds: After which a worker that says nothing is lost.
+    """
+
+    def __init__(
+        self, rank: int, connections: dict[int, NonblockingConnection], failure: GroupFailure, silence_seconds: float
+    ) -> None:
+        self._rank, self._failure, self._silence_seconds = rank, failure, silence_seconds
+        self._connections = dict(connections)
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_closed = False
+        self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        failure.tell = self._tell
+        self._thread = threading.Thread(target=self._serve, name="tfdist exchange control", daemon=True)
+        self._thread.start()
+
+    def publish(self, key: str, value: str) -> None:
+        """Gives all workers a value under a key, in place of an earlier one."""
+        self._set(key, value)
+        self._send_to_all({"key": key, "value": value})
+
+    def propose(self, key: str, value: str) -> str:
+        """Gives all workers the value of the first worker that proposes one under a key; returns that value.
+
+        Worker 0 decides which proposal is the first.
+
+        Raises:
+            ExchangeError: A worker is lost.
+        """
+        if self._rank == 0:
+            self._take_first(key, value)
+        else:
+            self._send({0: self._connections.get(0)}, {"propose": key, "value": value})
+        return str(self.wait_for(key))
+
+    def withdraw(self, key: str) -> None:
+        """Removes what was published under a key."""
+        with self._changed:
+            self._values.pop(key, None)
+        self._send_to_all({"key": key})
+
+    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
+        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`.
+
+        Raises:
+            ExchangeError: A worker is lost, or has left and will publish nothing more.
+        """
+        failure = self._failure
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or failure.error or failure.left, timeout_seconds)
+            if failure.left and not failure.error:  # values of other workers may still arrive
+                self._changed.wait_for(lambda: key in self._values or failure.error, _LAST_VALUES_SECONDS)
+            if key in self._values:
+                return self._values[key]
+            failure.check()
+            if failure.left:
+                raise WorkerLostError(min(failure.left), HAS_LEFT, f"a wait for {key!r}")
+        return None
+
+    def close(self) -> None:
+        """Tells the others that this worker leaves, and closes all connections."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if getattr(sys, "last_value", None) is None:  # after an uncaught exception the others see a lost worker
+            self._send_to_all({"left": True})
+        os.eventfd_write(self._wakes, 1)
+        self._thread.join(timeout=2 * _BEAT_SECONDS)
+        for connection in self._connections.values():
+            connection.close()
+        os.close(self._wakes)
+
+    def _serve(self) -> None:
+        next_beat = 0.0
+        while not self._is_closed:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + _BEAT_SECONDS
+                self._send_to_all({"alive": True})
+                self._check_silence(now)
+            poller = select.poll()
+            poller.register(self._wakes, select.POLLIN)
+            for connection in self._connections.values():
+                poller.register(connection.fileno(), select.POLLIN)
+            if self._failure.error is None:
+                poller.register(self._failure.descriptor, select.POLLIN)
+            poller.poll(max(next_beat - time.monotonic(), 0) * 1000)
+            self._receive()
+            if self._failure.error is not None:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _receive(self) -> None:
+        for rank, connection in list(self._connections.items()):
+            try:
+                for message in connection.receive():
+                    self._heard[rank] = time.monotonic()
+                    self._take(rank, message)
+            except ConnectionClosedError as error:
+                self._drop(rank, str(error))
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        if "left" in message:
+            with self._changed:
+                self._failure.left.add(rank)
+                self._changed.notify_all()
+        elif "propose" in message:
+            self._take_first(str(message["propose"]), str(message["value"]))
+        elif "lost" in message:
+            self._failure.lost(int(message["lost"]), str(message["cause"]))
+        elif "calls" in message:
+            self._failure.mismatch({int(worker): str(call) for worker, call in message["calls"].items()})
+        elif "value" in message:
+            self._set(str(message["key"]), str(message["value"]))
+        elif "key" in message:
+            with self._changed:
+                self._values.pop(str(message["key"]), None)
+
+    def _drop(self, rank: int, cause: str) -> None:
+        with self._sending:
+            self._connections.pop(rank).close()
+        if rank not in self._failure.left:
+            is_end = "closed" in cause or "reset" in cause.lower()
+            self._failure.lost(rank, "its process has ended" if is_end else f"its connection broke ({cause})")
+
+    def _check_silence(self, now: float) -> None:
+        for rank in list(self._connections):
+            silence = now - self._heard[rank]
+            if silence > self._silence_seconds:
+                self._failure.lost(rank, f"it has not answered for {silence:.0f} s: it is frozen, or its link is cut")
+
+    def _tell(self, error: ExchangeError) -> None:
+        self._send_to_all(_described(error))
+
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        self._send(self._connections, message)
+
+    def _send(self, connections: Mapping[int, NonblockingConnection | None], message: dict[str, Any]) -> None:
+        with self._sending:
+            for connection in connections.values():
+                if connection is not None:
+                    with contextlib.suppress(ConnectionClosedError):
+                        connection.send(message)  # `_receive` sees it, too, after the last messages of that worker
+
+    def _take_first(self, key: str, value: str) -> None:
+        with self._changed:
+            is_first = key not in self._values
+            value = self._values.setdefault(key, value)
+            self._changed.notify_all()
+        if is_first:
+            self._send_to_all({"key": key, "value": value})
+
+    def _set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+
+def _described(error: ExchangeError) -> dict[str, Any]:
+    if isinstance(error, WorkerLostError):
+        return {"lost": error.rank, "cause": error.cause}
+    assert isinstance(error, ExchangeMismatchError)
+    return {"calls": {str(rank): call for rank, call in error.calls.items()}}

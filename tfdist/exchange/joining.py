@@ -1,0 +1,393 @@
+"""Connects a worker with all others: authenticated, encrypted if the user gives certificates, by memory on one host.
+
+Each worker listens on its address until all others have joined, and dials those of lower rank. Between two workers
+there is one control connection and one link for each channel. Workers of one host find each other by a socket without
+a place in the file system, over which they pass descriptors of shared memory.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import os
+import queue
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.exchange.links import Link, SharedMemoryLink, SocketLink
+from tfdist.transport.blocking_connection import BlockingConnection
+from tfdist.transport.handshake import Credentials
+from tfdist.transport.nonblocking_connection import NonblockingConnection
+from tfdist.transport.transport_errors import (
+    ClusterMismatchError,
+    ConnectionClosedError,
+    HandshakeError,
+    TokenRejectedError,
+    TransportError,
+)
+
+_HANDSHAKE_SECONDS = 10.0
+_PAUSE_SECONDS = 0.05
+_CHECK_SECONDS = 10.0
+_MAX_PENDING = 256  # connections that have not proved the token yet
+_MAX_PENDING_PER_ADDRESS = 64
+_DESCRIPTORS = 5
+CONTROL = "control"
+
+
+@dataclasses.dataclass(frozen=True)
+class Encryption:
+    """TLS between workers: each proves its certificate to the other.
+
+    Args:
+        certificate: Path of this worker's certificate, in PEM.
+        key: Path of its private key.
+        authority: Path of the certificates that are trusted.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+    def wrap(self, connection: socket.socket, *, is_server: bool) -> socket.socket:
+        """Returns the encrypted connection."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # addresses of workers change; the authority says who is a worker
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        return context.wrap_socket(connection, server_side=is_server)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """A connection to a worker, for one purpose."""
+
+    rank: int
+    purpose: str
+    connection: BlockingConnection
+    descriptors: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """Closes the connection and the descriptors that came over it."""
+        self.connection.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@dataclasses.dataclass
+class Group:
+    """The connections of a worker.
+
+    Attributes:
+        control: To each other worker, by rank.
+        links: By channel, then by rank; `None` for this worker.
+    """
+
+    control: dict[int, NonblockingConnection]
+    links: dict[str, list[Link | None]]
+
+
+class GroupJoin:
+    """Joins a group of workers.
+
+    Args:
+        rank: Of this worker.
+        addresses: `host:port` of each worker, by rank.
+        credentials: What workers prove to each other.
+        channels: The names of the channels.
+        encryption: Encrypts connections between hosts, if given.
+        shares_memory: Whether workers of one host exchange by shared memory.
+        check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        channels: Sequence[str],
+        *,
+        encryption: Encryption | None = None,
+        shares_memory: bool = True,
+        check_missing: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> None:
+        self._check_missing = check_missing
+        self._rank, self._addresses, self._credentials = rank, list(addresses), credentials
+        self._channels, self._encryption = list(channels), encryption
+        self._joined: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
+        self._pending: collections.Counter[str] = collections.Counter()  # by address
+        self._pending_lock = threading.Lock()
+        self._has_ended = False
+        self._host = _host_identity() if shares_memory and hasattr(socket, "send_fds") else ""
+        self._local_name = f"\0tfdist-{secrets.token_hex(16)}" if self._host else ""
+        self._listeners: list[socket.socket] = []
+
+    def join(self, timeout_seconds: float) -> Group:
+        """Connects with all workers.
+
+        Raises:
+            TimeoutError: Workers did not answer in time; the message names them and why.
+            OSError: The port of this worker is in use.
+            HandshakeError: A worker has another token or another description of the cluster.
+        """
+        self._timeout_seconds = timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
+        lower = range(self._rank)
+        higher = range(self._rank + 1, len(self._addresses))
+        reasons: dict[int, str] = {}
+        joined: dict[tuple[int, str], _Joined] = {}
+        try:
+            if higher:
+                self._listen()
+            for peer in lower:
+                dialer = threading.Thread(target=self._dial, args=(peer, deadline, reasons), daemon=True)
+                dialer.start()
+            missing = {(peer, purpose) for peer in [*lower, *higher] for purpose in (CONTROL, *self._channels)}
+            while missing:
+                arrived = self._next(deadline, missing, reasons)
+                place = (arrived.rank, arrived.purpose)
+                if place in joined:  # that worker has tried again, because its first connection broke
+                    joined[place].close()
+                missing.discard(place)
+                joined[place] = arrived
+        except BaseException:
+            for one in joined.values():
+                one.close()
+            raise
+        finally:
+            self._has_ended = True
+            for listener in self._listeners:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+                listener.close()
+        return self._group(joined)
+
+    def _next(self, deadline: float, missing: set[tuple[int, str]], reasons: dict[int, str]) -> _Joined:
+        workers = sorted({rank for rank, _ in missing})
+        try:
+            left = max(deadline - time.monotonic(), 0.001)
+            if self._check_missing is not None and left > _CHECK_SECONDS:
+                try:
+                    arrived = self._joined.get(timeout=_CHECK_SECONDS)
+                except queue.Empty:
+                    self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
+                    return self._next(deadline, missing, reasons)
+            else:
+                arrived = self._joined.get(timeout=left)
+        except queue.Empty:
+            found = "; ".join(
+                f"worker {rank} at {self._addresses[rank]} ({reasons.get(rank, 'it has not connected')})"
+                for rank in workers
+            )
+            raise TimeoutError(
+                f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from {found}. "
+                "Expected: every worker creates its strategy in that time. Check the logs of the missing workers, or "
+                "allow more time with `tfdist run --start-timeout` or "
+                "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
+            ) from None
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
+
+    def _group(self, joined: dict[tuple[int, str], _Joined]) -> Group:
+        control = {
+            rank: NonblockingConnection.continuing(one.connection)
+            for (rank, purpose), one in joined.items()
+            if purpose == CONTROL
+        }
+        links: dict[str, list[Link | None]] = {name: [None] * len(self._addresses) for name in self._channels}
+        for (rank, purpose), one in joined.items():
+            if purpose == CONTROL:
+                continue
+            if one.descriptors:
+                memory, *counters = one.descriptors
+                link: Link = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
+                one.connection.close()
+            else:
+                link = SocketLink(rank, one.connection.detach()[0])
+            links[purpose][rank] = link
+        return Group(control, links)
+
+    # The side that accepts.
+
+    def _listen(self) -> None:
+        host, port = _host_and_port(self._addresses[self._rank])
+        self._listeners.append(_server(host, port))
+        if self._local_name:
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            local.bind(self._local_name)
+            local.listen(_MAX_PENDING)
+            self._listeners.append(local)
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="tfdist exchange", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, address = listener.accept()
+            except OSError:
+                if self._has_ended:
+                    return
+                time.sleep(_PAUSE_SECONDS)  # no descriptor is free at the moment
+                continue
+            source = str(address[0]) if connection.family != socket.AF_UNIX else "this host"
+            with self._pending_lock:
+                is_one_too_many = self._pending[source] >= _MAX_PENDING_PER_ADDRESS
+                is_one_too_many |= source != "this host" and self._pending.total() >= _MAX_PENDING
+                self._pending[source] += not is_one_too_many
+            if is_one_too_many or (source == "this host" and _user_of(connection) != os.getuid()):
+                self._end_pending(source, not is_one_too_many)
+                connection.close()
+                continue
+            arguments = (connection, source)
+            threading.Thread(target=self._admit, args=arguments, name="tfdist exchange", daemon=True).start()
+
+    def _end_pending(self, source: str, was_counted: bool = True) -> None:
+        with self._pending_lock:
+            self._pending[source] -= was_counted
+
+    def _admit(self, connection: socket.socket, source: str) -> None:
+        try:
+            is_local = connection.family == socket.AF_UNIX
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            if self._encryption is not None and not is_local:
+                connection = self._encryption.wrap(connection, is_server=True)
+            accepted = BlockingConnection.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            said = accepted.receive(_HANDSHAKE_SECONDS)
+            rank, purpose = said.get("rank"), said.get("purpose")
+            is_known = isinstance(rank, int) and self._rank < rank < len(self._addresses)
+            if not is_known or purpose not in (CONTROL, *self._channels):
+                accepted.close()
+                return
+            shares = bool(self._host) and said.get("host") == self._host
+            accepted.send({"rank": self._rank, "local": self._local_name[1:] if shares else ""})
+            descriptors: tuple[int, ...] = ()
+            if is_local:
+                descriptors = accepted.receive_descriptors(_DESCRIPTORS, _HANDSHAKE_SECONDS)
+            assert isinstance(rank, int)
+            self._joined.put(_Joined(rank, str(purpose), accepted, descriptors))
+        except (TransportError, OSError):
+            connection.close()  # a stranger, or a worker that tries again
+        finally:
+            self._end_pending(source)
+
+    # The side that dials.
+
+    def _dial(self, peer: int, deadline: float, reasons: dict[int, str]) -> None:
+        host, port = _host_and_port(self._addresses[peer])
+        local = ""
+        for purpose in (CONTROL, *self._channels):
+            while True:
+                try:
+                    if local and purpose != CONTROL:
+                        try:
+                            self._joined.put(self._open_memory(peer, purpose, local))
+                            break
+                        except (TransportError, OSError):
+                            local = ""  # another network namespace
+                    opened, answer = self._open(socket.create_connection((host, port), 5.0), peer, purpose)
+                    local = str(answer.get("local", ""))
+                    self._joined.put(_Joined(peer, purpose, opened))
+                    break
+                except (TokenRejectedError, ClusterMismatchError) as error:
+                    self._joined.put(_refusal(peer, self._addresses[peer], error))
+                    return
+                except (TransportError, OSError) as error:
+                    reasons[peer] = str(getattr(error, "strerror", None) or error)
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_PAUSE_SECONDS)
+
+    def _open(self, connection: socket.socket, peer: int, purpose: str) -> tuple[BlockingConnection, dict[str, Any]]:
+        try:
+            if self._encryption is not None and connection.family != socket.AF_UNIX:
+                connection = self._encryption.wrap(connection, is_server=False)
+            opened = BlockingConnection.connect(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
+            opened.send({"rank": self._rank, "purpose": purpose, "host": self._host})
+            answer = opened.receive(_HANDSHAKE_SECONDS)
+            if answer.get("rank") != peer:
+                raise ConnectionClosedError(f"worker {answer.get('rank')} answers at that address")
+            return opened, answer
+        except BaseException:
+            connection.close()
+            raise
+
+    def _open_memory(self, peer: int, purpose: str, local: str) -> _Joined:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        connection.connect(f"\0{local}")
+        opened, _ = self._open(connection, peer, purpose)
+        descriptors = SharedMemoryLink.create()
+        opened.send_descriptors(descriptors)
+        return _Joined(peer, purpose, opened, tuple(descriptors))
+
+
+def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
+    return HandshakeError(
+        f"Worker {peer} at {address} refused this worker. Received: {error}. Expected: the same TFDIST_TOKEN, the "
+        "same addresses and the same attempt on all workers. Start all workers by one launcher, or set the same "
+        "TFDIST_TOKEN for all."
+    )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Listens on the own address if it is stated as one; on all interfaces if a name stands for it.
+
+    On its own host a name may resolve to a loopback address, and an address may be a translated one.
+    """
+    try:
+        if host == "localhost" or _is_address(host):
+            family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            try:
+                return socket.create_server(place[:2], family=family, backlog=_MAX_PENDING)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=_MAX_PENDING, dualstack_ipv6=has_both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            error.errno,
+            f"The port of this task is in use. Received: port {port}, on which another process listens. "
+            "Expected: a free port. End the other process, which may be left from an earlier run, or choose "
+            "another port: in TF_CONFIG; under Slurm and Kubernetes by TFDIST_PORT, the same for all tasks.",
+        ) from error
+
+
+def _host_identity() -> str:
+    """Returns what workers of one running kernel have in common."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Returns the user whose process is at the other end of a Unix socket."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)

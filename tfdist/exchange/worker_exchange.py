@@ -1,0 +1,100 @@
+"""The exchange of a worker with all others."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tfdist.exchange.channel import Channel
+from tfdist.exchange.exchange_errors import ExchangeError
+from tfdist.exchange.group_control import GroupControl
+from tfdist.exchange.group_failure import GroupFailure
+from tfdist.exchange.joining import Encryption, GroupJoin
+from tfdist.transport.handshake import Credentials
+
+PROTOCOL = 1
+STEPS, SMALL, BACKGROUND = CHANNELS = ("steps", "small", "background")
+"""Channels: gradients; counts and metrics, which do not wait behind gradients; exchanges beside the steps."""
+
+
+class Exchange:
+    """Connects this worker with all others, until `close`.
+
+    Args:
+        rank: Of this worker.
+        addresses: `host:port` of each worker, by rank; IPv6 as `[::1]:port`.
+        token: A secret of all workers.
+        cluster: A description that all workers of one attempt have in common, for example their addresses.
+        timeout_seconds: How long the others may take to start.
+        silence_seconds: After which a worker that says nothing counts as lost. A process that ends is noticed at once.
+        encryption: Encrypts connections between hosts, if given.
+        shares_memory: Whether workers of one host exchange by shared memory.
+        check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.
+
+    Raises:
+        TimeoutError: Workers did not start in time. The message names them.
+        OSError: The port of this worker is in use.
+        HandshakeError: A worker has another token, or another description of the cluster.
+
+    >>> import numpy as np
+    >>> exchange = Exchange(0, ["localhost:1"], token="secret")
+    >>> exchange.channel(STEPS).all_reduce(np.array([1.5, 2.0]))
+    array([1.5, 2. ])
+    >>> exchange.close()
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[str],
+        *,
+        token: str,
+        cluster: str = "",
+        timeout_seconds: float = 300.0,
+        silence_seconds: float = 60.0,
+        encryption: Encryption | None = None,
+        shares_memory: bool = True,
+        check_missing: Callable[[Mapping[str, str]], None] | None = None,
+    ) -> None:
+        self.rank, self.size, self.addresses = rank, len(addresses), list(addresses)
+        credentials = Credentials("tfdist exchange", PROTOCOL, token, cluster=cluster, same_version=True)
+        join = GroupJoin(
+            rank,
+            addresses,
+            credentials,
+            CHANNELS,
+            encryption=encryption,
+            shares_memory=shares_memory,
+            check_missing=check_missing,
+        )
+        group = join.join(timeout_seconds)
+        self._failure = GroupFailure()
+        self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
+        self._channels = {name: Channel(rank, links, self._failure) for name, links in group.links.items()}
+        # No worker sends arrays before all others read them from their links, not from a handshake.
+        self._wait_until_all_have_joined(timeout_seconds)
+
+    def channel(self, name: str) -> Channel:
+        """Returns a channel, for one thread at a time."""
+        return self._channels[name]
+
+    @property
+    def failure(self) -> ExchangeError | None:
+        """The error that ended the exchange; `None` if there is none."""
+        return self._failure.error
+
+    def fail(self, cause: str) -> None:
+        """Makes an error of this worker's exchanges a failure of the group: no other worker waits for it."""
+        self._failure.lost(self.rank, cause)
+
+    def close(self) -> None:
+        """Leaves the group. The others notice if they still exchange."""
+        self.control.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _wait_until_all_have_joined(self, timeout_seconds: float) -> None:
+        self.control.publish(f"tfdist/joined/{self.rank}", "")
+        for rank in range(self.size):
+            if self.control.wait_for(f"tfdist/joined/{rank}", timeout_seconds) is None:
+                raise TimeoutError(
+                    f"Worker {rank} has not connected with all others after {timeout_seconds:g} s. Expected: each "
+                    "worker reaches each other one. `tfdist doctor` on all hosts says which cannot."
+                )
