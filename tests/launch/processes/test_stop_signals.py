@@ -57,7 +57,7 @@ def test_signal_that_arrives_twice_within_a_second_is_one(start, name):
 
 
 def test_burst_of_signals_counts_once_a_second(monkeypatch):
-    """Not never, as it would if each signal began a second anew."""
+    """Otherwise each signal would start the second again, and none would ever count."""
     now, repeats = [0.0], []
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
     with stop_signals.StopSignals(on_repeat=lambda: repeats.append(now[0])) as signals:
