@@ -11,8 +11,7 @@ from tfdist.cluster.heartbeat import Heartbeat
 from tfdist.utils.argument_checks import optional_integer_variable
 
 _DEFAULT_START_TIMEOUT_SECONDS = 300.0
-# How long TensorFlow lets a worker be silent. `tfdist run` finds lost workers itself, and much earlier; without it
-# TensorFlow alone does.
+# How long a worker may be silent. `tfdist run` finds lost workers itself, and much earlier.
 _SILENCE_UNDER_LAUNCHER_SECONDS = 3600.0
 _SILENCE_SECONDS = 60.0
 _SILENCE_VARIABLE = "TFDIST_SILENCE_LIMIT"
@@ -136,7 +135,7 @@ def start_timeout_of(start_timeout_seconds: float | None) -> float:
 
 
 def silence_limit_of_environment() -> float:
-    """Returns how many seconds TensorFlow may receive nothing from a worker before it ends the training on all workers.
+    """Returns how many seconds a worker may be silent before the others take it for lost.
 
     3600 s if `tfdist run` watches this process: it notices an exit at once, a stopped process within a second, and
     silent workers and nodes after `--heartbeat-timeout`, by messages that do not pass the link of the gradients. 60 s

@@ -92,7 +92,7 @@ for _method, _why in {
     "_get_replica_id_in_sync_group": "as for _num_replicas_in_sync",
     "_get_local_replica_id": "as for _num_replicas_in_sync",
     "_experimental_distribute_values_from_function": "as for _num_replicas_in_sync",
-    "_get_variable_creator_initial_value": "broadcasts initial values of few dtypes",
+    "_get_variable_creator_initial_value": "broadcasts initial values by TensorFlow's cluster",
     "_gather_to_implementation": "chooses a group by the number of this worker's values",
     "_get_cross_device_ops": "as for _gather_to_implementation",
     "_make_input_context": "describes a worker's part of the data",
