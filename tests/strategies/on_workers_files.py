@@ -37,7 +37,7 @@ def outcome(function):
         return f"{type(error).__name__}: {error}"
 
 
-def saves(model, folder):
+def saves(strategy, model, folder):
     """What each way to save returns, and what the worker then reads at once, again and again."""
     other = keras.models.clone_model(model)
     weights = model.get_weights()
@@ -72,6 +72,11 @@ def saves(model, folder):
     manager = tf.train.CheckpointManager(checkpoint, str(folder / "managed"), max_to_keep=2)
     restored = tf.train.Checkpoint(model=other)
 
+    def save_in_step():
+        # A manager removes old checkpoints: as in a training, no worker is more than one save ahead of another.
+        strategy.gather(tf.zeros([1]), axis=0)
+        manager.save()
+
     def restore(path):
         restored.restore(path).expect_partial()
         return difference(weights, other)
@@ -95,7 +100,7 @@ def saves(model, folder):
         "checkpoint": reload(
             lambda: checkpoint.write(str(folder / "written")), lambda: restore(str(folder / "written"))
         ),
-        "manager": reload(manager.save, lambda: restore(manager.latest_checkpoint)),
+        "manager": reload(save_in_step, lambda: restore(manager.latest_checkpoint)),
         "returned": [checkpoint.write(folder / "returned"), checkpoint.save(folder / "numbered")],
         "kept": [os.path.basename(path) for path in manager.checkpoints],
         "asked": outcome(lambda: model.save(folder / "once.keras", overwrite=False)),
@@ -154,7 +159,7 @@ def write_files(strategy, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     model = compiled(strategy)
     model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)
-    seen = {"saves": saves(model, folder), "fits": fits(strategy, folder)}
+    seen = {"saves": saves(strategy, model, folder), "fits": fits(strategy, folder)}
     model.save(folder / f"model-{strategy.rank}.keras")
     if strategy.rank == 1:  # saving takes no other worker
         model.save(folder / "alone.keras")
