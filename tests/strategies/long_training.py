@@ -40,6 +40,7 @@ WORKERS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "two workers": (MultiWorkerMirroredStrategy, ("--workers", "2")),
     "two workers, int8": (lambda: MultiWorkerMirroredStrategy(compression="int8"), ("--workers", "2")),
+    "two workers, PowerSGD": (lambda: MultiWorkerMirroredStrategy(compression="powersgd:1"), ("--workers", "2")),
     "two workers, slots split": (lambda: MultiWorkerMirroredStrategy(shard_optimizer_state=True), ("--workers", "2")),
     "two workers, LocalSGD": (lambda: MultiWorkerMirroredStrategy(mode=LocalSGD(8)), ("--workers", "2")),
     "two workers, DiLoCo": (lambda: MultiWorkerMirroredStrategy(mode=DiLoCo(8)), ("--workers", "2")),

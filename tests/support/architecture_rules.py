@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "planning": frozenset({"utils"}),
     "probe": frozenset("collectives compression internals model_parallel planning strategies training utils".split()),
     "utils": frozenset(),
-    "internals": frozenset({"private_symbols"}),
+    "internals": frozenset({"private_symbols", "utils"}),
     "private_symbols": frozenset(),
     "versions": frozenset(),
     "examples": PUBLIC,

@@ -13,13 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.utils.reused_memory import ReusedMemory
 
 _REGISTRY = "tensorflow.python.ops.script_ops:FuncRegistry"
 
 _Registry = private(_REGISTRY, "calls the Python functions of a graph")
 private(f"{_REGISTRY}.__call__", "passes their results on without a copy")
 
-_ALIGNMENT_BYTES = 64  # TensorFlow takes such memory as it is, and would copy other memory a second time.
+_MEMORY = ReusedMemory(most_bytes=2**28)  # of batches that are read ahead, shuffled or computed with
 _COPIED_TYPES = frozenset(
     [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.bool, tf.complex64, tf.complex128]
     + [tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64]
@@ -46,9 +47,7 @@ def _copied(result: Any) -> Any:
     if not getattr(result, "ndim", 0):
         return result
     if isinstance(result, np.ndarray) and not result.dtype.hasobject and result.dtype.kind not in "SU":
-        memory = np.empty(result.nbytes + _ALIGNMENT_BYTES, np.uint8)
-        start = -memory.__array_interface__["data"][0] % _ALIGNMENT_BYTES
-        copy = memory[start : start + result.nbytes].view(result.dtype).reshape(result.shape)
+        copy = _MEMORY.empty(result.shape, result.dtype)
         copy[...] = result
         return copy
     if isinstance(result, tf.Tensor) and result.dtype in _COPIED_TYPES and "CPU" in result.device:
