@@ -13,7 +13,12 @@ framework_imports.install()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # Their tests check a run that an earlier file starts. At the same time they would only wait for the other test process.
-_LAST = ("test_cluster_training.py", "test_elastic_on_workers.py", "test_multi_worker_strategy.py")
+_LAST = (
+    "test_cluster_training.py",
+    "test_elastic_on_workers.py",
+    "test_federated_averaging.py",
+    "test_multi_worker_strategy.py",
+)
 # How often Grappler optimizes graphs, by directory or file; once by default. The directories compare trainings with
 # themselves, and look at files and messages; the files compare the bits of several processes with those of one.
 _GRAPPLER = {

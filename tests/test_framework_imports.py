@@ -7,7 +7,7 @@ import sys
 from child_environment import child_environment
 
 PACKAGE = """
-import gc
+import gc, pandas
 collects = gc.isenabled()
 try:
     import sklearn
@@ -23,6 +23,10 @@ import keras
 before = keras.found, keras.tensorflow.found, keras.collects, keras.tensorflow.collects
 import sklearn
 print(json.dumps([*before, gc.isenabled(), sklearn.is_fake]))
+unknown = isinstance(3.0, keras.pandas.Series)
+import pandas
+assert not unknown and isinstance(3.0, pandas.Series) and isinstance(3.0, keras.pandas.Series)
+assert isinstance([], keras.pandas.DataFrame) and not isinstance([], keras.pandas.Series)
 """
 
 
@@ -35,5 +39,6 @@ def test_optional_packages_are_hidden_only_while_a_framework_is_imported(tmp_pat
     (tmp_path / "tensorflow.py").write_text(PACKAGE)
     (tmp_path / "keras.py").write_text(f"import tensorflow\n{PACKAGE}")
     (tmp_path / "sklearn.py").write_text("is_fake = True")
+    (tmp_path / "pandas.py").write_text("DataFrame, Series = list, float")
     assert seen(tmp_path) == [False, False, False, False, True, True]
     assert seen(tmp_path, "imported before") == [True, True, False, False, True, True]

@@ -105,6 +105,7 @@ def test_large_batch_overflows_once_per_epoch(one_process):
     assert expected["updates"] == 4 and expected["scale"] == 2.0**117
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "strategy", "jit_compile", "steps_per_execution"),
     [
@@ -113,8 +114,8 @@ def test_large_batch_overflows_once_per_epoch(one_process):
         (everything, "one device", True, 1),
         pytest.param(everything, "one device", False, 4, marks=pytest.mark.long),
         pytest.param(embedding, "mirrored", False, 1, marks=pytest.mark.long),
-        (embedding, "mirrored", "auto", 4),
-        (embedding, "mirrored, one device", True, 1),
+        pytest.param(embedding, "mirrored", "auto", 4, marks=pytest.mark.long),
+        pytest.param(embedding, "mirrored, one device", True, 1, marks=pytest.mark.long),
         pytest.param(embedding, "one device", False, 1, marks=pytest.mark.long),
         pytest.param(embedding, "one device", True, 4, marks=pytest.mark.long),
         (embedding, "one worker", False, 1),

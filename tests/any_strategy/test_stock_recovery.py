@@ -14,7 +14,13 @@ from training import differences
 
 pytestmark = pytest.mark.usefixtures("cpus")
 # What each is about, other cases have, too: XLA, and the `fit` of one process.
-LONG = ("mirrored, one device, compiled", "one device", "none, compiled", "one device, accumulating, compiled")
+LONG = (
+    "mirrored, one device, compiled",
+    "one device",
+    "none, compiled",
+    "one device, accumulating, compiled",
+    "one worker, accumulating",
+)
 KILLED = "mirrored, accumulating", "one device, accumulating, compiled"
 
 

@@ -54,6 +54,7 @@ def undisturbed(tmp_path_factory):
     return result
 
 
+@pytest.mark.long  # by default tests/chaos kills compressed trainings
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in TRAININGS])
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
     # In the last step of the first epoch, and in the validation of the second.
@@ -88,14 +89,17 @@ def test_two_steps_an_execution(tmp_path):
     assert differences(expected, result) == []
 
 
-def test_a_generator_resumes_if_it_may_be_drawn_again(tmp_path):
-    expected = train(tmp_path / "undisturbed", kind="generator", every_epochs=100)
+@pytest.mark.parametrize("is_drawn_again", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_generator_resumes_if_it_may_be_drawn_again(tmp_path, is_drawn_again):
     folder = tmp_path / "disturbed"
     with pytest.raises(Interrupted):
         train(folder, kind="generator", callbacks=[Interrupt("on_train_batch_end", STEPS + 3)], every_steps=2)
     for _ in range(2):  # the first leaves what the second finds
         with pytest.raises(RuntimeError, match=f"data is a generator.*Received: {STEPS + 1} batches.*replay_data=True"):
             train(folder, kind="generator", every_steps=2)
+    if not is_drawn_again:  # by default tests/data_position/test_python_randomness.py draws again
+        return
+    expected = train(tmp_path / "undisturbed", kind="generator", every_epochs=100)
     # Within the second epoch, and on its last step.
     interruptions = ("on_train_batch_end", 2), ("on_train_batch_end", STEPS - 2)
     result = disturbed(folder, *interruptions, kind="generator", every_steps=1, replay_data=True)
@@ -122,7 +126,9 @@ def test_every_moment(tmp_path, undisturbed):
 @pytest.mark.parametrize(
     ("interruptions", "intervals"),
     [
-        ([("on_train_batch_end", STEPS), ("on_test_batch_end", 3)], {"every_steps": 1}),
+        pytest.param(
+            [("on_train_batch_end", STEPS), ("on_test_batch_end", 3)], {"every_steps": 1}, marks=pytest.mark.long
+        ),
         ([("on_epoch_end", 2)], {}),
     ],
     ids=["every step", "every epoch"],

@@ -48,8 +48,8 @@ def interrupted(tmp_path_factory):
     ("damage", "reason"),
     [
         (truncate, "shared.safetensors"),
-        (flip_a_bit, "shared.safetensors"),
-        (lose_a_shard, "rank-0.safetensors"),
+        pytest.param(flip_a_bit, "shared.safetensors", marks=pytest.mark.long),
+        pytest.param(lose_a_shard, "rank-0.safetensors", marks=pytest.mark.long),
         (lose_the_manifest, "manifest.json"),
     ],
 )

@@ -60,8 +60,8 @@ def trained(directory, *callbacks, replicas, with_call, wrapped=False):
 @pytest.mark.parametrize(
     ("replicas", "with_call", "wrapped"),
     [
-        (1, False, False),
         (2, True, True),
+        pytest.param(1, False, False, marks=pytest.mark.long),
         pytest.param(1, True, False, marks=pytest.mark.long),
         pytest.param(2, False, False, marks=pytest.mark.long),
     ],

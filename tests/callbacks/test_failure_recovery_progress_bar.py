@@ -38,7 +38,9 @@ def shown(text):
     return found
 
 
-@pytest.mark.parametrize(("verbose", "replicas"), [(1, 2), (2, 1), pytest.param(1, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("verbose", "replicas"), [(1, 2), *(pytest.param(verbose, 1, marks=pytest.mark.long) for verbose in (1, 2))]
+)
 def test_it_shows_the_remaining_steps(tmp_path, capsys, monkeypatch, cpus, verbose, replicas):
     # By default the bar skips values that follow the last one quickly.
     unhurried = functools.partialmethod(keras.utils.Progbar.__init__, interval=-1)

@@ -37,13 +37,13 @@ TRAININGS = {
         ],
         [0, None, 3, 3, 3, 11],
     ),
-    "2 workers, a kill": (  # contained in the others
+    "2 workers, a kill": (  # contained in the others; ends within an epoch and an accumulation, as the first
         ("workers", 2),
         [
             {"rank": 1, "at": "on_train_batch_end", "count": 5, "do": "SIGKILL", "after_save": 3},
-            {"rank": 0, "at": "on_train_batch_end", "count": 6, "do": "SIGTERM"},
+            {"rank": 0, "at": "on_train_batch_end", "count": 7, "do": "SIGTERM"},
         ],
-        [0, 3, 10],
+        [0, 3, 11],
     ),
     "2 workers, other moments": (
         ("workers", 2),
@@ -80,7 +80,7 @@ TRAININGS = {
         [0, 3, 12, 12, 15, 16, 17],
     ),
 }
-MARKS = {"2 workers": [], "2 workers, a kill": [pytest.mark.long, pytest.mark.version_matrix]}
+MARKS = {"2 workers, a kill": pytest.mark.version_matrix}
 NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in TRAININGS]
 # Messages of the launcher. A signal to one worker has no failure that came first.
 CAUSES = {
@@ -142,7 +142,7 @@ def test_disturbed_workers_end_as_if_nothing_had_happened(tmp_path, disturbed, u
 
 def test_fewer_workers_resume_from_a_checkpoint_of_more(tmp_path, disturbed, undisturbed_workers):
     """The checkpoint is in the middle of an accumulation and of an epoch."""
-    disturbed("2 workers", tmp_path)
+    disturbed("2 workers, a kill", tmp_path)
     checkpoint = newest(tmp_path)
     saved = group_by_variable(merge_ranks([checkpoint.read_rank(rank).tensors for rank in range(2)]))
     run(tmp_path, "workers", 1)

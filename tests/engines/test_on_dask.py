@@ -70,6 +70,7 @@ def tasks_of(dask_worker):
     return list(map(str, dask_worker.state.tasks))
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
     values = on_dask(functions.train, client, str(tmp_path), workers=2)
     assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
@@ -78,6 +79,7 @@ def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
     assert np.abs(reference[0]).max() > 0
 
 
+@pytest.mark.long
 def test_values_by_rank_and_the_output_of_workers(client, capfd):
     assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
     assert on_dask(functions.task_and_threads, 10, client=client, workers=1) == [("worker", 0, "1")]

@@ -54,6 +54,7 @@ def local_ray(started_ray, temporary):
     assert not list(temporary.glob("tfdist-*"))
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_tfdist_run(local_ray, reference, tmp_path):
     values = on_ray(functions.train, str(tmp_path), workers=2)
     assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
@@ -62,6 +63,7 @@ def test_the_weights_are_those_of_tfdist_run(local_ray, reference, tmp_path):
     assert np.abs(reference[0]).max() > 0
 
 
+@pytest.mark.long
 def test_values_by_rank_and_the_output_of_workers(local_ray, capfd):
     assert on_ray(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
     assert on_ray(functions.task_and_threads, 10, workers=1, resources_per_worker={"CPU": 2}) == [("worker", 0, "2")]
@@ -69,6 +71,7 @@ def test_values_by_rank_and_the_output_of_workers(local_ray, capfd):
     assert sorted(line for line in lines if line.startswith("[")) == ["[0] task 0", "[0] task 0", "[1] task 1"]
 
 
+@pytest.mark.long
 def test_a_chief_alone_returns_a_value(local_ray):
     assert on_ray(functions.task_and_threads, 10, workers=2, chief=True) == [("chief", 0, "1")]
 

@@ -60,7 +60,7 @@ def scaled():
 
 # By default tests/strategies/test_xla.py scales losses, tests/model_parallel/test_large_updates_in_stages.py averages.
 @pytest.mark.parametrize(
-    "optimizer", [adam, accumulated, *(pytest.param(one, marks=pytest.mark.long) for one in (decayed_average, scaled))]
+    "optimizer", [accumulated, *(pytest.param(one, marks=pytest.mark.long) for one in (adam, decayed_average, scaled))]
 )
 def test_updates_equal_those_without_xla(cpus, updated, optimizer):
     arguments = {"steps_per_execution": 3} if optimizer is adam else {}

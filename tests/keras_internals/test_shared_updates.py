@@ -68,7 +68,7 @@ def scaled():
 @pytest.mark.parametrize(
     ("optimizer", "build", "arguments"),
     [
-        (keras.optimizers.Adam, dense, {"steps_per_execution": 3}),
+        pytest.param(keras.optimizers.Adam, dense, {"steps_per_execution": 3}, marks=pytest.mark.long),
         (keras.optimizers.Adam, embedding, {}),
         (accumulated, dense, {}),
         pytest.param(scheduled, dense, {}, marks=pytest.mark.long),

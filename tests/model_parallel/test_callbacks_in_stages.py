@@ -49,7 +49,7 @@ def state(model: keras.Model) -> list[Any]:
     return [one.numpy() for one in (*variables, *copies)]
 
 
-@pytest.mark.parametrize("columns", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("columns", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_interrupted_training_resumes_bit_identically(cpus: list[str], tmp_path: Any, columns: int) -> None:
     undisturbed = made(cpus, columns)
     history = train(undisturbed, FailureRecovery(tmp_path / "a", every_steps=2))

@@ -114,7 +114,7 @@ def test_losses_with_fewer_samples_than_micro_batches(loss: Any, options: dict[s
         lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), loss_scale_factor=8.0),
         pytest.param(lambda: optimizers.Nadam(1e-2, clipvalue=0.01), marks=pytest.mark.long),
         pytest.param(lambda: optimizers.Muon(1e-2), marks=pytest.mark.long),
-        _averaging,
+        pytest.param(_averaging, marks=pytest.mark.long),
     ],
     ids=["accumulation", "loss scale", "schedule", "nadam", "muon", "averaging"],
 )

@@ -45,6 +45,15 @@ OTHERS = (
     "tutorial partitioned_variables"
 ).split()
 
+# `make test-long` has them. `all_losses_of_rounds` contains the losses, masks and accumulation of the first four;
+# `updates_that_depend_on_each_other` updates twice, with two optimizers, as the next two do;
+# `own_values_in_logs` has a `train_step`, steps in an execution and `train_on_batch`.
+CONTAINED = (
+    "momentum_2 masked_sequences all_losses_of_pushes own_loss_of_rounds "
+    "two_updates_of_one_tape two_optimizers_in_a_step "
+    "custom_train_step steps_per_execution on_batch_methods"
+).split()
+
 SAMPLES, FEATURES = 203, 6
 _random = np.random.default_rng(0)
 INPUTS = _random.normal(size=(SAMPLES, FEATURES)).astype("float32")

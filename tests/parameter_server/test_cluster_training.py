@@ -4,11 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cluster_cases import LONG_PARITY, LONG_ROUNDS, OWN, PARITY, ROUNDS
+from cluster_cases import CONTAINED, LONG_PARITY, LONG_ROUNDS, OWN, PARITY, ROUNDS
 from cluster_runs import launch_chief
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
-# `all_losses_of_rounds` has masks as `masked_sequences` has, and accumulates as `momentum_2` does.
 LONG = pytest.mark.long
 
 
@@ -24,17 +23,14 @@ def test_the_run_ends_without_an_error(cluster):
 
 # Sums of two parts are rounded differently from sums over a batch: by a few units in the last place of float32, 1.2e-7,
 # in 20 updates. In `PARITY` some sums are longer, and some differences are relative to small sums.
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=LONG) for name in ROUNDS), *OWN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[LONG] * (name in CONTAINED)) for name in ROUNDS + OWN])
 def test_equal_to_one_process(found, name):
     assert found(name)["difference"] <= 1e-6
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[LONG, pytest.mark.version_matrix] if name == "masked_sequences" else [])
-        for name in PARITY
-    ],
+    [pytest.param(name, marks=[LONG, pytest.mark.version_matrix] if name in CONTAINED else []) for name in PARITY],
 )
 def test_equal_to_one_process_as_replicas_are(found, name):
     assert found(name)["difference"] <= 5e-6

@@ -6,28 +6,22 @@ from cluster_runs import launch_chief
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.usefixtures("cpus")]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("federated")
-    run = launch_chief(
-        folder,
-        "federated_faults.py",
-        "stopped",
-        "resumed",
-        workers=2,
-        options=["--heartbeat-timeout", "60", "--max-restarts", "1"],
-    )
-    return run.assert_complete().json("results.json")
+def results(tmp_path_factory, name, workers=2):
+    options = ["--heartbeat-timeout", "60", "--max-restarts", "1"]
+    folder = tmp_path_factory.mktemp(name)
+    run = launch_chief(folder, "federated_faults.py", name, workers=workers, options=options)
+    return run.assert_complete().json("results.json")[name]
 
 
-def test_rounds_end_at_the_deadline_without_a_stopped_worker(results):
-    seen = results["stopped"]
+def test_rounds_end_at_the_deadline_without_a_stopped_worker(tmp_path_factory):
+    seen = results(tmp_path_factory, "stopped")
     assert seen["rounds"] == 12
     assert seen["left_out"] <= 1  # one call; its worker gets no other one until it has ended
 
 
-def test_a_restarted_chief_ends_bit_identical(results):
-    seen = results["resumed"]
+@pytest.mark.long
+def test_a_restarted_chief_ends_bit_identical(tmp_path_factory):
+    seen = results(tmp_path_factory, "resumed")
     assert seen["equal"] and seen["compared"] > 20
     assert seen["rounds"] == 12
     for resumed, uninterrupted in (seen["loss"], seen["validation"]):
@@ -37,8 +31,7 @@ def test_a_restarted_chief_ends_bit_identical(results):
 
 @pytest.mark.long
 def test_a_worker_that_is_killed_in_each_round_loses_no_round(tmp_path_factory):
-    run = launch_chief(tmp_path_factory.mktemp("killed"), "federated_faults.py", "killed", workers=3)
-    seen = run.assert_complete().json("results.json")["killed"]
+    seen = results(tmp_path_factory, "killed", workers=3)
     assert seen["hit"] == 6
     assert seen["rounds"] == 8
     assert seen["finite"]

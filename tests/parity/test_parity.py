@@ -23,16 +23,16 @@ _LEFT_OUT = set(
     "metrics_of_regressors own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples "
     "sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
 )
-# Contained in other cases (accumulation, arrays, overflows), or by default on two workers or parameter servers, or
-# under schedules of GradientAccumulation. `make matrix` runs XLA.
+# Contained in other cases (accumulation, arrays, overflows, sparse labels), or by default on two workers or parameter
+# servers, in micro-batches, or under schedules of GradientAccumulation. `make matrix` runs XLA.
 _LONG_ON_REPLICAS = set(
-    "accumulation_by_callback accumulation_that_changes adam batch_logs class_weights compiled_by_xla "
-    "convolutions_without_samples "
-    "decorated_steps_and_losses "
-    "embedding_with_global_clipnorm everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch "
-    "lookups_without_samples loss_scale loss_scale_overflow_on_one_replica masked_sequences run_eagerly "
-    "on_batch_methods regularizers seeded_shuffle_and_cache stateful_layers static_sizes step_of_the_guide "
-    "steps_per_execution sum_reduction texts".split()
+    "accumulation_by_callback accumulation_that_changes adam alignment_losses batch_logs class_weights compiled_by_xla "
+    "compute_loss_of_the_users_own decorated_steps_and_losses embedding_with_global_clipnorm endpoint_layers "
+    "everything_on_arrays global_clipnorm last_batch_of_one_sample last_partial_batch lookups_without_samples "
+    "loss_function_that_averages_with_weights loss_scale loss_scale_overflow_on_one_replica masked_sequences "
+    "mean_with_sample_weight metrics_of_sparse_labels on_batch_methods regularizers run_eagerly "
+    "run_eagerly_with_accumulation sample_weights seeded_shuffle_and_cache static_sizes step_of_the_guide "
+    "steps_per_execution texts".split()
 )
 _ON_WORKERS = set(
     "accumulation_with_clipping_ema_decay_and_schedule compiled_by_xla convolutions_without_samples "
@@ -46,11 +46,16 @@ _OF_SEVERAL_DEVICES_A_WORKER = set(
     "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays static_sizes uneven_workers_of_known_size "
     "uneven_workers_of_static_size".split()
 )
+# By default two local replicas have these, and tests/strategies/test_xla.py compiles.
+_LONG_ON_WORKERS = set(
+    "compiled_by_xla convolutions_without_samples stateful_layers static_sizes static_sizes_in_micro_batches "
+    "sum_reduction uneven_workers_of_known_size uneven_workers_of_static_size".split()
+)
 # By default tests/strategies trains on workers of several devices (test_multi_worker_strategy.py, with static sizes,
 # and test_unequal_workers.py).
 _LONG = {
     SETUPS[0]: _LONG_ON_REPLICAS,
-    SETUPS[1]: {"uneven_workers_of_static_size"},
+    SETUPS[1]: _LONG_ON_WORKERS,
     SETUPS[2]: _OF_SEVERAL_DEVICES_A_WORKER,
 }
 

@@ -60,7 +60,9 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(cpus, name, tmp_path
             np.testing.assert_array_equal(weight, expected, when)
 
 
-@pytest.mark.parametrize(("old", "new", "when"), [(2, 3, "before the first step"), (4, 1, "after it")])
+@pytest.mark.parametrize(
+    ("old", "new", "when"), [pytest.param(2, 3, "before the first step", marks=pytest.mark.long), (4, 1, "after it")]
+)
 def test_another_number_of_replicas_takes_the_residuals_over(cpus, old, new, when, tmp_path):
     strategy = MirroredStrategy(cpus[:old], compression=POLICIES["powersgd"]())
     model = compiled(strategy)

@@ -8,6 +8,7 @@ import network_namespaces
 import pytest
 from child_environment import child_environment
 
+pytestmark = [pytest.mark.multi_process, pytest.mark.long]
 _SCRIPT = Path(__file__).with_name("on_interface.py")
 _LIMIT_SECONDS = 200
 
@@ -37,7 +38,6 @@ def seen(tmp_path_factory):
     return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
 
-@pytest.mark.multi_process
 @pytest.mark.parametrize("compression", ["dense", "int8"])
 def test_reported_bytes_are_those_of_the_interface(seen, compression):
     for worker in seen:
@@ -46,7 +46,6 @@ def test_reported_bytes_are_those_of_the_interface(seen, compression):
         assert abs(counted["sent"] / counted["wire"] - 1) < 0.02, counted
 
 
-@pytest.mark.multi_process
 def test_int8_sends_a_quarter(seen):
     for worker in seen:
         assert 3.7 < worker["dense"]["sent"] / worker["int8"]["sent"] < 4

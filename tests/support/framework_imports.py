@@ -6,18 +6,41 @@ imported; before and afterwards, they are. Nor is garbage collected meanwhile: t
 discard few, and the objects that they create stay out of later collections, which are rarer than by default, too:
 tracing creates many objects that live as long as its graph.
 
+Keras imports pandas, which takes a tenth of the start of a process, for its `isinstance`: it gets classes that ask
+pandas once the program has imported it.
+
 Once TensorFlow has been imported, it is prepared for trainings of few steps.
 """
 
 import gc
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 _ALLOCATIONS_BEFORE_A_COLLECTION = 10_000  # Python's default: 700
 _FRAMEWORKS = frozenset({"keras", "tensorflow"})
 _OPTIONAL = frozenset({"IPython", "matplotlib", "scipy", "sklearn"})
+
+
+class _OfPandas(type):
+    """A class of pandas: nothing is its instance before the program imports pandas."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, getattr(sys.modules.get("pandas"), cls.__name__, ()))
+
+
+class _PandasLoader(Loader):
+    """Loads what stands for pandas in Keras."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        for name in ("DataFrame", "Series"):
+            setattr(module, name, _OfPandas(name, (), {}))
 
 
 class _Finder:
@@ -31,6 +54,8 @@ class _Finder:
     ) -> ModuleSpec | None:
         if self._frameworks_in_progress and name in _OPTIONAL:
             raise ModuleNotFoundError(f"{name} is hidden from Keras and TensorFlow by the tests", name=name)
+        if self._frameworks_in_progress and name == "pandas":
+            return ModuleSpec(name, _PandasLoader())
         if name not in _FRAMEWORKS or (spec := PathFinder.find_spec(name, path, target)) is None or not spec.loader:
             return None
         execute = spec.loader.exec_module
@@ -43,6 +68,8 @@ class _Finder:
                 execute(module)
             finally:
                 self._frameworks_in_progress -= 1
+                if isinstance(getattr(sys.modules.get("pandas"), "DataFrame", None), _OfPandas):
+                    del sys.modules["pandas"]  # the program imports the real one
                 if collects:
                     gc.freeze()
                     gc.enable()

@@ -12,6 +12,8 @@ from tfdist.training import batch_comparison
 from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError
 from tfdist.training.batch_fingerprints import compare, fingerprint, same
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 LIMIT_SECONDS = 30.0
 
 

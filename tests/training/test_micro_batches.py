@@ -34,9 +34,8 @@ def in_parts(cpus, count):
 
 # Cases that depend on how a step is computed; tests/parity covers the others.
 _CASES = """
-added_losses generative_adversarial_networks accumulation_with_clipping_ema_decay_and_schedule
-compute_loss_of_the_users_own custom_train_step embedding_with_accumulation masked_sequences mean_with_sample_weight
-run_eagerly_without_samples synchronized_batch_normalization
+added_losses accumulation_with_clipping_ema_decay_and_schedule custom_train_step masked_sequences
+mean_with_sample_weight synchronized_batch_normalization
 """.split()
 # The last lines: contained in others (added losses, adversarial networks, parts without rows), and on two replicas or
 # workers.
@@ -46,6 +45,7 @@ loss_function_that_averages loss_scale loss_scale_overflow_on_one_replica own_lo
 sample_weights seeded_shuffle_and_cache steps_per_execution texts
 convolutions_without_samples endpoint_layers float8 lookups_without_samples loss_scale_overflow_in_an_accumulation
 many_inputs_and_outputs on_batch_methods sum_reduction two_optimizers_in_a_step
+compute_loss_of_the_users_own embedding_with_accumulation generative_adversarial_networks run_eagerly_without_samples
 """.split()
 
 
@@ -60,7 +60,7 @@ def test_micro_batches_equal_the_whole_batch(cpus, name):
     assert largest_difference(outcome, alone) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.long), 5, 2])
+@pytest.mark.parametrize("rows", [*(pytest.param(rows, marks=pytest.mark.long) for rows in (16, 5)), 2])
 def test_parts_that_differ_in_size_and_parts_without_rows(cpus, rows):
     def trained(strategy):
         model = compiled(strategy)

@@ -43,12 +43,13 @@ def test_xla_on_workers_with_different_cpus_warns_once(other_cpus, caplog):
     assert "jit_compile=False" in message
 
 
-@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.long), "auto"])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param("auto", marks=pytest.mark.long)])
 def test_without_xla_different_cpus_do_not_matter(other_cpus, caplog, jit_compile):
     train(MultiWorkerMirroredStrategy(), jit_compile)
     assert not warnings_in(caplog)
 
 
+@pytest.mark.long
 def test_the_chief_warns_for_all(other_cpus, caplog, monkeypatch):
     monkeypatch.setattr(MultiWorkerMirroredStrategy, "rank", 1)
     train(MultiWorkerMirroredStrategy(), jit_compile=True)

@@ -85,8 +85,8 @@ def assert_equal(one, other):
 @pytest.mark.parametrize(
     ("is_built", "metrics"),
     [
-        (True, []),
         (False, ["mae"]),
+        pytest.param(True, [], marks=pytest.mark.long),
         pytest.param(True, ["mae"], marks=pytest.mark.long),
         pytest.param(False, [], marks=pytest.mark.long),
     ],
@@ -110,6 +110,7 @@ def test_it_is_recovered(cpus, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.long  # tests/callbacks/test_failure_recovery_optimizers.py recovers one, too
 @pytest.mark.parametrize("is_built", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_step_may_call_the_model_on_other_inputs_than_those_of_fit(cpus, is_built):
     ours = translated(MirroredStrategy(cpus[:2]), is_built=is_built)

@@ -103,7 +103,7 @@ def test_interrupt_while_the_others_are_ended_keeps_the_cause(start, tmp_path):
     run.wait_for("told")
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: "SIGINT: already ending the workers" in _read(tmp_path / "err"), "the answer")
-    run.process.send_signal(signal.SIGINT)
+    run.send_again(signal.SIGINT)
     assert run.end().code == 4
     assert "worker 1 failed first" in _read(tmp_path / "err")
 
