@@ -105,7 +105,6 @@ def test_large_batch_overflows_once_per_epoch(one_process):
     assert expected["updates"] == 4 and expected["scale"] == 2.0**117
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "strategy", "jit_compile", "steps_per_execution"),
     [
@@ -133,6 +132,7 @@ def test_equals_one_process(one_process, program, strategy, jit_compile, steps_p
     np.testing.assert_allclose(history["loss"], loss, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_replicas_run_eagerly(one_process):
     model, inputs = made("mirrored", run_eagerly=True)
     fit(model, inputs, GradientAccumulation(4), epochs=2)

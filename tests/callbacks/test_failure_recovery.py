@@ -54,7 +54,6 @@ def undisturbed(tmp_path_factory):
     return result
 
 
-@pytest.mark.long  # by default tests/chaos kills compressed trainings
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in TRAININGS])
 def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, name):
     # In the last step of the first epoch, and in the validation of the second.
@@ -63,6 +62,7 @@ def test_every_training_ends_as_if_nothing_had_happened(tmp_path, undisturbed, n
     assert differences(undisturbed(name), result) == []
 
 
+@pytest.mark.long  # by default tests/chaos kills compressed trainings
 def test_a_compressed_training_with_a_report_of_communication(tmp_path):
     """The logs, the table of CommunicationReport, residuals and accumulators are those of an uninterrupted training."""
 

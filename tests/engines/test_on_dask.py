@@ -70,7 +70,6 @@ def tasks_of(dask_worker):
     return list(map(str, dask_worker.state.tasks))
 
 
-@pytest.mark.long
 def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
     values = on_dask(functions.train, client, str(tmp_path), workers=2)
     assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
@@ -87,6 +86,7 @@ def test_values_by_rank_and_the_output_of_workers(client, capfd):
     assert sorted(line for line in lines if line.startswith("[")) == ["[0] task 0", "[0] task 0", "[1] task 1"]
 
 
+@pytest.mark.long
 def test_a_chief_alone_returns_a_value(client):
     assert on_dask(functions.task_and_threads, 10, workers=2, chief=True) == [("chief", 0, "1")]
 

@@ -54,7 +54,6 @@ def local_ray(started_ray, temporary):
     assert not list(temporary.glob("tfdist-*"))
 
 
-@pytest.mark.long
 def test_the_weights_are_those_of_tfdist_run(local_ray, reference, tmp_path):
     values = on_ray(functions.train, str(tmp_path), workers=2)
     assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
@@ -76,6 +75,7 @@ def test_a_chief_alone_returns_a_value(local_ray):
     assert on_ray(functions.task_and_threads, 10, workers=2, chief=True) == [("chief", 0, "1")]
 
 
+@pytest.mark.long
 def test_the_error_has_the_rank_and_the_users_lines(local_ray):
     with pytest.raises(WorkerError, match=r"Worker 1 of 2 failed: KeyError: 'no such column'") as caught:
         on_ray(functions.fail_in_one, "no such column", workers=2)

@@ -85,7 +85,6 @@ def test_every_method_equals_numpy_on_real_collectives(cpus, size, pieces, monke
             assert off.max() < (TOLERANCE_LOW_RANK if name == "powersgd" else TOLERANCE) * 10 * size, (name, off.max())
 
 
-@pytest.mark.long  # momentum correction warms up, too
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)])
 def test_bytes_that_the_strategy_reports(cpus, size):
     methods = {"first": "int8", "second": "powersgd:4", "third": "topk:0.01"}
@@ -110,6 +109,7 @@ def test_bytes_that_the_strategy_reports(cpus, size):
     assert communication.dense_bytes == sum(count.dense_bytes for count in counts.values())
 
 
+@pytest.mark.long  # momentum correction warms up, too
 def test_the_first_steps_are_those_of_the_dense_strategy(cpus):
     weights = {}
     for name, compression in {"dense": None, "warm-up": Policy("sign", dense_steps=2, dense_below=0)}.items():
@@ -148,7 +148,6 @@ def test_momentum_correction_gives_momentum_to_small_variables_too(cpus):
         np.testing.assert_allclose(plain, corrected, atol=1e-6)
 
 
-@pytest.mark.long  # the accumulation has several steps a call
 @pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=LONG), 2])
 def test_accumulation_exchanges_once_an_update(cpus, steps_per_execution):
     strategy = MirroredStrategy(cpus[:2], compression=Policy("int8", dense_below=0))
@@ -165,6 +164,7 @@ def test_accumulation_exchanges_once_an_update(cpus, steps_per_execution):
     assert replicas_agree(strategy, model)
 
 
+@pytest.mark.long  # the accumulation has several steps a call
 def test_eager_and_traced_and_several_steps_a_call_compute_the_same(cpus):
     weights = []
     for arguments in ({}, {"run_eagerly": True}, {"steps_per_execution": 3}):

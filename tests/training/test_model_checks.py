@@ -49,13 +49,13 @@ def test_without_xla_different_cpus_do_not_matter(other_cpus, caplog, jit_compil
     assert not warnings_in(caplog)
 
 
-@pytest.mark.long
 def test_the_chief_warns_for_all(other_cpus, caplog, monkeypatch):
     monkeypatch.setattr(MultiWorkerMirroredStrategy, "rank", 1)
     train(MultiWorkerMirroredStrategy(), jit_compile=True)
     assert not warnings_in(caplog)
 
 
+@pytest.mark.long
 def test_equal_cpus_do_not_warn(monkeypatch, caplog):
     monkeypatch.setattr(xla_functions, "_other_cpus", ())
     train(MultiWorkerMirroredStrategy(), jit_compile=True)

@@ -110,13 +110,13 @@ def test_it_is_recovered(cpus, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.long  # tests/callbacks/test_failure_recovery_optimizers.py recovers one, too
 @pytest.mark.parametrize("is_built", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_step_may_call_the_model_on_other_inputs_than_those_of_fit(cpus, is_built):
     ours = translated(MirroredStrategy(cpus[:2]), is_built=is_built)
     assert_equal(ours, in_one_process(translated, is_built=is_built))
 
 
+@pytest.mark.long  # tests/callbacks/test_failure_recovery_optimizers.py recovers one, too
 def test_a_model_that_its_step_calls_on_other_inputs_is_recovered(cpus, tmp_path):
     whole = translated(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "whole"))
     translated(MirroredStrategy(cpus[:2]), FailureRecovery(tmp_path / "halved"), epochs=1)
