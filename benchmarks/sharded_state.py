@@ -53,7 +53,7 @@ def main() -> None:
             made = groups[framework].call("make", names=names)[0]
             log(f"{framework}: {sum(made['sizes'])} parameters")
         schedule.warm_up(groups, chosen, log)
-        held = {one.name: groups[one.framework].call("held_bytes", variant=one.name) for one in chosen}
+        held = {one.name: groups[one.processes].call("held_bytes", variant=one.name) for one in chosen}
         plan = schedule.Schedule(rounds=arguments.rounds, turn_seconds=arguments.turn_seconds)
         links = schedule.measure(groups, network, chosen, arguments.links, plan, log)
     for link in arguments.links:
@@ -69,6 +69,9 @@ def _print_table(link: str, measured: dict[str, Any], held: dict[str, list[dict[
             f"| {name} | {1000 * summary['median_seconds']:.1f} ms | {low:.1f} to {high:.1f} | "
             f"{summary['payload_bytes'] / 1e6:.2f} MB | {slots / 1e6:.2f} MB |"
         )
+    if {"sharded", "torch ZeRO"} <= measured.keys():
+        ours, theirs = (measured[name]["median_seconds"] for name in ("sharded", "torch ZeRO"))
+        print(f"\nsharded / ZeroRedundancyOptimizer: {ours / theirs:.2f}")
 
 
 if __name__ == "__main__":

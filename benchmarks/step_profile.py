@@ -4,9 +4,8 @@
     python benchmarks/step_profile.py --models text --methods dense int8 powersgd:4
 
 Two workers train by `model.fit`, each on one core. Every instant of a step of the first one counts once: for the
-operations that run, in equal parts; for the exchange, if nothing else runs while one is under way; for TensorFlow's
-scheduling, if nothing runs at all; for Python, outside of the step's function. TensorFlow's threads that send and
-receive are not profiled: the operations that run beside them take longer. Writes `step_profile.json` and
+operations that run, in equal parts; for the exchange, if none runs; for Python, outside of the step's function. The
+thread that exchanges is not profiled: the operations that run beside it take longer. Writes `step_profile.json` and
 `step_profile.png` to `benchmarks/results`.
 """
 
@@ -31,10 +30,10 @@ from tfdist.strategies import MultiWorkerMirroredStrategy
 
 _RESULTS = Path(__file__).parent / "results"
 _STEPS, _WARM_UP_STEPS = 20, 5
-EXCHANGE, SCHEDULING, PYTHON, DATA = "wait for the exchange", "scheduling", "Python", "data"
+EXCHANGE, OTHER, PYTHON, DATA = "wait for the exchange", "other operations", "Python", "data"
 FORWARD, BACKWARD, UPDATE, METRICS = "forward", "backward", "update", "metrics"
 ENCODE, DECODE = "encode", "decode"
-KINDS = (FORWARD, BACKWARD, ENCODE, EXCHANGE, DECODE, UPDATE, METRICS, DATA, SCHEDULING, PYTHON)
+KINDS = (FORWARD, BACKWARD, ENCODE, EXCHANGE, DECODE, UPDATE, METRICS, DATA, OTHER, PYTHON)
 _DECODING = frozenset("decode from_blocks sum_blocks unflatten encoding_error _finite _one_phase".split())
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf"})
 _ATTEMPTS = 8  # TensorFlow's profiler ends some processes by "double free or corruption"
@@ -65,8 +64,6 @@ class ObservedAdam(keras.optimizers.Adam):
 
 def kind_of(operation: tf.Operation) -> str:
     """Returns the kind of work of an operation, by the source files that created it."""
-    if operation.type.startswith("Collective"):
-        return EXCHANGE
     for frame in reversed(operation.traceback or ()):
         if frame.name in ("fused", "_fused", "_compiled"):
             continue  # the caller shows what XLA computes
@@ -86,13 +83,13 @@ def time_by_kind(work: Iterable[Interval], steps: Sequence[Interval]) -> Counter
     """Returns the milliseconds of each kind between the start of the first step's function and that of the last one.
 
     Args:
-        work: Operations and exchanges, in any order.
+        work: Operations, in any order.
         steps: The runs of the step's function, in their order.
 
     >>> steps = [Interval(0, 8, "step"), Interval(10, 18, "step")]
-    >>> work = [Interval(1, 3, "forward"), Interval(2, 4, "backward"), Interval(3, 7, EXCHANGE)]
+    >>> work = [Interval(1, 3, "forward"), Interval(2, 4, "backward"), Interval(7, 8, "update")]
     >>> sorted(time_by_kind(work, steps).items())
-    [('Python', 2.0), ('backward', 1.5), ('forward', 1.5), ('scheduling', 2.0), ('wait for the exchange', 3.0)]
+    [('Python', 2.0), ('backward', 1.5), ('forward', 1.5), ('update', 1.0), ('wait for the exchange', 4.0)]
     """
     begin, end = steps[0].start, steps[-1].start
     marks = [Interval(step.start, step.end, PYTHON) for step in steps] + list(work)
@@ -114,13 +111,13 @@ def time_by_kind(work: Iterable[Interval], steps: Sequence[Interval]) -> Counter
 
 
 def _share(running: Counter[str]) -> Iterator[tuple[str, float]]:
-    busy = {kind: count for kind, count in running.items() if count > 0 and kind not in (PYTHON, EXCHANGE)}
+    busy = {kind: count for kind, count in running.items() if count > 0 and kind != PYTHON}
     if busy:
         yield from ((kind, count / sum(busy.values())) for kind, count in busy.items())
     elif running[PYTHON] <= 0:  # no step's function runs
         yield PYTHON, 1.0
     else:
-        yield EXCHANGE if running[EXCHANGE] > 0 else SCHEDULING, 1.0
+        yield EXCHANGE, 1.0
 
 
 def profile(workload: Workload, method: str | None, *, jit_compile: bool | str) -> dict[str, float]:
@@ -175,13 +172,11 @@ def _kind_of_event(name: str, kinds: dict[str, str]) -> str | None:
         return None
     if not operation_type[:1].isalpha() and operation_type[:1] != "_":
         return None
-    if operation_type.startswith("Collective"):
-        return EXCHANGE
     if (found := _kind_by_name(path, kinds)) is not None:
         return found
     if operation_type in _CALLS:
         return None
-    return UPDATE if "Assign" in operation_type or "Apply" in operation_type else SCHEDULING
+    return UPDATE if "Assign" in operation_type or "Apply" in operation_type else OTHER
 
 
 def _kind_by_name(path: str, kinds: dict[str, str]) -> str | None:

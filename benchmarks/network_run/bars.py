@@ -4,19 +4,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from network_run.variants import BY_NAME, JAX, METHODS, TORCH, UNSHAPED, Variant
+from network_run.variants import BY_NAME, METHODS, UNSHAPED, Variant
 
 # Decided by the two digits that are shown.
 _DIGITS = 2
-_SPEEDUP_OF_POWERSGD = {"1 Gbit/s": 4.0, "100 Mbit/s": 25.0}
-_BEST_AGAINST_FLOOR = {"1 Gbit/s": 1.15, "100 Mbit/s": 1.2}
-_NOISE = 0.03  # of comparisons with other programs
+_NOISE = 0.03
 _STATED_BYTES_OFF = 0.02
-# By the peers' framework: name of the bar, and what `where` adds.
-_AGAINST_PEERS = {
-    TORCH: ("{variant} / PyTorch's nearest", "{peer}"),
-    JAX: ("tfdist / Keras on JAX, same model and link", "{variant}"),
-}
+_BEST_AGAINST_FLOOR = 1.10
+# Variant, compared variant, and the largest ratio of their steps.
+_DDP, _STOCK = "torch dense", "stock"
+_RATIOS = (
+    ("dense", _DDP, 0.95),
+    ("dense, shared memory", _DDP, 0.95),
+    ("bf16", "torch bf16", 1.00),
+    ("fp16", "torch fp16", 1.00),
+    ("dense", _STOCK, 0.95),
+)
+_MLP_AGAINST_STOCK = 0.60
 
 
 @dataclass(frozen=True)
@@ -68,46 +72,41 @@ def all_bars(results: dict[str, Any]) -> list[Bar]:
             by_name = of_link["variants"]
             seconds = {name: summary["median_seconds"] for name, summary in by_name.items()}
             where = f"{workload}, {link}"
-            if workload == "mlp" and results["workers"] == 2:
-                found += _against_stock(seconds, link, where)
-            found += _against_floor(seconds, link, where)
-            found += _dense(seconds, where)
-            found += _against_peers(seconds, where)
+            found += _ratios(seconds, where)
             if link == UNSHAPED:
                 found += _bytes(by_name, workload)
+                if workload == "mlp" and {"dense", _STOCK} <= seconds.keys():
+                    ratio = seconds["dense"] / seconds[_STOCK]
+                    found.append(Bar(f"dense / {_STOCK}, MLP", where, _MLP_AGAINST_STOCK, ratio, noise=_NOISE))
+            if results["workers"] == 2:  # more workers than cores wait for each other
+                found += _against_floor(seconds, where)
+                found += _against_peers(seconds, where)
     return found
 
 
-def _against_stock(seconds: dict[str, float], link: str, where: str) -> Iterator[Bar]:
-    required = _SPEEDUP_OF_POWERSGD.get(link)
-    if required and {"stock", "powersgd:4"} <= seconds.keys():
-        speedup = seconds["stock"] / seconds["powersgd:4"]
-        yield Bar(f"PowerSGD rank 4 faster than stock, {link}", where, required, speedup, at_least=True)
+def _ratios(seconds: dict[str, float], where: str) -> Iterator[Bar]:
+    for name, other, required in _RATIOS:
+        if {name, other} <= seconds.keys():
+            yield Bar(f"{name} / {other}", where, required, seconds[name] / seconds[other], noise=_NOISE)
 
 
-def _against_floor(seconds: dict[str, float], link: str, where: str) -> Iterator[Bar]:
-    required, methods = _BEST_AGAINST_FLOOR.get(link), [name for name in METHODS if name in seconds]
-    if required and methods and "floor" in seconds:
+def _against_floor(seconds: dict[str, float], where: str) -> Iterator[Bar]:
+    methods = [name for name in METHODS if name in seconds]
+    if methods and "floor" in seconds:
         best = min(methods, key=lambda name: seconds[name])
         ratio = seconds[best] / seconds["floor"]
-        yield Bar(f"best method's step / floor, {link}", f"{where} ({best})", required, ratio)
-
-
-def _dense(seconds: dict[str, float], where: str) -> Iterator[Bar]:
-    if {"dense", "stock"} <= seconds.keys():
-        yield Bar("dense tfdist / stock", where, 1.0, seconds["dense"] / seconds["stock"], noise=_NOISE)
+        yield Bar("best method / floor", f"{where} ({best})", _BEST_AGAINST_FLOOR, ratio, noise=_NOISE)
 
 
 def _against_peers(seconds: dict[str, float], where: str) -> Iterator[Bar]:
+    """Methods for which PyTorch has no equal, and `fit` beside Keras on JAX: no slower than the nearest variant."""
+    compared = {name for name, *_ in _RATIOS}
     for variant in map(BY_NAME.get, seconds):
-        for framework, (what, added) in _AGAINST_PEERS.items():
-            peers = [peer for peer in variant.peers if peer in seconds] if variant else []
-            peers = [peer for peer in peers if BY_NAME[peer].framework == framework]
-            if variant and peers:
-                best = min(peers, key=lambda name: seconds[name])
-                names = {"variant": variant.name, "peer": best}
-                at, ratio = f"{where} ({added.format(**names)})", seconds[variant.name] / seconds[best]
-                yield Bar(what.format(**names), at, 1.0, ratio, noise=_NOISE)
+        peers = [peer for peer in variant.peers if peer in seconds] if variant and variant.name not in compared else []
+        for framework in {BY_NAME[peer].framework for peer in peers}:
+            name = min((one for one in peers if BY_NAME[one].framework == framework), key=lambda one: seconds[one])
+            at, ratio = f"{where} ({name})", seconds[variant.name] / seconds[name]
+            yield Bar(f"{variant.name} / {framework}'s nearest", at, 1.0, ratio, noise=_NOISE)
 
 
 def _bytes(by_name: dict[str, Any], workload: str) -> Iterator[Bar]:

@@ -17,14 +17,14 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(_workload_table(workload, of_workload))
     ratios = _compiled_rows(results)
     if ratios:
-        parts += ["Steps with XLA or `torch.compile` / without it:\n", _table(ratios)]
+        parts += ["Steps with XLA or `torch.compile` / without it:\n", table(ratios)]
     bars = all_bars(results)
     if bars:
         parts.append("Bars, each with the place where it is most nearly missed or most clearly missed:\n")
-        parts.append(_bars_table(bars))
+        parts.append(bars_table(bars))
     missed = [bar for bar in bars if not bar.is_reached]
     if missed:
-        parts += ["Where a bar is not reached:\n", _missed_table(missed)]
+        parts += ["Where a bar is not reached:\n", missed_table(missed)]
     return "\n".join(parts)
 
 
@@ -49,7 +49,7 @@ def _workload_table(workload: str, of_workload: dict[str, Any]) -> str:
         rows.append([name, f"{counted['variants'][name]['payload_bytes'] / 1e6:.3f}", *times])
     reached = [f"{of_link['achieved_bits_per_second'] / 1e6:.1f} Mbit/s" for of_link in links.values()]
     rows.append(["(a plain transfer reaches)", "", *reached])
-    return _table(rows)
+    return table(rows)
 
 
 def _compiled_rows(results: dict[str, Any]) -> list[list[str]]:
@@ -84,7 +84,8 @@ def _digits(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _bars_table(bars: list[Bar]) -> str:
+def bars_table(bars: list[Bar]) -> str:
+    """Returns a row of each bar, with the place where it is most nearly missed or most clearly missed."""
     groups: dict[str, list[Bar]] = {}
     for bar in bars:
         groups.setdefault(bar.what, []).append(bar)
@@ -94,14 +95,15 @@ def _bars_table(bars: list[Bar]) -> str:
         count = sum(bar.is_reached for bar in group)
         outcome = "yes" if count == len(group) else f"{count} of {len(group)}"
         rows.append([what, _required(worst), f"{worst.measured:.2f}", worst.where, outcome])
-    return _table(rows)
+    return table(rows)
 
 
-def _missed_table(bars: list[Bar]) -> str:
+def missed_table(bars: list[Bar]) -> str:
+    """Returns a row of each place where a bar is not reached."""
     rows = [["bar", "where", "required", "measured", "missed by"], ["---", "---", "---:", "---:", "---:"]]
     for bar in bars:
         rows.append([bar.what, bar.where, _required(bar), f"{bar.measured:.2f}", f"{bar.missed_by:.0%}"])
-    return _table(rows)
+    return table(rows)
 
 
 def _required(bar: Bar) -> str:
@@ -109,5 +111,6 @@ def _required(bar: Bar) -> str:
     return f"{'≥' if bar.at_least else '≤'} {bar.required:.2f}{noise}"
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: list[list[str]]) -> str:
+    """Returns rows of cells as a Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -12,10 +12,10 @@ from network_run.worker_processes import WorkerProcesses
 
 WARM_UP_STEPS = 6
 _MIN_STEPS, _MAX_STEPS = 2, 10
-# Slower steps are timed one at a time, in fewer rounds.
-_SLOW_SECONDS, _SLOW_ROUNDS = 5.0, 2
+# Slower steps, which the link limits, vary little: they are timed one at a time, in fewer rounds.
+_SLOW_SECONDS, _SLOW_ROUNDS = 1.0, 2
 # A turn of faster steps starts with an untimed step, as the workers receive the call at different times.
-_LEAD_SECONDS = 2.0
+_LEAD_SECONDS = 1.0
 # If a link is busy for longer, heartbeats of TensorFlow's coordination service are late (limit: 10 s), and it ends the
 # workers, with stock TensorFlow as with tfdist.
 _LONGEST_EXCHANGE_SECONDS = 8.0
@@ -71,8 +71,8 @@ class Schedule:
     def steps(self, step_seconds: float) -> int:
         """Returns the number of timed steps in a turn.
 
-        >>> [Schedule().steps(seconds) for seconds in (0.01, 0.5, 1.5, 40.0)]
-        [10, 2, 2, 1]
+        >>> [Schedule().steps(seconds) for seconds in (0.01, 0.2, 0.9, 40.0)]
+        [10, 6, 2, 1]
         """
         if step_seconds > _SLOW_SECONDS:
             return 1
@@ -86,7 +86,7 @@ def warm_up(groups: Mapping[str, WorkerProcesses], variants: Iterable[Variant], 
         RuntimeError: Workers that exchange gradients have different weights, or PowerSGD does not compress yet.
     """
     for variant in variants:
-        workers = groups[variant.framework]
+        workers = groups[variant.processes]
         answers = workers.call("run", variant=variant.name, steps=WARM_UP_STEPS)
         values = [answer["value"] for answer in workers.call("fingerprint", variant=variant.name)]
         log(f"  warm-up {variant.name}: {sum(answers[0]['seconds']):.1f} s")
@@ -113,7 +113,7 @@ def measure(
     """Measures the variants on each link.
 
     Args:
-        groups: Workers by framework, after the warm-up.
+        groups: Workers by `Variant.processes`, after the warm-up.
         network: Its links are shaped.
         variants: In the order of the turns.
         links: Keys of `LINKS`.
@@ -133,6 +133,7 @@ def measure(
         log(f"  {link}: {achieved / 1e6:.1f} Mbit/s reached")
         longest_bytes = _LONGEST_EXCHANGE_SECONDS * rate / 8 if rate else math.inf
         feasible = [variant for variant in variants if wire_bytes.get(variant.name, 0.0) <= longest_bytes]
+        feasible = [variant for variant in feasible if rate is None or not variant.shares_memory]
         samples = _measure_link(groups, feasible, schedule, log)
         wire_bytes |= {name: of_variant.bytes / of_variant.steps for name, of_variant in samples.items()}
         results[link] = {
@@ -161,7 +162,7 @@ def _measure_link(
     slow_turns: dict[str, int] = {}
     for variant in variants:
         first = Samples()
-        _take_turn(groups[variant.framework], variant, first, steps=1, lead=0)
+        _take_turn(groups[variant.processes], variant, first, steps=1, lead=0)
         step_seconds[variant.name] = statistics.median(first.seconds)
         if step_seconds[variant.name] > _SLOW_SECONDS:
             samples[variant.name], slow_turns[variant.name] = first, 1
@@ -176,7 +177,7 @@ def _measure_link(
                     continue
             lead = int(step_seconds[name] < _LEAD_SECONDS)
             steps = schedule.steps(step_seconds[name])
-            _take_turn(groups[variant.framework], variant, samples[name], steps=steps, lead=lead)
+            _take_turn(groups[variant.processes], variant, samples[name], steps=steps, lead=lead)
     for name, of_variant in samples.items():
         log(f"    {name}: {statistics.median(of_variant.seconds) * 1e3:.1f} ms")
     return samples

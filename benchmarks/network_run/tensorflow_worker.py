@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from network_run import variants
-from network_run.worker import BATCHES, TENSORFLOW_PORT, Worker, WorkerSpec, serve
+from network_run.worker import BATCHES, EXCHANGE_PORT, TENSORFLOW_PORT, Worker, WorkerSpec, serve
 
 _LEARNING_RATE = 1e-3
 
@@ -95,17 +95,11 @@ class _Fit:
 
 
 class TensorFlowWorker(Worker):
-    """Holds all TensorFlow variants in one process, with one server."""
+    """Holds a group of TensorFlow variants in one process: tfdist's, with one exchange, or TensorFlow's own."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         """Configures TensorFlow for one core. TensorFlow must not be initialized before."""
         super().__init__(spec)
-        os.environ["TF_CONFIG"] = json.dumps(
-            {
-                "cluster": {"worker": [f"{address}:{TENSORFLOW_PORT}" for address in spec.addresses]},
-                "task": {"type": "worker", "index": spec.rank},
-            }
-        )
         import tensorflow as tf
         from workloads import WORKLOADS
 
@@ -117,17 +111,18 @@ class TensorFlowWorker(Worker):
 
     def make(self, names: list[str]) -> dict[str, Any]:
         """Creates the strategies and models, and stores this worker's batches for the other frameworks."""
-        import tensorflow as tf
-
         workers, rank = self.spec.workers, self.spec.rank
-        # Always created, and first: it starts the server that tfdist's strategies use, too.
-        stock = tf.distribute.MultiWorkerMirroredStrategy()
+        is_stock = variants.BY_NAME[names[0]].reduction == variants.STOCK
+        port = TENSORFLOW_PORT if is_stock else EXCHANGE_PORT  # plus the rank, as workers may be on one host
+        addresses = [f"{address}:{port + number}" for number, address in enumerate(self.spec.addresses)]
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(cluster)
         batch, count = self._workload.batch, BATCHES
         batches = [batch(index * workers + rank) for index in range(count)]
         inputs, labels = (np.stack(part) for part in zip(*batches, strict=True))
         np.savez(self.spec.batches_file, inputs=inputs, labels=labels)
         for variant in (variants.BY_NAME[name] for name in names):
-            strategy, compiled = _strategy_of(variant, stock), variant.compiled
+            strategy, compiled = _strategy_of(variant), variant.compiled
             if variant.reduction == variants.FIT:
                 rows = [[batch(index * workers + r) for r in range(workers)] for index in range(count)]
                 together = [tuple(np.concatenate(part) for part in zip(*row, strict=True)) for row in rows]
@@ -162,7 +157,7 @@ class TensorFlowWorker(Worker):
         return {"value": float(sum(np.abs(np.asarray(v)).sum(dtype=np.float64) for v in weights))}
 
 
-def _strategy_of(variant: variants.Variant, stock: Any) -> Any:
+def _strategy_of(variant: variants.Variant) -> Any:
     import tensorflow as tf
 
     from tfdist.strategies import MultiWorkerMirroredStrategy, ShardedState
@@ -170,7 +165,7 @@ def _strategy_of(variant: variants.Variant, stock: Any) -> Any:
     if variant.reduction == variants.FLOOR:
         return tf.distribute.get_strategy()
     if variant.reduction == variants.STOCK:
-        return stock
+        return tf.distribute.MultiWorkerMirroredStrategy()
     if variant.reduction == variants.SHARDED:
         # "weights" sends those in bfloat16, "bf16" gradients, too.
         state = ShardedState(weights_dtype="bfloat16" if variant.compression else None)

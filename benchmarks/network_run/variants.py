@@ -13,6 +13,7 @@ FIT = "fit"
 SHARDED = "sharded"
 DDP = "ddp"
 ZERO = "zero"
+ONE_HOST = "one host"
 DATA_PARALLEL = "data parallel"
 
 _TORCH_POWERSGD = ("torch powersgd:4", "torch powersgd:4, one bucket")
@@ -46,6 +47,8 @@ class Variant:
         compression: Value of tfdist's `compression=`, or PyTorch's hook; `None` for dense.
         bucket_mb: PyTorch's `bucket_cap_mb`, `None` for its default.
         compiled: Whether XLA or `torch.compile` compiles it; JAX always compiles.
+        shares_memory: Whether all workers are in one network namespace, as on one host: tfdist's then share memory.
+            Measured on the unshaped link only.
         peers: Variants of other frameworks; the fastest one of each framework is compared with this one.
     """
 
@@ -55,12 +58,23 @@ class Variant:
     compression: str | None = None
     bucket_mb: int | None = None
     compiled: bool = False
+    shares_memory: bool = False
     peers: tuple[str, ...] = ()
 
     @property
     def sends(self) -> bool:
         """Whether the workers exchange anything."""
         return self.reduction != FLOOR
+
+    @property
+    def processes(self) -> str:
+        """The group of worker processes that runs it: one for each framework, cluster and place.
+
+        >>> [BY_NAME[name].processes for name in ("dense", "stock", "dense, shared memory", "torch dense")]
+        ['tensorflow', 'tensorflow stock', 'tensorflow one host', 'torch']
+        """
+        kinds = (STOCK if self.reduction == STOCK else "", ONE_HOST if self.shares_memory else "")
+        return " ".join(filter(None, (self.framework, *kinds)))
 
     @property
     def is_method(self) -> bool:
@@ -75,6 +89,7 @@ ALL = (
     Variant("floor, XLA", TENSORFLOW, FLOOR, compiled=True),
     Variant("stock", TENSORFLOW, STOCK),
     Variant("dense", TENSORFLOW, TFDIST, peers=("torch dense",)),
+    Variant("dense, shared memory", TENSORFLOW, TFDIST, shares_memory=True, peers=("torch dense",)),
     *(Variant(name, TENSORFLOW, TFDIST, name, peers=peers) for name, peers in METHODS.items()),
     Variant("fit dense", TENSORFLOW, FIT, peers=("jax dense",)),
     Variant("fit dense, XLA", TENSORFLOW, FIT, compiled=True, peers=("torch dense, compiled", "jax dense")),
@@ -111,6 +126,14 @@ BY_NAME = {variant.name: variant for variant in (*ALL, *SHARDED_STATE, *PLANNED)
 # Of each compiled variant: the same one without XLA or `torch.compile`.
 NOT_COMPILED = {variant.name: variant.name.rpartition(",")[0] for variant in ALL if variant.compiled}
 
+# Without those that compilers or JAX compute, and those that differ little from another one.
+DEFAULT = tuple(
+    variant.name
+    for variant in ALL
+    if not variant.compiled
+    and variant.framework != JAX
+    and variant.name not in ("fit powersgd:4", "torch powersgd:1", "torch powersgd:4")
+)
 # For more workers than cores: as workers share cores, only the ranking of the variants is meaningful.
 FEW = ("floor", "stock", "dense", "int8", "powersgd:4", "torch dense", _TORCH_POWERSGD[1])
 
@@ -122,4 +145,5 @@ GRID_LINKS: dict[str, int | None] = {
     "100 Mbit/s": 100_000_000,
     "10 Mbit/s": 10_000_000,
 }
+DEFAULT_LINKS = (UNSHAPED, "1 Gbit/s", "100 Mbit/s")
 LINKS = {**GRID_LINKS, "300 Mbit/s": 300_000_000}

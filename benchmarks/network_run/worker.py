@@ -13,11 +13,12 @@ from typing import Any
 
 from network_run.links import INTERFACE
 
-# Each worker has its own network namespace, so all ports are free.
-TENSORFLOW_PORT = 7077
+# The network namespaces are new, so all ports are free.
+TENSORFLOW_PORT = 7070
 TORCH_PORT = 7078
 _TRANSFER_PORT = 7079
 JAX_PORT = 7080
+EXCHANGE_PORT = 7090
 _CHUNK = bytes(1 << 18)
 BATCHES = 8
 

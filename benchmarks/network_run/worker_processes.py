@@ -37,6 +37,8 @@ class WorkerProcesses:
         workload: str,
         folder: Path,
         *,
+        is_one_host: bool = False,
+        name: str = "",
         room: str = "network_run",
         hosts: Sequence[int] | None = None,
         extra_environment: Mapping[str, str] | None = None,
@@ -49,14 +51,18 @@ class WorkerProcesses:
             network: Each worker runs in one of its namespaces and on a core; more workers than cores share them.
             workload: Key of the model.
             folder: For logs and batches.
+            is_one_host: Whether all processes run in the first namespace.
+            name: Of this group of processes; by default the framework.
             room: The package of the benchmarks whose `{framework}_worker` the processes run.
             hosts: For each process the number of its namespace; by default one process in each.
             extra_environment: Further environment variables.
         """
         self.links = len(network.addresses)
-        self._framework = framework
-        hosts = range(len(network.addresses)) if hosts is None else hosts
-        self._logs = [folder / f"{framework}-{workload}-{rank}.log" for rank in range(len(hosts))]
+        self._name = name or framework
+        workers = len(network.addresses)
+        addresses = network.addresses[:1] * workers if is_one_host else network.addresses
+        hosts = ([0] * workers if is_one_host else range(workers)) if hosts is None else hosts
+        self._logs = [folder / f"{self._name}-{workload}-{rank}.log" for rank in range(len(hosts))]
         self._processes: list[subprocess.Popen[str]] = []
         environment = {**os.environ, **_QUIET, **_ONE_THREAD, **(extra_environment or {})}
         environment.pop("TF_CONFIG", None)
@@ -69,7 +75,7 @@ class WorkerProcesses:
         if framework == JAX:
             environment |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
         for rank, log in enumerate(self._logs):
-            spec = WorkerSpec(rank, network.addresses, workload, str(folder))
+            spec = WorkerSpec(rank, addresses, workload, str(folder))
             with log.open("w") as errors:
                 self._processes.append(
                     subprocess.Popen(
@@ -140,7 +146,7 @@ class WorkerProcesses:
     def _error(self, rank: int, method: str, what: str) -> RuntimeError:
         log = "\n".join(self._logs[rank].read_text(errors="replace").splitlines()[-_LOG_LINES:])
         return RuntimeError(
-            f"Worker {rank} of {self._framework} failed. Received: {what}, in {method!r}; the end of its log:\n"
+            f"Worker {rank} of {self._name} failed. Received: {what}, in {method!r}; the end of its log:\n"
             f"{log}\nExpected: a result. If a variant is the cause, select others with --variants."
         )
 

@@ -10,8 +10,8 @@ from tfdist.compression.gradient_tensors import flatten, unflatten
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
-def positions(tensors, bucket_bytes):
-    return [bucket.positions for bucket in fill_buckets(tensors, bucket_bytes)]
+def positions(tensors, bucket_bytes, **options):
+    return [bucket.positions for bucket in fill_buckets(tensors, bucket_bytes, **options)]
 
 
 def test_last_gradients_come_first():
@@ -19,7 +19,19 @@ def test_last_gradients_come_first():
 
 
 def test_a_bucket_is_closed_when_it_is_full_and_never_splits_a_tensor():
-    assert positions([tf.zeros([1]), tf.zeros([100]), tf.zeros([1])], bucket_bytes=8) == [(2, 1), (0,)]
+    tensors = [tf.zeros([1]), tf.zeros([100]), tf.zeros([1])]
+    assert positions(tensors, bucket_bytes=8, packs_large=True) == [(2, 1), (0,)]
+
+
+def test_a_large_tensor_is_sent_alone_and_its_neighbours_together():
+    assert positions([tf.zeros([1]), tf.zeros([100]), tf.zeros([1])], bucket_bytes=100) == [(1,), (2, 0)]
+    layers = [tf.zeros([2**18]), tf.zeros([10]), tf.zeros([2**18 - 1]), tf.zeros([10])]  # 1 MiB and 4 bytes less
+    assert positions(layers, bucket_bytes=4 * 2**20) == [(3, 2), (1,), (0,)]
+
+
+def test_buckets_are_in_the_order_in_which_they_are_complete():
+    tensors = [tf.zeros([1]), tf.zeros([4]), tf.zeros([1], tf.float16)]
+    assert positions([*tensors, tf.zeros([1])], bucket_bytes=16) == [(2,), (1,), (3, 0)]
 
 
 def test_the_first_bucket_is_closed_early():
@@ -51,7 +63,7 @@ def test_every_tensor_is_in_one_bucket_once():
 def test_a_tensor_of_unknown_shape_has_a_bucket_to_itself():
     @tf.function(input_signature=[tf.TensorSpec([None, 2])])
     def check(unknown):
-        assert positions([tf.zeros([1]), unknown, tf.zeros([1])], bucket_bytes=0) == [(2, 0), (1,)]
+        assert positions([tf.zeros([1]), unknown, tf.zeros([1])], bucket_bytes=0) == [(1,), (2, 0)]
         (restored,) = unflatten(flatten([unknown]), [unknown])
         return restored
 

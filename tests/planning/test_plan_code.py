@@ -2,18 +2,18 @@
 
 import ast
 import inspect
-import re
-from pathlib import Path
 
 import keras
 import pytest
 from planned_programs import program
 
 import tfdist.strategies
-from tfdist.planning import group_exchanges
+from tfdist.exchange import channel, links
 from tfdist.planning.conditions import Conditions
+from tfdist.planning.group_exchanges import SEGMENT_BYTES
 from tfdist.planning.link_costs import Link
 from tfdist.planning.search import find_plans
+from tfdist.planning.transfer_costs import SHORT_BYTES
 
 CONDITIONS = Conditions(Link(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
 
@@ -78,8 +78,5 @@ def test_long_lines_are_broken_outside_of_strings():
     assert [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)][-20:] == cuts
 
 
-def test_sizes_are_those_of_the_collectives():
-    source = Path(tfdist.__file__).with_name("collectives").joinpath("all_reduce_algorithms.py").read_text()
-    for name in ("PIECE_BYTES", "SHORT_BYTES"):
-        value = re.search(rf"^_{name} = ([\d* ]+)", source, re.MULTILINE)
-        assert value and getattr(group_exchanges, name) == eval(value[1])
+def test_sizes_are_those_of_the_exchange():
+    assert (SEGMENT_BYTES, SHORT_BYTES) == (links.SEGMENT_BYTES, channel._SHORT_BYTES)

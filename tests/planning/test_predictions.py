@@ -4,9 +4,9 @@ import pytest
 from planned_programs import program
 
 from tfdist.planning.conditions import Conditions
-from tfdist.planning.group_exchanges import PIECE_BYTES, SHORT_BYTES, exchange_of, pieces, ready_parts, wire_bytes
+from tfdist.planning.group_exchanges import exchange_of, ready_parts, wire_bytes
 from tfdist.planning.link_costs import Link
-from tfdist.planning.measurements import DENSE, GATHER, SUM, Collective, Measurements
+from tfdist.planning.measurements import DENSE, SUM, Collective, Measurements
 from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
 from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel
@@ -53,7 +53,7 @@ def test_a_step_between_measured_numbers_of_rows():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8, 64])
-def test_dense_gradients_are_sent_as_a_ring_sends_them(workers):
+def test_dense_gradients_are_sent_to_their_owners_and_sums_back(workers):
     predicted = predict_data_parallel(program(), on(GIGABIT), workers, DataParallel())
     assert predicted.wire_bytes == pytest.approx(2 * (workers - 1) / workers * 40e6)
     alone = predicted.wire_bytes / GIGABIT.bytes_per_second
@@ -91,12 +91,6 @@ def test_what_all_members_gather_is_decoded_by_each():
     assert exchange_of(measured, DENSE, 8).compute_seconds == exchange_of(measured, DENSE, 4).compute_seconds
     with pytest.raises(KeyError):
         exchange_of(measured, "sign", 2)
-
-
-def test_pieces_and_short_tensors():
-    assert pieces(Collective(SUM, PIECE_BYTES + 1, 0), 2)[1] == 2
-    assert pieces(Collective(SUM, SHORT_BYTES, 0), 2)[0] == GATHER
-    assert pieces(Collective(SUM, SHORT_BYTES, 0), 3)[0] == SUM
 
 
 def test_ready_parts_of_another_number_of_buckets():

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-_FIRST_BUCKET_BYTES = 2**20  # Small, so that the link is used early in backpropagation.
+# Of the first bucket, so that the link is used early in backpropagation. A tensor of this size is sent alone: packing
+# and unpacking it are two passes over its values, which take longer than one more exchange.
+_SMALL_BUCKET_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -16,45 +18,45 @@ class Bucket:
     positions: tuple[int, ...]
 
 
-def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[Bucket]:
+def fill_buckets(tensors: Sequence[tf.Tensor], bucket_bytes: int, *, packs_large: bool = False) -> list[Bucket]:
     """Distributes `tensors` over buckets in reverse order.
 
     Gradients are in the order of the variables, so the last layer's are at the end; backpropagation computes them
     first. Filled from the end, the first bucket is complete, and can be sent, while the gradients of the first layers
     are still computed (Li et al. 2020, "PyTorch Distributed", section 3.2). A tensor is never split: a bucket is
-    closed as soon as it holds `bucket_bytes` or more, the first one at 1 MiB. Tensors of different dtypes
-    fill separate buckets. A tensor whose shape is unknown when the function is traced has a separate bucket.
+    closed as soon as it holds `bucket_bytes` or more, the first one at 1 MiB. A tensor of 1 MiB, or of `bucket_bytes`
+    if that is less, has a separate bucket, and so has one whose shape is unknown when the function is traced. Tensors
+    of different dtypes fill separate buckets.
 
     Args:
         tensors: Dense tensors of any shape and dtype.
         bucket_bytes: Size from which a bucket is closed, in bytes; 0 puts all tensors of a dtype into one bucket.
+        packs_large: Whether tensors of 1 MiB, too, share buckets with their neighbours.
 
     Returns:
-        The buckets in the order in which they should be sent.
+        The buckets in the order in which their last gradients are computed.
 
     >>> import tensorflow as tf
-    >>> gradients = [tf.zeros([4]), tf.zeros([2]), tf.zeros([1], tf.float16), tf.zeros([2])]
+    >>> gradients = [tf.zeros([2]), tf.zeros([4]), tf.zeros([1]), tf.zeros([1], tf.float16), tf.zeros([1])]
     >>> [bucket.positions for bucket in fill_buckets(gradients, bucket_bytes=16)]
-    [(3, 1), (2,), (0,)]
+    [(3,), (1,), (4, 2, 0)]
     """
-    closed: list[list[int]] = []
+    small_bytes = min(bucket_bytes, _SMALL_BUCKET_BYTES)
+    closed: list[tuple[int, ...]] = []
     open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
     for position in reversed(range(len(tensors))):
         tensor = tensors[position]
         elements = tensor.shape.num_elements()
-        if elements is None:
-            closed.append([position])
+        nbytes = None if elements is None else elements * tensor.dtype.size
+        if nbytes is None or (bucket_bytes and nbytes >= small_bytes and not packs_large):
+            closed.append((position,))
             continue
-        if tensor.dtype not in open_buckets:
-            positions: list[int] = []
-            closed.append(positions)
-            open_buckets[tensor.dtype] = (positions, 0)
-        positions, filled_bytes = open_buckets[tensor.dtype]
+        positions, filled_bytes = open_buckets.pop(tensor.dtype, ([], 0))
         positions.append(position)
-        filled_bytes += elements * tensor.dtype.size
-        limit = bucket_bytes if closed[0] is not positions else min(bucket_bytes, _FIRST_BUCKET_BYTES)
-        if bucket_bytes and filled_bytes >= limit:
-            del open_buckets[tensor.dtype]
+        filled_bytes += nbytes
+        if bucket_bytes and filled_bytes >= (bucket_bytes if closed else small_bytes):
+            closed.append(tuple(positions))
         else:
             open_buckets[tensor.dtype] = (positions, filled_bytes)
-    return [Bucket(tuple(positions)) for positions in closed]
+    closed += [tuple(positions) for positions, _ in open_buckets.values()]
+    return [Bucket(positions) for positions in sorted(closed, key=min, reverse=True)]

@@ -8,16 +8,14 @@ from tfdist.planning.measurements import (
     DENSE,
     EXCHANGE,
     GATHER,
-    SUM,
     Collective,
     ExchangeMeasurement,
     ProgramMeasurement,
 )
 from tfdist.planning.overlap import BucketCost
-from tfdist.planning.transfer_costs import SHORT_BYTES, TransferCosts, interpolate
+from tfdist.planning.transfer_costs import TransferCosts, interpolate, is_short
 
-# Those of `collectives/all_reduce_algorithms.py`; a test compares them.
-PIECE_BYTES = 2 * 2**20  # larger tensors are sent in pieces, beside each other
+SEGMENT_BYTES = 2**18  # of the exchange, which sends and adds segments beside each other; a test compares it
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members
 
 
@@ -62,7 +60,7 @@ def bucket_costs(
     """Returns the cost of each bucket in turn.
 
     Half of the computation of a method counts as encoding and half as decoding; of all buckets each has a part in
-    proportion to its gradients. Copies run beside the link, except those of the first piece of each tensor.
+    proportion to its gradients. Copies run beside the link, except those of the first segment for each owner.
 
     Args:
         exchange: The exchange.
@@ -80,7 +78,7 @@ def bucket_costs(
     costs = []
     for bucket, size in zip(buckets, sizes, strict=True):
         compute = exchange.compute_seconds * size / total / cores
-        copies = sum(_copy_seconds(one, members, transfers) for one in bucket)
+        copies = sum(transfers.core_seconds(one.kind, one.nbytes, members) for one in bucket)
         sent = sum(occupied_seconds(one.kind, one.nbytes, members, link) for one in bucket)
         waits = sum(wait_seconds(one, members, link, transfers) for one in bucket)
         costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
@@ -111,27 +109,11 @@ def ready_parts(program: ProgramMeasurement, buckets: int) -> list[float]:
     return [interpolate(points, index * (len(known) - 1) / (buckets - 1)) for index in range(buckets)]
 
 
-def pieces(one: Collective, members: int) -> tuple[str, int, float]:
-    """Returns how a tensor is sent: the kind of collective, the number of pieces, and the bytes of each.
-
-    >>> pieces(Collective("sum", 2**23, 0), 2), pieces(Collective("sum", 1000, 0), 2)
-    (('sum', 4, 2097152.0), ('gather', 1, 1000.0))
-    """
-    if one.kind == SUM and members == 2 and one.nbytes <= SHORT_BYTES:
-        return GATHER, 1, float(one.nbytes)
-    count = max(-(-one.nbytes // PIECE_BYTES), 1)
-    return one.kind, count, one.nbytes / count
-
-
-def _copy_seconds(one: Collective, members: int, transfers: TransferCosts) -> float:
-    kind, count, nbytes = pieces(one, members)
-    return count * transfers.core_seconds(kind, nbytes, members)
-
-
 def wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
-    """Returns how long a collective takes beside the time in which it occupies the link: latencies and one piece."""
-    kind, _, nbytes = pieces(one, members)
-    return messages(kind, members) * link.of(kind).latency_seconds + transfers.seconds(kind, nbytes, members)
+    """Returns how long an exchange takes beside the time in which it occupies the link: latencies and one segment."""
+    rounds = messages(GATHER if is_short(one.kind, one.nbytes, members) else one.kind, members)
+    segment = min(one.nbytes, SEGMENT_BYTES * members)
+    return rounds * link.latency_seconds + transfers.seconds(one.kind, segment, members)
 
 
 def _gathers_all(exchange: ExchangeMeasurement) -> bool:

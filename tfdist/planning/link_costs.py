@@ -1,8 +1,9 @@
-"""What transfers cost on a link: the alpha-beta model of collectives.
+"""What transfers cost on a link: the alpha-beta model of the exchange between workers.
 
-A message of `n` bytes takes `latency + n / bandwidth` seconds. Sources: Hockney 1994 (the model); Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (the ring); Thakur et al. 2005
-(all-gather).
+A message of `n` bytes takes `latency + n / bandwidth` seconds (Hockney 1994). All workers send to all others at once:
+each sends every owner its part of a sum, and returns its own part (`docs/architecture.md`, "The life of an exchange").
+That is as much as in a ring, the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations").
 """
 
 import dataclasses
@@ -39,17 +40,13 @@ class Link:
         """
         return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
 
-    def of(self, kind: str) -> "Link":
-        """Returns the link of a kind of collectives; they differ in `topology.GroupLink`."""
-        return self
-
     def transfer_seconds(self, nbytes: float) -> float:
         """Returns how long a message takes."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
 def all_reduce_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member of a ring sends: `2 (N - 1) / N` times the tensor.
+    """Returns what each member sends in a sum: `2 (N - 1) / N` times the tensor.
 
     >>> all_reduce_bytes(12.0, 1), all_reduce_bytes(12.0, 2), all_reduce_bytes(12.0, 4)
     (0.0, 12.0, 18.0)
@@ -88,28 +85,23 @@ def sent_bytes(kind: str, nbytes: float, members: int) -> float:
 
 
 def messages(kind: str, members: int) -> int:
-    """Returns how many messages a member sends in turn, each of which waits for the one before.
-
-    The slices of an all-to-all do not wait for each other.
+    """Returns how many messages follow one another: the parts and the sums; those to different members do not wait.
 
     >>> messages("sum", 4), messages("gather", 4), messages("exchange", 4)
-    (6, 3, 1)
+    (2, 1, 1)
     """
-    if members == 1:
-        return 0
-    return {SUM: 2 * (members - 1), GATHER: members - 1, EXCHANGE: 1}[kind]
+    return 0 if members == 1 else 2 if kind == SUM else 1
 
 
 def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
     """Returns how long a collective takes on links alone: its messages in turn.
 
     >>> collective_seconds("sum", 8e6, 2, Link(1e6, 0.5)), collective_seconds("gather", 8e6, 3, Link(1e6, 0.5))
-    (9.0, 17.0)
+    (9.0, 16.5)
     >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
     6.5
     """
-    latency = messages(kind, members) * link.of(kind).latency_seconds
-    return latency + occupied_seconds(kind, nbytes, members, link)
+    return messages(kind, members) * link.latency_seconds + occupied_seconds(kind, nbytes, members, link)
 
 
 def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
@@ -118,4 +110,4 @@ def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> floa
     >>> occupied_seconds("sum", 8e6, 2, Link(1e6, 0.5))
     8.0
     """
-    return sent_bytes(kind, nbytes, members) / link.of(kind).bytes_per_second
+    return sent_bytes(kind, nbytes, members) / link.bytes_per_second

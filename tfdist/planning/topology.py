@@ -1,4 +1,4 @@
-"""Networks of racks: which link bounds a collective of workers in several racks.
+"""Networks of racks: which link bounds an exchange of workers in several racks.
 
 Each worker has a host, which has a port to the switch of its rack, and each rack has an uplink, which its hosts share.
 Workers fill the racks in the order of their ranks.
@@ -11,23 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tfdist.planning.link_costs import Link
-from tfdist.planning.measurements import EXCHANGE
 from tfdist.planning.units import bits_per_second, duration_seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupLink(Link):
-    """What a group of workers has of its network: the base class for rings, `exchange` for all-to-alls.
-
-    Attributes:
-        exchange: The link of an all-to-all, whose messages are sent from every worker to every other one.
-    """
-
-    exchange: Link | None = None
-
-    def of(self, kind: str) -> Link:
-        """Returns the link of a kind of collectives."""
-        return self.exchange if kind == EXCHANGE and self.exchange else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,49 +47,24 @@ class Topology:
         """Returns the rack of a worker."""
         return 0 if self.uplink is None else worker // self.hosts_per_rack
 
-    def link(self, workers: int) -> GroupLink:
-        """Returns the link by which collectives of the first `workers` workers are computed.
+    def link(self, workers: int) -> Link:
+        """Returns what each of the first `workers` workers has of the network while all send to all others.
 
-        A ring sends everything over each of its hops, so the slowest one sets its pace: that of the rack whose uplink
-        has the most hops of the ring. A chunk passes all hops in turn, so the latency is that of the mean hop. (A ring
-        is a max-plus system, whose period is the largest mean of its cycles: Baccelli et al. 1992, "Synchronization
-        and linearity", theorem 3.23.)
-
-        In an all-to-all every host of a rack sends to every host of the others, over the uplink.
+        Every host of a rack sends to every host of the others, over the uplink: the busiest link sets the pace.
 
         >>> network = parse_topology("rack:8x4,10gbit,0.1ms/10gbit,0.5ms")
         >>> [round(8e-9 * network.link(workers).bytes_per_second, 1) for workers in (2, 8, 10, 32)]
-        [9.4, 9.4, 9.4, 2.4]
-        >>> [round(8e-9 * network.link(workers).of("exchange").bytes_per_second, 1) for workers in (2, 8, 10, 32)]
         [9.4, 9.4, 5.3, 1.5]
         """
         if self.uplink is None or workers <= self.hosts_per_rack:
-            return GroupLink(self.port.bytes_per_second, self.port.latency_seconds, self.port)
-        order = ring_order(workers)
-        hops = list(zip(order, order[1:] + order[:1], strict=True))
-        leaving = Counter(self.rack(source) for source, target in hops if self.rack(source) != self.rack(target))
-        crossing = sum(leaving.values())
-        latency = (crossing * self.uplink.latency_seconds + (workers - crossing) * self.port.latency_seconds) / workers
-        rate = min(self.port.bytes_per_second, self.uplink.bytes_per_second / max(leaving.values()))
+            return self.port
         sizes = Counter(self.rack(worker) for worker in range(workers))
         messages = max(size * (workers - size) for size in sizes.values())
         per_message = max(
             (workers - 1) / self.port.bytes_per_second,
             messages / self.uplink.bytes_per_second,
         )
-        exchange = Link((workers - 1) / per_message, self.uplink.latency_seconds)
-        return GroupLink(rate, latency, exchange)
-
-
-def ring_order(workers: int) -> list[int]:
-    """Returns the workers in the order of TensorFlow's rings: that of their names as texts, not of their ranks.
-
-    Source: `EstablishGlobalRank` in `tensorflow/core/common_runtime/collective_param_resolver_local.cc`.
-
-    >>> ring_order(12)
-    [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
-    """
-    return sorted(range(workers), key=str)
+        return Link((workers - 1) / per_message, self.uplink.latency_seconds)
 
 
 def parse_topology(text: str) -> Topology:

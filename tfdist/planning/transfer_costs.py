@@ -1,17 +1,21 @@
-"""What TensorFlow's collectives cost without a network: by kind and size, from measurements between two processes.
+"""What exchanges cost without a network: by kind and size, from measurements between two processes.
 
-An exchange of more members consists of the same messages: a ring all-reduce of `N` sends `2 (N - 1)` of `1 / N` of the
-tensor (Patarasuk and Yuan 2009), so `N - 1` times what two members send for `2 / N` of it; an all-gather sends `N - 1`
-whole tensors (Thakur et al. 2005), an all-to-all `N - 1` slices. What a call costs beside its messages counts once. Two
-members show it: their all-reduce sends two messages of half a tensor, an all-gather of half a tensor sends one.
+The cores copy and add what is sent and received, so an exchange of more members costs as much as one of two members in
+which each sends as many bytes.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.planning.measurements import GATHER, SUM, TransferMeasurement
+from tfdist.planning.link_costs import sent_bytes
+from tfdist.planning.measurements import SUM, TransferMeasurement
 
-SHORT_BYTES = 64 * 2**10  # two members gather shorter tensors and add them themselves
+SHORT_BYTES = 64 * 2**10
+
+
+def is_short(kind: str, nbytes: float, members: int) -> bool:
+    """Whether a sum is so short that each member sends all of it to all others, who add it: one round, not two."""
+    return kind == SUM and nbytes * (members - 1) <= SHORT_BYTES
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -35,7 +39,7 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TransferCosts:
-    """Seconds of collectives on a machine, without a limit on the link.
+    """Seconds of exchanges on a machine, without a limit on the link.
 
     >>> measured = [TransferMeasurement("sum", size, 1e-3 + size * 2e-9, size * 1e-9) for size in (1000, 10**6)]
     >>> costs = TransferCosts(tuple(measured))
@@ -43,49 +47,28 @@ class TransferCosts:
     (0.002, 0.003)
 
     Attributes:
-        measured: Collectives of two members.
+        measured: Exchanges of two members.
     """
 
     measured: tuple[TransferMeasurement, ...]
 
     def seconds(self, kind: str, nbytes: float, members: int) -> float:
-        """Returns the time of a collective alone, from the call to the result."""
+        """Returns the time of an exchange alone, from the call to the result."""
         return self._cost(kind, nbytes, members, "seconds")
 
     def core_seconds(self, kind: str, nbytes: float, members: int) -> float:
-        """Returns how long a core of each member is busy with a collective: copies, system calls, sums."""
+        """Returns how long a core of each member is busy with an exchange: copies, system calls, sums."""
         return self._cost(kind, nbytes, members, "core_seconds")
-
-    def once(self, name: str) -> float:
-        """Returns what a call costs beside its messages: the field `name` of measurements, without them.
-
-        >>> ring, gather = TransferMeasurement("sum", 10**6, 8.0, 0.0), TransferMeasurement("gather", 500_000, 5.0, 0.0)
-        >>> TransferCosts((ring, gather)).once("seconds")  # a message takes 3 s
-        2.0
-        """
-        gathers, sums = self._points(GATHER, name), self._rings(name)
-        if not gathers or not sums:
-            return 0.0
-        nbytes, seconds = sums[0]
-        least = min(getattr(one, name) for one in self.measured)
-        return min(max(2 * interpolate(gathers, nbytes / 2) - seconds, 0.0), least)
-
-    def _rings(self, name: str) -> list[tuple[float, float]]:
-        return [point for point in self._points(SUM, name) if point[0] > SHORT_BYTES]
-
-    def _points(self, kind: str, name: str) -> list[tuple[float, float]]:
-        return sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
 
     def _cost(self, kind: str, nbytes: float, members: int, name: str) -> float:
         if members == 1:
             return 0.0
-        of_two = nbytes if kind == GATHER else 2 * nbytes / members
-        two = interpolate(self._points(kind, name), of_two)
-        if members == 2:
-            return two
-        once = self.once(name)
-        messages = max(two - once, 0.0)
-        rings, gathers = self._rings(name), self._points(GATHER, name)
-        if kind == SUM and gathers and (not rings or of_two < rings[0][0]):  # two members gather these
-            messages = 2 * max(interpolate(gathers, of_two / 2) - once, 0.0)
-        return once + (members - 1) * messages
+        points = sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
+        return interpolate(points, _of_two(kind, nbytes, members))
+
+
+def _of_two(kind: str, nbytes: float, members: int) -> float:
+    """Returns the size of which each of two members sends as much as each of `members` of `nbytes`."""
+    if is_short(kind, nbytes, members):
+        return nbytes * (members - 1)
+    return nbytes * sent_bytes(kind, 1.0, members) / sent_bytes(kind, 1.0, 2)

@@ -53,8 +53,9 @@ def reduce_scatter(
     is_complete = unit.is_divided and len(present) == len(unit.positions)
     if is_complete:
         length = unit.part_length
-        missing = tf.zeros([layout.replicas * length - sum(sizes)], dtype)  # joined with the others: one copy
-        rows = tf.reshape(zeros_unless(contributes, flatten([*members, missing])), [layout.replicas, length])
+        missing = layout.replicas * length - sum(sizes)  # joined with the others: one copy, or none
+        padded = [*members, tf.zeros([missing], dtype)] if missing else members
+        rows = tf.reshape(zeros_unless(contributes, flatten(padded)), [layout.replicas, length])
         if list(replicas) != list(range(layout.replicas)):
             rows = tf.gather(rows, list(replicas))
     else:
@@ -103,8 +104,11 @@ def all_gather(
     if is_complete:
         if list(replicas) != list(range(layout.replicas)):
             rows = tf.gather(rows, [list(replicas).index(owner) for owner in range(layout.replicas)])
-        *vectors, _ = tf.split(tf.reshape(rows, [-1]), [*sizes, layout.replicas * length - sum(sizes)])
-        return dict(zip(positions, vectors, strict=True))
+        vector, missing = tf.reshape(rows, [-1]), layout.replicas * length - sum(sizes)
+        if len(sizes) == 1 and not missing:
+            return {positions[0]: vector}
+        vectors = tf.split(vector, [*sizes, missing])
+        return dict(zip(positions, vectors, strict=False))
     found: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
     for owner in range(layout.replicas):
         split = _split(layout, rows[list(replicas).index(owner)], positions, owner)

@@ -105,7 +105,7 @@ class ShardLayout:
         """
         sizes = tuple(int(spec.shape.num_elements()) for spec in specs)
         loads, owners, units = [0] * replicas, {}, []
-        for bucket in fill_buckets(specs, bucket_bytes * replicas):
+        for bucket in fill_buckets(specs, bucket_bytes * replicas, packs_large=True):
             positions = tuple(position for position in bucket.positions if sizes[position])
             # The largest first, each to the replica that owns least.
             for position in sorted(positions, key=lambda one: (-sizes[one], one)):
