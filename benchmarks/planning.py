@@ -1,12 +1,12 @@
 """Compares what `tfdist plan` predicts with what is measured.
 
-    python benchmarks/planning.py                          everything: about 40 minutes on two cores
-    python benchmarks/planning.py --parts grid --models mlp --links "100 Mbit/s"
+    python benchmarks/planning.py                          everything: about 20 minutes on two cores
+    python benchmarks/planning.py --parts grid             8 minutes
     python benchmarks/planning.py --from-json              prints and draws the last results again
 
-*grid*: the models, links and methods of `benchmarks/network.py`; *unseen*: an LSTM and a GAN at 300 Mbit/s. For each
-model the program is probed once, and planned for each link; then two workers, each on its own core and in its own
-network namespace, train it by `fit` with every method, and with XLA.
+*grid*: the models and links of `benchmarks/network.py`; *unseen*: an LSTM and a GAN at 300 Mbit/s. For each model the
+program is probed once, and planned for each link; then two workers, each on its own core and in its own network
+namespace, train it by `fit` with several methods, with the planned one, and with XLA.
 
 *memory*: largest resident memory of a worker of `tfdist run`. *workers*: two, three and four workers of `tfdist run`
 that share the cores of this machine.
@@ -33,6 +33,7 @@ from planning_run import predictions, scores
 _FILE = Path(__file__).parent / "results" / "planning.json"
 _GRID_MODELS, _UNSEEN_MODELS, _UNSEEN_LINK = ("cnn", "mlp", "text"), ("lstm", "gan"), "300 Mbit/s"
 _METHODS, _WORKERS, _STEPS = (None, "int8", "powersgd:4"), (2, 3, 4), 24  # of memory and of more workers
+_MEASURED = ("dense", "bf16", "int8", "topk:0.01", "powersgd:4", "powersgd:1")
 _COMPILED = "fit dense, XLA"  # XLA is measured without compression, and with the method of the best plan
 
 
@@ -56,7 +57,7 @@ def compare(
         missing = [link for link in links if link not in kept]
         if missing:
             chosen = {next(iter(predicted[link])) for link in missing}
-            names = [f"fit {name}" for name in ("dense", *variants.METHODS, "powersgd:1")]
+            names = [f"fit {name}" for name in _MEASURED]
             names = list(dict.fromkeys([*names, _COMPILED, *sorted(chosen)]))
             shown = [variants.BY_NAME[name] for name in names if name in variants.BY_NAME]
             kept |= _measured(model, shown, missing, turns, folder)
@@ -133,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--models", nargs="+", choices=_GRID_MODELS, default=list(_GRID_MODELS))
-    parser.add_argument("--links", nargs="+", choices=tuple(variants.GRID_LINKS), default=list(variants.GRID_LINKS))
+    parser.add_argument("--links", nargs="+", choices=tuple(variants.GRID_LINKS), default=list(variants.DEFAULT_LINKS))
     parser.add_argument("--rounds", type=int, default=2, help="turns of each variant on each link")
     parser.add_argument("--turn-seconds", type=float, default=0.6, help="seconds of a turn with fast steps")
     parser.add_argument("--replan", action="store_true", help="plan again, and keep measured step times")
@@ -153,9 +154,8 @@ def main() -> int:
 
     for model in arguments.models if "grid" in wanted else ():
         found = compare(model, arguments.links, turns, results.get("grid", []) if arguments.replan else [])
-        names = {(cell["model"], cell["link"]) for cell in found}
-        kept = [cell for cell in results.get("grid", []) if (cell["model"], cell["link"]) not in names]
-        results["grid"] = [*kept, *found]
+        # The measurements of a program belong to all of its cells.
+        results["grid"] = [*(cell for cell in results.get("grid", []) if cell["model"] != model), *found]
         write()
     if "unseen" in wanted:
         earlier = results.get("unseen", []) if arguments.replan else []

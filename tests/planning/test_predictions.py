@@ -37,10 +37,13 @@ def test_one_worker_takes_the_measured_step():
 def test_workers_beyond_the_cores_share_them():
     measured = program()
     cores = measured.machine.cores // measured.machine.cores_per_worker
-    assert on_shared_cores(measured, cores) is measured
+    assert on_shared_cores(measured, cores) == measured
     shared = on_shared_cores(measured, 3 * cores)
     times = [predict_data_parallel(one, on(FAST), 2, DataParallel("int8")).step_seconds for one in (measured, shared)]
     assert times[1] == pytest.approx(3 * times[0])
+    machine = dataclasses.replace(measured.machine, local_transfers=measured.machine.transfers[:1])
+    by_memory = on_shared_cores(dataclasses.replace(measured, machine=machine), cores)
+    assert by_memory.machine.transfers == machine.local_transfers
 
 
 def test_a_step_between_measured_numbers_of_rows():

@@ -1,19 +1,22 @@
-"""Exchanges of any number of members, from measurements of two: what a call costs, and each byte that is sent."""
+"""Exchanges of any number of members, from measurements of two: what a call, a message and a byte cost."""
 
 import pytest
 
-from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, TransferMeasurement
+from tfdist.planning.measurements import EXCHANGE, GATHER, MESSAGE, SUM, TransferMeasurement
 from tfdist.planning.transfer_costs import SHORT_BYTES, TransferCosts
 
-CALL, BYTE = 3e-4, 1e-9
+CALL, PEER, BYTE = 3e-4, 2e-5, 1e-9
 
 
 def seconds(kind: str, nbytes: float, members: int) -> float:
-    """A machine on which a call costs `CALL`, and each byte that a member sends `BYTE`."""
-    sent = {GATHER: members - 1, EXCHANGE: (members - 1) / members, SUM: 2 * (members - 1) / members}[kind] * nbytes
+    """A machine on which a call costs `CALL`, a message to a member `PEER`, and each byte that is sent `BYTE`."""
+    rounds, sent = (
+        2 if kind == SUM else 1,
+        {GATHER: members - 1, EXCHANGE: (members - 1) / members, SUM: 2 * (members - 1) / members}[kind] * nbytes,
+    )
     if kind == SUM and nbytes * (members - 1) <= SHORT_BYTES:
-        sent = nbytes * (members - 1)  # to all others at once, who add it themselves
-    return CALL + BYTE * sent
+        rounds, sent = 1, nbytes * (members - 1)  # to all others at once, who add it themselves
+    return CALL + rounds * (members - 2) * PEER + BYTE * sent
 
 
 SIZES = {SUM: (2**10, 2**18, 2**21, 2**24), GATHER: (2**10, 2**18, 2**21, 2**23), EXCHANGE: (2**10, 2**18, 2**22)}
@@ -23,6 +26,7 @@ COSTS = TransferCosts(
         for kind, sizes in SIZES.items()
         for nbytes in sizes
     )
+    + (TransferMeasurement(MESSAGE, 1024, PEER, PEER / 2),)
 )
 
 

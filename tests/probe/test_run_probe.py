@@ -1,5 +1,6 @@
 """A program is measured up to its first `fit`, without its callbacks and without a file that changes."""
 
+import itertools
 import json
 import os
 
@@ -81,10 +82,10 @@ def test_a_program_is_measured_and_leaves_nothing(measured, tmp_path):
 
     machine = found.machine
     assert machine.cores >= machine.cores_per_worker >= 1 and machine.memory_bytes > 2**28
-    for kind in (SUM, GATHER, EXCHANGE):
-        sizes = [transfer.nbytes for transfer in machine.transfers if transfer.kind == kind]
+    for transfers, kind in itertools.product((machine.transfers, machine.local_transfers), (SUM, GATHER, EXCHANGE)):
+        sizes = [transfer.nbytes for transfer in transfers if transfer.kind == kind]
         assert len(sizes) >= 3 and sizes == sorted(sizes)
-    assert all(0 < transfer.core_seconds and 0 < transfer.seconds for transfer in machine.transfers)
+        assert all(0 < transfer.core_seconds and 0 < transfer.seconds for transfer in transfers)
     assert Measurements.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 

@@ -64,7 +64,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch/run_config": frozenset(),
     "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
-    "probe": frozenset("collectives compression internals model_parallel planning strategies training utils".split()),
+    "probe": frozenset(
+        "collectives compression exchange internals model_parallel planning strategies training utils".split()
+    ),
     "utils": frozenset(),
     "internals": frozenset({"private_symbols", "utils"}),
     "private_symbols": frozenset(),

@@ -8,6 +8,7 @@ from typing import Any
 
 DENSE = "uncompressed"
 SUM, GATHER, EXCHANGE = "sum", "gather", "exchange"
+MESSAGE = "message"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Collective:
     """A collective of a step, as a member of the group calls it.
 
     Attributes:
-        kind: `SUM` (a ring all-reduce), `GATHER` (all members get all tensors) or `EXCHANGE` (an all-to-all).
+        kind: `SUM` (an all-reduce), `GATHER` (all members get all tensors) or `EXCHANGE` (an all-to-all).
         nbytes: The size of the tensor that this member passes.
         bucket: The number of the bucket, in the order in which backpropagation fills them. Collectives of a bucket run
             one after another, those of different buckets beside each other.
@@ -139,12 +140,13 @@ class ProgramMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class TransferMeasurement:
-    """A collective between two processes of this machine, each on a separate core, without a limit on the link.
+    """An exchange between two processes of this machine, each on a separate core, without a limit on the link.
 
     Attributes:
-        kind: `SUM`, `GATHER` or `EXCHANGE`.
+        kind: `SUM`, `GATHER` or `EXCHANGE` of tensors of a graph; `MESSAGE`, a short one in each direction, outside of
+            TensorFlow.
         nbytes: What each passes.
-        seconds: Lower quartile of the time of one collective, which other processes of the machine delay.
+        seconds: Lower quartile of the time of one exchange, which other processes of the machine delay.
         core_seconds: How long a core of each process was busy with it.
     """
 
@@ -162,9 +164,10 @@ class MachineMeasurement:
         cores: Usable cores.
         cores_per_worker: Cores on which the program was measured.
         memory_bytes: Memory that may be used.
-        transfers: At least three sizes of each kind.
-        connection_bytes: By how much the memory of a process with TensorFlow's server, which has exchanged tensors of
-            16 MiB, exceeds that of a process without; 0 if it was not measured.
+        transfers: By sockets, as between hosts: at least three sizes of each kind.
+        connection_bytes: By how much the memory of a process that has exchanged tensors of 16 MiB exceeds that of a
+            process without an exchange; 0 if it was not measured.
+        local_transfers: By shared memory, as between workers of this machine; empty: as `transfers`.
     """
 
     cores: int
@@ -172,6 +175,7 @@ class MachineMeasurement:
     memory_bytes: int
     transfers: tuple[TransferMeasurement, ...]
     connection_bytes: int = 0
+    local_transfers: tuple[TransferMeasurement, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +206,8 @@ class Measurements:
         program["layers"] = tuple(LayerMeasurement(**one) for one in program["layers"])
         program["bucket_ready"] = tuple(program["bucket_ready"])
         program["other_collectives"] = tuple(Collective(**one) for one in program.get("other_collectives", ()))
-        machine["transfers"] = tuple(TransferMeasurement(**one) for one in machine["transfers"])
+        for name in ("transfers", "local_transfers"):
+            machine[name] = tuple(TransferMeasurement(**one) for one in machine.get(name, ()))
         return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
 
     @classmethod

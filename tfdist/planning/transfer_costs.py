@@ -1,14 +1,14 @@
 """What exchanges cost without a network: by kind and size, from measurements between two processes.
 
 The cores copy and add what is sent and received, so an exchange of more members costs as much as one of two members in
-which each sends as many bytes.
+which each sends as many bytes, and a message for each further member in each round.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.planning.link_costs import sent_bytes
-from tfdist.planning.measurements import SUM, TransferMeasurement
+from tfdist.planning.link_costs import messages, sent_bytes
+from tfdist.planning.measurements import GATHER, MESSAGE, SUM, TransferMeasurement
 
 SHORT_BYTES = 64 * 2**10
 
@@ -64,11 +64,7 @@ class TransferCosts:
         if members == 1:
             return 0.0
         points = sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
-        return interpolate(points, _of_two(kind, nbytes, members))
-
-
-def _of_two(kind: str, nbytes: float, members: int) -> float:
-    """Returns the size of which each of two members sends as much as each of `members` of `nbytes`."""
-    if is_short(kind, nbytes, members):
-        return nbytes * (members - 1)
-    return nbytes * sent_bytes(kind, 1.0, members) / sent_bytes(kind, 1.0, 2)
+        sent_as = GATHER if is_short(kind, nbytes, members) else kind
+        of_two = nbytes * sent_bytes(sent_as, 1.0, members) / sent_bytes(sent_as, 1.0, 2)
+        message = sum(getattr(one, name) for one in self.measured if one.kind == MESSAGE)
+        return interpolate(points, of_two) + (members - 2) * messages(sent_as, members) * message

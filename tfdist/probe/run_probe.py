@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tfdist.planning.measurements import MachineMeasurement, Measurements, TransferMeasurement
+from tfdist.planning.measurements import Measurements
 from tfdist.probe.measuring_process import MeasuringProcess, child_environment
 from tfdist.probe.probe_errors import ProbeError
 from tfdist.utils.cgroup_limits import available_memory
@@ -60,12 +61,15 @@ def measure(
     result = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, own, timeout_seconds)
     left = timeout_seconds - (time.monotonic() - began)
     one_core = {**environ, **ThreadShare(1, 1, None, os.environ).environment()}
-    transfers, connected_bytes = _measure_transfers(one_core, left, timeout_seconds)
-    connection_bytes = max(connected_bytes - result["bare_bytes"], 0)
-    machine = MachineMeasurement(cores, own, _memory_bytes(), transfers, connection_bytes)
-    document = {"program": result["program"], "machine": {**machine.__dict__, "transfers": ()}, "versions": _versions()}
-    measured = Measurements.from_json(document)
-    return Measurements(measured.program, machine, measured.versions)
+    found = _measure_transfers(one_core, left, timeout_seconds)
+    machine = {
+        "cores": cores,
+        "cores_per_worker": own,
+        "memory_bytes": _memory_bytes(),
+        "connection_bytes": max(found.pop("peak_bytes") - result["bare_bytes"], 0),
+        **found,
+    }
+    return Measurements.from_json({"program": result["program"], "machine": machine, "versions": _versions()})
 
 
 def _check_script(script: Sequence[str]) -> None:
@@ -107,28 +111,20 @@ def _measure_program(
         )
 
 
-def _measure_transfers(
-    environ: Mapping[str, str], seconds: float, limit: float
-) -> tuple[tuple[TransferMeasurement, ...], int]:
-    """Returns the transfers, and the largest resident memory of a process that has made them."""
+def _measure_transfers(environ: Mapping[str, str], seconds: float, limit: float) -> dict[str, Any]:
+    """Returns `transfers`, `local_transfers`, and `peak_bytes`, the memory of a process that has made them."""
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     with ReservedPorts(_LOCAL_WORKERS) as reserved:
         addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
-    environments = [
-        {
-            **environ,
-            "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
-        }
-        for index in range(_LOCAL_WORKERS)
-    ]
+    environ = {**environ, "TFDIST_TOKEN": secrets.token_hex()}
     module = "tfdist.probe.transfer_child"
     cores = [[index % len(available)] for index in range(_LOCAL_WORKERS)]
     with (
-        MeasuringProcess(module, [], environments[0], cores=cores[0]) as first,
-        MeasuringProcess(module, [], environments[1], cores=cores[1]),
+        MeasuringProcess(module, ["0", *addresses], environ, cores=cores[0]) as first,
+        MeasuringProcess(module, ["1", *addresses], environ, cores=cores[1]),
     ):
         for message in first.messages(max(seconds, 1.0)):
-            return tuple(TransferMeasurement(**one) for one in message["transfers"]), message["peak_bytes"]
+            return dict(message)
         if first.timed_out:
             raise _too_slow(limit, "two processes measured their transfers")
         raise ProbeError(
