@@ -5,7 +5,7 @@
 Two workers, each on its own core and in its own network namespace, train an MLP of 10 M parameters with Adam: with
 whole state, with sharded state, with rounded weights and gradients, and with PyTorch's DistributedDataParallel on gloo
 with and without `ZeroRedundancyOptimizer`. The variants take turns, so that all run under the same conditions. Needs
-root on Linux, `ip` and `tc`. Prints a table for each link.
+root on Linux, `ip` and `tc`. Prints the table of `docs/sharded_state.md`.
 """
 
 import argparse
@@ -56,22 +56,21 @@ def main() -> None:
         held = {one.name: groups[one.processes].call("held_bytes", variant=one.name) for one in chosen}
         plan = schedule.Schedule(rounds=arguments.rounds, turn_seconds=arguments.turn_seconds)
         links = schedule.measure(groups, network, chosen, arguments.links, plan, log)
-    for link in arguments.links:
-        _print_table(link, links[link]["variants"], held)
+    _print_table(links, held)
 
 
-def _print_table(link: str, measured: dict[str, Any], held: dict[str, list[dict[str, Any]]]) -> None:
-    print(f"\n{link}\n\n| | median step | quartiles | sent in a step | slots of a worker |\n|---|---|---|---|---|")
-    for name, summary in measured.items():
-        low, high = (1000 * second for second in summary["quartiles_seconds"])
+def _print_table(links: dict[str, Any], held: dict[str, list[dict[str, Any]]]) -> None:
+    print(f"\n| | {' | '.join(links)} | sent in a step | slots of a worker |")
+    print("|---|" + "---|" * (len(links) + 2))
+    measured = [of_link["variants"] for of_link in links.values()]
+    for name, summary in measured[0].items():
+        times = " | ".join(f"{1000 * of_link[name]['median_seconds']:.1f} ms" for of_link in measured)
         slots = max(answer["value"] for answer in held[name])
-        print(
-            f"| {name} | {1000 * summary['median_seconds']:.1f} ms | {low:.1f} to {high:.1f} | "
-            f"{summary['payload_bytes'] / 1e6:.2f} MB | {slots / 1e6:.2f} MB |"
-        )
-    if {"sharded", "torch ZeRO"} <= measured.keys():
-        ours, theirs = (measured[name]["median_seconds"] for name in ("sharded", "torch ZeRO"))
-        print(f"\nsharded / ZeroRedundancyOptimizer: {ours / theirs:.2f}")
+        print(f"| {name} | {times} | {summary['payload_bytes'] / 1e6:.2f} MB | {slots / 1e6:.2f} MB |")
+    for other in ("dense", "torch ZeRO"):
+        if {"sharded", other} <= measured[0].keys():
+            ratios = (of_link["sharded"]["median_seconds"] / of_link[other]["median_seconds"] for of_link in measured)
+            print(f"\nsharded / {other}: {', '.join(f'{one:.2f}' for one in ratios)}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from tfdist.collectives.byte_counters import OTHER, ByteCounters
 from tfdist.compression import Group
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 
-# A collective sends, receives and adds one after the other, so several at once keep the link busy. See `dense` against
-# `stock` in `benchmarks/network.py`, for the MLP at 1 Gbit/s and unshaped.
+# A collective of TensorFlow sends, receives and adds one after the other, so several run at once.
 _PIECE_BYTES = 2 * 2**20
 # Two replicas gather a short tensor and add it themselves: one exchange, where an all-reduce needs two.
 _SHORT_BYTES = 64 * 2**10
