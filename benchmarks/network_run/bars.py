@@ -71,14 +71,15 @@ def all_bars(results: dict[str, Any]) -> list[Bar]:
         for link, of_link in of_workload["links"].items():
             by_name = of_link["variants"]
             seconds = {name: summary["median_seconds"] for name, summary in by_name.items()}
-            where = f"{workload}, {link}"
+            workers = results["workers"]
+            where = f"{workload}, {link}" if workers == 2 else f"{workers} workers, {link}"
             found += _ratios(seconds, where)
             if link == UNSHAPED:
                 found += _bytes(by_name, workload)
-                if workload == "mlp" and {"dense", _STOCK} <= seconds.keys():
+                if workload == "mlp" and workers == 2 and {"dense", _STOCK} <= seconds.keys():
                     ratio = seconds["dense"] / seconds[_STOCK]
                     found.append(Bar(f"dense / {_STOCK}, MLP", where, _MLP_AGAINST_STOCK, ratio, noise=_NOISE))
-            if results["workers"] == 2:  # more workers than cores wait for each other
+            if workers == 2:  # more workers than cores wait for each other
                 found += _against_floor(seconds, where)
                 found += _against_peers(seconds, where)
     return found
