@@ -10,7 +10,7 @@ import tensorflow as tf
 sys.path.append(str(Path(__file__).parents[1] / "exchange"))
 from worker_groups import joined, on_workers
 
-from tfdist.collectives.exchange_boundary import ExchangeBoundary, _to_bytes
+from tfdist.collectives.exchange_boundary import _KINDS, ExchangeBoundary, _to_bytes
 
 DTYPES = [
     *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.dtypes.experimental.float8_e4m3fn, tf.bool, tf.complex64),
@@ -130,7 +130,7 @@ def test_a_result_that_a_failed_step_has_left_is_not_taken_for_another():
             assert float(boundary.all_reduce(tf.constant(1.0))) == 2.0
             lane = boundary._lanes["small"]
             lane._requested.assign_add(1)  # what such a step has done
-            lane._requests.enqueue([[0, tf.float32.as_datatype_enum, 2], _to_bytes(tf.constant(5.0))])
+            lane._requests.enqueue([len(_KINDS) * tf.float32.as_datatype_enum, 2, _to_bytes(tf.constant(5.0))])
             return boundary.all_reduce(tf.constant(1.0))
 
         for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):

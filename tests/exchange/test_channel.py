@@ -50,7 +50,7 @@ def test_sums_have_the_bits_of_numpy_in_the_order_of_ranks(size: int, kind: str)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_gathers(kind: str) -> None:
-    size, columns = 3, SEGMENT_BYTES // 8 + 7
+    size, columns = 3, SEGMENT_BYTES // 8 + 4
     with linked_channels(size, kind) as channels:
         rows = [values_of(rank, size * columns, "float64").reshape(size, 5, -1) for rank in range(size)]
 

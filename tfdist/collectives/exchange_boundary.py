@@ -5,6 +5,7 @@ functions, conditions and loops as well as eagerly. TensorFlow orders the operat
 which is alike on all workers; so all workers make the same exchanges in the same order.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.exchange.channel import aligned_empty
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
@@ -55,30 +55,36 @@ class ExchangeBoundary:
         self, tensor: tf.Tensor, *, in_background: int | None = None, shape_is_fixed: bool = True
     ) -> tf.Tensor:
         """Returns the sum of the workers' tensors, which have the same shape and dtype."""
-        return _shaped_like(tensor, self._call("all-reduce", tensor, in_background, shape_is_fixed))
+        result = self._call("all-reduce", tensor, in_background, shape_is_fixed)
+        result.set_shape(tensor.shape)
+        return result
 
     def all_gather(
         self, tensor: tf.Tensor, *, in_background: int | None = None, shape_is_fixed: bool = True
     ) -> tf.Tensor:
         """Returns the workers' tensors one after another along the first dimension; they have the same shape."""
-        gathered = self._call("all-gather", tensor, in_background, shape_is_fixed)
-        shape = tf.shape(tensor)
-        result = tf.reshape(gathered, tf.concat([[self.size * shape[0]], shape[1:]], axis=0))
+        result = self._call("all-gather", tensor, in_background, shape_is_fixed)
         rows = tensor.shape[0]
         result.set_shape([None if rows is None else self.size * rows, *tensor.shape[1:]])
         return result
 
     def all_to_all(self, rows: tf.Tensor, *, in_background: int | None = None) -> tf.Tensor:
         """Sends row `i` to worker `i`; returns the received rows, by rank."""
-        return _shaped_like(rows, self._call("all-to-all", rows, in_background))
+        result = self._call("all-to-all", rows, in_background)
+        result.set_shape(rows.shape)
+        return result
 
     def reduce_scatter(self, rows: tf.Tensor, *, in_background: int | None = None) -> tf.Tensor:
         """Returns the sum of the workers' rows at the rank of this one, where `rows` is `[number of workers, ...]`."""
-        return _shaped_like(rows[0], self._call("reduce-scatter", rows, in_background))
+        result = self._call("reduce-scatter", rows, in_background)
+        result.set_shape(rows.shape[1:])
+        return result
 
     def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor of worker 0."""
-        return _shaped_like(tensor, self._call("broadcast", tensor))
+        result = self._call("broadcast", tensor)
+        result.set_shape(tensor.shape)
+        return result
 
     def new_background(self) -> int:
         """Returns the number of another sequence of exchanges beside the steps: all workers ask in the same order."""
@@ -162,30 +168,32 @@ class _Lane:
     def __init__(self, exchange: Exchange, name: str) -> None:
         self._exchange, self._channel, self._name = exchange, exchange.channel(name), name
         with tf.device("CPU:0"):
-            self._requests = tf.queue.FIFOQueue(_CAPACITY, [tf.int64, tf.uint8], name=f"tfdist_{name}_requests")
+            # What is exchanged, the number of the exchange on this lane, and the values.
+            self._requests = tf.queue.FIFOQueue(
+                _CAPACITY, [tf.int64, tf.int64, tf.uint8], name=f"tfdist_{name}_requests"
+            )
+            # The number, or 0 after a failure; the error if that is not the expected number; and the values.
             self._results = tf.queue.FIFOQueue(
-                _CAPACITY, [tf.string, tf.int64, tf.uint8], name=f"tfdist_{name}_results"
+                _CAPACITY, [tf.int64, tf.string, tf.uint8], name=f"tfdist_{name}_results"
             )
             self._requested = ResourceVariable(0, dtype=tf.int64, trainable=False, name=f"tfdist_{name}_exchanges")
+            self._stale = tf.constant(_STALE)
 
     def serve_alone(self) -> None:
         """Starts a thread that makes the exchanges as they are requested."""
         threading.Thread(target=self._serve, name=f"tfdist exchange {self._name}", daemon=True).start()
 
     def exchange(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the values of the result, flat."""
+        """Returns the result, without a static shape."""
         with tf.device("CPU:0"):
             number = self._requested.assign_add(1, read_value=True)
-            header = tf.stack([tf.constant(_KINDS.index(kind), tf.int64), tensor.dtype.as_datatype_enum, number])
-            with tf.control_dependencies([self._requests.enqueue([header, _to_bytes(tensor)])]):
-                error, answered, received = self._results.dequeue()
-            # Assertions, because `fit` takes the error of a closed queue for the end of the data. A step that ended
+            what = tf.constant(_KINDS.index(kind) + len(_KINDS) * tensor.dtype.as_datatype_enum, tf.int64)
+            with tf.control_dependencies([self._requests.enqueue([what, number, _to_bytes(tensor)])]):
+                answered, error, received = self._results.dequeue()
+            # An assertion, because `fit` takes the error of a closed queue for the end of the data. A step that ended
             # between its request and the result leaves that result in the queue.
-            checks = [
-                tf.raw_ops.Assert(condition=tf.equal(error, ""), data=[error]),
-                tf.raw_ops.Assert(condition=tf.equal(answered, number), data=[_STALE]),
-            ]
-            with tf.control_dependencies([check for check in checks if check is not None]):
+            check = tf.raw_ops.Assert(condition=tf.equal(answered, number), data=[error])
+            with tf.control_dependencies([check] if check is not None else []):
                 return _from_bytes(received, tensor.dtype)
 
     def _serve(self) -> None:
@@ -194,7 +202,7 @@ class _Lane:
 
     def next_request(self) -> list[tf.Tensor]:
         """Waits for the next request; returns it as `answer` takes it."""
-        return list(self._requests.dequeue())
+        return list(tf.raw_ops.QueueDequeueV2(handle=self._requests.queue_ref, component_types=self._requests.dtypes))
 
     def answer(self, request: list[tf.Tensor], begin: Callable[[], Any] | None = None) -> None:
         """Makes the exchange of a request and returns its result, or the error, to the graph.
@@ -203,63 +211,57 @@ class _Lane:
             request: What `next_request` returned. It is emptied, so that its memory is freed.
             begin: Called before the exchange.
         """
-        data, header = request.pop(), request.pop()
-        kind, dtype, number = header.numpy().tolist()
+        data, number, what = request.pop(), request.pop(), request.pop()
+        error = self._stale
         try:
             if begin is not None:
                 begin()
-            values = _array(data).view(tf.as_dtype(dtype).as_numpy_dtype)
-            result, error = _tensor(self._made(_KINDS[kind], values)), ""
-            del values
+            array = np.asarray(memoryview(data))  # the tensor's memory, which is valid as long as the tensor
+            result = _tensor(self._made(array, *_kind_and_dtype(int(what))))
+            del array
         except Exception as failure:  # raised by the step that waits for the result
-            result, error = tf.zeros([0], tf.uint8), str(failure)
+            number, error, result = tf.constant(0, tf.int64), tf.constant(str(failure)), tf.zeros([0], tf.uint8)
             if not isinstance(failure, ExchangeError):
                 self._exchange.fail(f"an error of its exchange ({type(failure).__name__}: {failure})")
         del data
-        self._results.enqueue([error, tf.constant(number, tf.int64), result])
+        # Wrappers of TensorFlow would cost more than the exchange of a short tensor.
+        tf.raw_ops.QueueEnqueueV2(handle=self._results.queue_ref, components=[number, error, result])
 
-    def _made(self, kind: str, values: Any) -> Any:
+    def _made(self, data: Any, kind: str, dtype: Any) -> Any:
+        """Exchanges values of a dtype, as bytes `[..., bytes of the dtype]`; returns the bytes of the result."""
+        channel, shape = self._channel, data.shape
+        values = data.reshape(-1).view(dtype)
         if kind == "all-reduce":
-            return self._channel.all_reduce(values)
-        if kind == "all-gather":
-            return self._channel.all_gather(values)
-        if kind in ("all-to-all", "reduce-scatter"):
-            rows = values.reshape(self._channel.size, -1)
-            return self._channel.all_to_all(rows) if kind == "all-to-all" else self._channel.reduce_scatter(rows)
-        return self._channel.broadcast(values)
+            result = channel.all_reduce(values)
+        elif kind == "all-gather":
+            result, shape = channel.all_gather(values), (channel.size * shape[0], *shape[1:])
+        elif kind == "all-to-all":
+            result = channel.all_to_all(values.reshape(channel.size, -1))
+        elif kind == "reduce-scatter":
+            result, shape = channel.reduce_scatter(values.reshape(channel.size, -1)), shape[1:]
+        else:
+            result = channel.broadcast(values)
+        return result.reshape(-1).view(np.uint8).reshape(shape)
 
 
-def _shaped_like(tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    return tf.ensure_shape(tf.reshape(values, tf.shape(tensor)), tensor.shape)
+@functools.cache
+def _kind_and_dtype(what: int) -> tuple[str, Any]:
+    dtype, kind = divmod(what, len(_KINDS))
+    return _KINDS[kind], tf.as_dtype(dtype).as_numpy_dtype
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype == tf.bool:
-        tensor = tf.cast(tensor, tf.uint8)
-    flat = tf.reshape(tensor, [-1])
-    return flat if flat.dtype == tf.uint8 else tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+        return tf.cast(tensor, tf.uint8)
+    return tensor if tensor.dtype == tf.uint8 else tf.bitcast(tensor, tf.uint8)
 
 
 def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype == tf.bool:
         return tf.cast(data, tf.bool)
-    if dtype == tf.uint8:
-        return data
-    return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
+    return data if dtype == tf.uint8 else tf.bitcast(data, dtype)
 
 
-def _array(tensor: tf.Tensor) -> Any:
-    """Returns the tensor's memory, which is valid as long as the tensor."""
-    return np.frombuffer(memoryview(tensor), np.uint8)
-
-
-def _tensor(values: Any) -> tf.Tensor:
-    """Returns a tensor with the memory of the array, if it is aligned."""
-    data = values.reshape(-1).view(np.uint8)
-    if not data.nbytes:
-        return tf.zeros([0], tf.uint8)
-    if data.ctypes.data % 64:
-        copy = aligned_empty(data.shape, np.uint8)
-        copy[...] = data
-        data = copy
-    return tf.experimental.dlpack.from_dlpack(data.__dlpack__())
+def _tensor(data: Any) -> tf.Tensor:
+    """Returns a tensor with the memory of the array, which results of a channel have aligned."""
+    return tf.experimental.dlpack.from_dlpack(data.__dlpack__()) if data.nbytes else tf.zeros(data.shape, tf.uint8)

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
+from tfdist.exchange.result_memory import aligned_empty
 
 _ALIGNMENT_BYTES = 64
 # A worker sends a short array to all others at once: one round, where an all-reduce by owners needs two.
 _SHORT_BYTES = 64 * 2**10
+# Long segments cost less; short ones are added and sent on while the next arrive, which a slow link needs.
+_SHORTEST_SEGMENT_BYTES = 2**18
+_SEGMENTS_OF_ARRAY = 64
 _CLOSE_SECONDS = 1.0
 # For a worker that left: its last values, on another connection, may arrive after its farewell.
 _LOOK_MILLISECONDS = 500
@@ -164,7 +168,10 @@ class _RunningCall:
         channel._lock.acquire()
         self._call = ExchangeCall(self._kind, self._root, channel._number, self._values, self._dtype.name)
         header = memoryview(self._call.encode())
-        self._transfers = {peer: _Transfer(link, header, self._check) for peer, link in channel._links.items()}
+        segment_bytes = _segment_bytes(self._values * self._dtype.itemsize)
+        self._transfers = {
+            peer: _Transfer(link, header, self._check, segment_bytes) for peer, link in channel._links.items()
+        }
         return self._transfers
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -197,8 +204,10 @@ class _Incoming:
 class _Transfer:
     """What is to be sent to one worker, and received from it."""
 
-    def __init__(self, link: Link, header: memoryview, check: Callable[[int, memoryview], None]) -> None:
-        self.link = link
+    def __init__(
+        self, link: Link, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
+    ) -> None:
+        self.link, self.segment_bytes = link, segment_bytes
         self.is_held = False  # what was received last is not added yet
         self.outgoing = collections.deque([header])
         self.incoming = collections.deque([_Incoming(HEADER_BYTES, None, self._arrived_header)])
@@ -206,15 +215,11 @@ class _Transfer:
 
     def send(self, values: Array) -> None:
         """Sends the array, segment by segment, after what was to be sent before."""
-        data = _bytes(values)
-        self.outgoing.extend(data[start : start + SEGMENT_BYTES] for start in range(0, len(data), SEGMENT_BYTES))
+        self.outgoing.extend(self._segments(values))
 
     def receive_into(self, values: Array) -> None:
         """Receives as many values into the array, after what was to be received before."""
-        data = _bytes(values)
-        for start in range(0, len(data), SEGMENT_BYTES):
-            segment = data[start : start + SEGMENT_BYTES]
-            self.incoming.append(_Incoming(len(segment), segment))
+        self.incoming.extend(_Incoming(len(segment), segment) for segment in self._segments(values))
 
     def progress(self) -> bool:
         """Sends and receives at most one segment; returns whether that was possible."""
@@ -239,6 +244,10 @@ class _Transfer:
         receives = bool(self.incoming) and not self.is_held
         return self.link.interests(sends=bool(self.outgoing), receives=receives)
 
+    def _segments(self, values: Array) -> Iterator[memoryview]:
+        data = values.reshape(-1).view(np.uint8).data
+        return (data[start : start + self.segment_bytes] for start in range(0, len(data), self.segment_bytes))
+
     def _arrived_header(self, header: memoryview) -> None:
         self._check(self.link.peer, header)
         self.link.release()
@@ -252,7 +261,7 @@ class _OwnPart:
     ) -> None:
         self._rank, self._transfers = rank, transfers
         self._own, self._total, self._sends_sums = own, total, sends_sums
-        self._step = SEGMENT_BYTES // own.itemsize
+        self._step = next((one.segment_bytes for one in transfers.values()), SEGMENT_BYTES) // own.itemsize
         self._arrived: dict[int, dict[int, memoryview]] = collections.defaultdict(dict)
         if not transfers:
             total[...] = own
@@ -313,15 +322,6 @@ def _can_progress(transfers: list[_Transfer], failure: GroupFailure) -> bool:
     return can_progress
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns an array without values whose memory is aligned so that TensorFlow can use it without a copy."""
-    dtype = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[offset : offset + nbytes].view(dtype).reshape(shape)
-
-
 def add_in_order(values: Sequence[Array], total: Array) -> None:
     """Adds up arrays, from first to last, into `total`."""
     if total.dtype == np.bool_:
@@ -339,6 +339,11 @@ def add_in_order(values: Sequence[Array], total: Array) -> None:
             np.add(total, other, out=total)
 
 
+def _segment_bytes(nbytes: int) -> int:
+    between = nbytes // _SEGMENTS_OF_ARRAY // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    return min(max(between, _SHORTEST_SEGMENT_BYTES), SEGMENT_BYTES)
+
+
 def _part_starts(size: int, parts: int, itemsize: int) -> list[int]:
     step = max(_ALIGNMENT_BYTES // itemsize, 1)
     return [min(size * part // parts // step * step, size) for part in range(parts)] + [size]
@@ -346,7 +351,3 @@ def _part_starts(size: int, parts: int, itemsize: int) -> list[int]:
 
 def _flat(values: Array) -> Array:
     return np.ascontiguousarray(values).reshape(-1)
-
-
-def _bytes(values: Array) -> memoryview:
-    return values.reshape(-1).view(np.uint8).data

@@ -8,10 +8,10 @@ import select
 import socket
 import ssl
 
-SEGMENT_BYTES = 2**18
+SEGMENT_BYTES = 2**19
 """The largest segment that is sent at once. It fits into the cache of a core, where the receiver adds it."""
 
-_SLOTS = 16
+_SLOTS = 8
 _CLOSED = "its process has ended"
 Interest = tuple[int, int]
 """A descriptor and the events for which it is polled."""
