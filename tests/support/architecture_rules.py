@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals"}),
-    "exchange": frozenset({"transport"}),
+    "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset({"compression", "internals", "load_balancing", "servers", "utils"}),
     "servers": frozenset({"cluster"}),

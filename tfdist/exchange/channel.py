@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
-from tfdist.exchange.result_memory import aligned_empty
+from tfdist.utils.reused_memory import ReusedMemory
 
 _ALIGNMENT_BYTES = 64
 # A worker sends a short array to all others at once: one round, where an all-reduce by owners needs two.
@@ -28,6 +28,7 @@ _SHORT_BYTES = 64 * 2**10
 _SHORTEST_SEGMENT_BYTES = 2**18
 _SEGMENTS_OF_ARRAY = 64
 _CLOSE_SECONDS = 1.0
+_RESULTS = ReusedMemory()
 # For a worker that left: its last values, on another connection, may arrive after its farewell.
 _LOOK_MILLISECONDS = 500
 Array = NDArray[Any]
@@ -56,7 +57,7 @@ class Channel:
 
         Values of less than 32 bits are added in float32 and rounded once.
         """
-        flat, total = _flat(values), aligned_empty(values.shape, values.dtype)
+        flat, total = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = total.reshape(-1)
         if flat.nbytes * (self._size - 1) <= _SHORT_BYTES:
             everything = self._gather("all-reduce", flat)
@@ -75,7 +76,7 @@ class Channel:
     def reduce_scatter(self, rows: Array) -> Array:
         """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`."""
         self._check_rows(rows)
-        flat, total = _flat(rows).reshape(self._size, -1), aligned_empty(rows.shape[1:], rows.dtype)
+        flat, total = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
         with self._call("reduce-scatter", flat) as transfers:
             own = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
             for peer, transfer in transfers.items():
@@ -90,7 +91,7 @@ class Channel:
     def all_to_all(self, rows: Array) -> Array:
         """Sends row `i` of `rows`, `[number of workers, ...]`, to worker `i`; returns the received rows, by rank."""
         self._check_rows(rows)
-        flat, received = _flat(rows).reshape(self._size, -1), aligned_empty(rows.shape, rows.dtype)
+        flat, received = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape, rows.dtype)
         result = received.reshape(self._size, -1)
         with self._call("all-to-all", flat) as transfers:
             for peer, transfer in transfers.items():
@@ -101,7 +102,7 @@ class Channel:
 
     def broadcast(self, values: Array, root: int = 0) -> Array:
         """Returns the array of worker `root`; the others pass arrays of the same shape and dtype."""
-        flat, received = _flat(values), aligned_empty(values.shape, values.dtype)
+        flat, received = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = received.reshape(-1)
         with self._call("broadcast", flat, root) as transfers:
             for peer, transfer in transfers.items():
@@ -137,7 +138,7 @@ class Channel:
                 link.close()
 
     def _gather(self, kind: str, flat: Array) -> Array:
-        gathered = aligned_empty((self._size, flat.size), flat.dtype)
+        gathered = _RESULTS.empty((self._size, flat.size), flat.dtype)
         with self._call(kind, flat) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat)

@@ -20,7 +20,7 @@ _REGISTRY = "tensorflow.python.ops.script_ops:FuncRegistry"
 _Registry = private(_REGISTRY, "calls the Python functions of a graph")
 private(f"{_REGISTRY}.__call__", "passes their results on without a copy")
 
-_MEMORY = ReusedMemory(most_bytes=2**28)  # of batches that are read ahead, shuffled or computed with
+_MEMORY = ReusedMemory()
 _COPIED_TYPES = frozenset(
     [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.bool, tf.complex64, tf.complex128]
     + [tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64]

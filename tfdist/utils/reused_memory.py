@@ -1,9 +1,8 @@
 """Arrays in memory that is used again: to get fresh pages from the system costs more than to fill them."""
 
 import collections
-import ctypes
+import math
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +10,18 @@ import numpy as np
 
 _ALIGNMENT_BYTES = 64  # TensorFlow takes such memory without a copy
 _LEAST_BYTES = 32 * 1024  # the C library itself keeps the pages of shorter arrays
-_LOOKED_AT = 8  # how many blocks of a size may be in use before a new one is made
+# As much is kept as was in use at once while so many arrays were made, or as many before.
+_WINDOW = 256
 
 
 class ReusedMemory:
     """Makes arrays, in memory of earlier ones that nothing uses any longer if there is some.
 
     Memory is in use as long as anything refers to an array in it, as views, buffers and TensorFlow's tensors do, so
-    nothing has to be given back. All threads may share an instance.
+    nothing has to be given back. No more is kept than was in use at once a short time ago. All threads may share an
+    instance.
 
-    >>> memory = ReusedMemory(most_bytes=2**22)
+    >>> memory = ReusedMemory()
     >>> first = memory.empty([1024, 256], np.float32)
     >>> address, view = first.ctypes.data, first[:1]
     >>> del first  # `view` is in use
@@ -29,68 +30,68 @@ class ReusedMemory:
     >>> del view
     >>> memory.empty([512, 512], np.int32).ctypes.data == address
     True
-
-    Args:
-        most_bytes: How much memory is kept for later arrays.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._kept_bytes = most_bytes, 0
-        # Memory and a reference to its present owner, by size; sizes that were needed last are at the end.
-        self._blocks: collections.OrderedDict[int, collections.deque[tuple[np.ndarray, Any]]]
-        self._blocks = collections.OrderedDict()
+    def __init__(self) -> None:
+        # Owners end in any thread, also in one that holds the lock: so they only append to this.
+        self._returned: collections.deque[np.ndarray] = collections.deque()
+        self._free: dict[int, list[np.ndarray]] = {}  # by size; the size that was needed last is at the end
         self._lock = threading.Lock()
+        self._used_bytes = self._free_bytes = 0
+        self._made = self._peak_bytes = self._last_peak_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Returns an array with any values, aligned to 64 bytes."""
         dtype = np.dtype(dtype)
-        length = dtype.itemsize
-        for size in shape:
-            length *= int(size)
+        length = math.prod(shape) * dtype.itemsize
         if length < _LEAST_BYTES:
-            values = _aligned(length)[:length]
+            values = _aligned(length)
         else:
             # A view refers to its array or, as here, to the object whose memory that has.
-            values = np.frombuffer(self._owner(length), np.uint8, length)
+            values = np.asarray(_Owner(self._block(length), self._returned))[:length]
         return values.view(dtype).reshape(shape)
 
-    def _owner(self, length: int) -> Any:
-        """Returns a new object with at least `length` bytes of memory."""
+    def _block(self, length: int) -> np.ndarray:
         granule = 1 << (length.bit_length() - 4)  # few sizes, of which 1/8 is unused at most
         size = -(-length // granule) * granule
         with self._lock:
-            blocks = self._blocks.setdefault(size, collections.deque())
-            self._blocks.move_to_end(size)
-            memory = self._unused(blocks)
-            if memory is None:
-                memory = _aligned(size)
-                self._make_room(size)
-            owner = (ctypes.c_char * size).from_buffer(memory.data)
-            if size <= self._most_bytes:
-                blocks.append((memory, weakref.ref(owner)))
-        return owner
-
-    def _unused(self, blocks: collections.deque[tuple[np.ndarray, Any]]) -> np.ndarray | None:
-        """Takes a block out whose owner is gone; those that were given out first are looked at first."""
-        for _ in range(min(len(blocks), _LOOKED_AT)):
-            memory, owner = blocks.popleft()
-            if owner() is None:
-                return memory
-            blocks.append((memory, owner))
-        return None
-
-    def _make_room(self, size: int) -> None:
-        """Counts a new block, and forgets others until not too much is kept. Those in use live as long as they are."""
-        if size > self._most_bytes:
-            return
-        self._kept_bytes += size
-        while self._kept_bytes > self._most_bytes:
-            oldest, blocks = next(iter(self._blocks.items()))
+            while self._returned:
+                block = self._returned.popleft()
+                self._used_bytes -= block.nbytes
+                self._free_bytes += block.nbytes
+                self._free.setdefault(block.nbytes, []).append(block)
+            self._made += 1
+            if self._made % _WINDOW == 0:
+                self._last_peak_bytes, self._peak_bytes = self._peak_bytes, 0
+            self._used_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            blocks = self._free.pop(size, [])
+            found = blocks.pop() if blocks else None
+            if found is not None:
+                self._free_bytes -= size
             if blocks:
-                blocks.popleft()
-                self._kept_bytes -= oldest
-            else:
-                del self._blocks[oldest]
+                self._free[size] = blocks
+            while self._free_bytes + self._used_bytes > max(self._peak_bytes, self._last_peak_bytes):
+                self._forget_oldest()
+        return _aligned(size) if found is None else found
+
+    def _forget_oldest(self) -> None:
+        size, blocks = next(iter(self._free.items()))
+        blocks.pop()
+        self._free_bytes -= size
+        if not blocks:
+            del self._free[size]
+
+
+class _Owner:
+    """The base of an array: memory that is in use as long as this object."""
+
+    def __init__(self, block: np.ndarray, returned: collections.deque[np.ndarray]) -> None:
+        self._block, self._returned = block, returned
+        self.__array_interface__ = block.__array_interface__
+
+    def __del__(self) -> None:
+        self._returned.append(self._block)
 
 
 def _aligned(length: int) -> np.ndarray:
