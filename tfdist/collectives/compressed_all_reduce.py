@@ -84,7 +84,11 @@ class CompressedReduction:
         buckets = [
             (compressor, [positions[index] for index in bucket.positions])
             for compressor, positions in by_compressor.items()
-            for bucket in fill_buckets([gradients[position] for position in positions], self._bucket_bytes)
+            for bucket in fill_buckets(
+                [gradients[position] for position in positions],
+                self._bucket_bytes,
+                packs_large=_sends_little(compressor),
+            )
         ]
         # A bucket is ready when its first variable's gradient is, which backpropagation computes last.
         for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
@@ -182,6 +186,11 @@ def _sums_of_parts(
         return compressor.reduce_parts(gradients, group, states, parts)
     reduced = compressor.reduce(gradients, group, states)
     return reduced if parts is None else replace(reduced, sums=parts.own_of(reduced.sums))
+
+
+def _sends_little(compressor: Compressor) -> bool:
+    """Whether it sends less than 16 bits a value: joining payloads then costs less than further rounds."""
+    return compressor.payload_bytes((1024, 1024)) < 2 * 1024**2
 
 
 def method_label(compressor: Compressor) -> str:
