@@ -15,7 +15,7 @@ from tfdist.planning.measurements import (
 from tfdist.planning.overlap import BucketCost
 from tfdist.planning.transfer_costs import TransferCosts, interpolate, is_short
 
-SEGMENT_BYTES = 2**18  # of the exchange, which sends and adds segments beside each other; a test compares it
+SEGMENT_BYTES = 2**19  # of the exchange, which sends and adds segments beside each other; a test compares it
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members
 
 
