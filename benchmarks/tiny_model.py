@@ -44,14 +44,15 @@ def main() -> int:
         started = {kind: [_read(worker) for worker in workers] for kind, workers in kinds.items()}
         rows: dict[str, Any] = {kind: {"first_step_seconds": max(found)} for kind, found in started.items()}
         for program in arguments.programs:
-            measured: dict[str, list[float]] = {kind: [] for kind in kinds}
+            measured: dict[str, list[Any]] = {kind: [] for kind in kinds}
             for turn in range(arguments.rounds + 1):
                 for kind, workers in kinds.items():
                     found = _measured(workers, program, _STEPS[program])
-                    measured[kind] += [one["seconds"] for one in found] if turn else []  # the first turn traces
+                    measured[kind] += found if turn else []  # the first turn traces
                     rows[kind]["threads"] = max(one["threads"] for one in found)
-            for kind, seconds in measured.items():
-                rows[kind][f"{program}_ms"] = 1e3 * statistics.median(seconds)
+            for kind, turns in measured.items():
+                rows[kind][f"{program}_ms"] = 1e3 * statistics.median(one["seconds"] for one in turns)
+                rows[kind][f"{program}_cpu_ms"] = 1e3 * statistics.median(one["cpu_seconds"] for one in turns)
         for kind, workers in kinds.items() if arguments.memory_steps else ():
             before = _measured(workers, "plain", 2000)
             after = _measured(workers, "plain", arguments.memory_steps)
@@ -124,16 +125,17 @@ def _serve(rank: int) -> int:
     print(json.dumps(time.monotonic() - began), flush=True)
     for line in sys.stdin:
         program, steps = json.loads(line)
-        seconds = fits[program](steps)
+        seconds, cpu_seconds = fits[program](steps)
         status = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
         nbytes = 1024 * int(status["VmRSS"].split()[0])
-        print(json.dumps({"seconds": seconds, "threads": int(status["Threads"]), "bytes": nbytes}), flush=True)
+        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "threads": int(status["Threads"]), "bytes": nbytes}
+        print(json.dumps(found), flush=True)
     keras.backend.clear_session()
     return 0
 
 
-def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int], float]:
-    """Returns a function that trains for some steps, and returns the time of one."""
+def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int], tuple[float, float]]:
+    """Returns a function that trains for some steps, and returns the time and CPU time of one."""
     import contextlib
 
     import keras
@@ -141,10 +143,11 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
 
     class Clock(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.began = time.perf_counter()
+            self.began, self.cpu_began = time.perf_counter(), time.process_time()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds = time.perf_counter() - self.began
+            self.cpu_seconds = time.process_time() - self.cpu_began
 
     class Busy(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -159,7 +162,7 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
                 _work()
             yield inputs, inputs[:, :1]
 
-    def fit(steps: int) -> float:
+    def fit(steps: int) -> tuple[float, float]:
         if hidden not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
                 layers = [keras.Input((_FEATURES,)), keras.layers.Dense(hidden, "tanh"), keras.layers.Dense(1)]
@@ -173,7 +176,7 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
         options = {} if program == "generator" else {"y": data[:, :1], "batch_size": _BATCH_SIZE}
         models[hidden].fit(data, verbose=0, shuffle=False, callbacks=[clock, *others], **options)
         ended.set()
-        return clock.seconds / steps
+        return clock.seconds / steps, clock.cpu_seconds / steps
 
     return fit
 

@@ -6,6 +6,7 @@ which is alike on all workers; so all workers make the same exchanges in the sam
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _CAPACITY = 2**20
 _SMALL_BYTES = 64 * 2**10
+# How long Python code of the user keeps the interpreter from an exchange, which needs it several times.
+_SWITCH_SECONDS = 1e-4
 _STALE = (
     "The exchanges of this worker are out of step. Received: the result of an exchange of an earlier step, which ended "
     "with an error before it took the result. Expected: a process in which no step has failed. Start a new one; with "
@@ -31,11 +34,14 @@ _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast
 class ExchangeBoundary:
     """Exchanges tensors with the same device of the other workers.
 
+    Python's threads take turns more often in a process with a boundary (`sys.setswitchinterval`).
+
     Args:
         exchange: With the other workers.
     """
 
     def __init__(self, exchange: Exchange) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self.exchange = exchange
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
