@@ -1,10 +1,10 @@
 """Measures what the exchange adds to `fit` of a tiny model: one process and two workers, a core each, in turns.
 
-    python benchmarks/tiny_model.py                          steps, threads, start: about two minutes
+    python benchmarks/tiny_model.py                          steps, threads, start: about three minutes
     python benchmarks/tiny_model.py --memory-steps 100000    the growth of memory too: about ten minutes more
 
 The model has 20,000 parameters; a global batch has 32 samples. Programs: plain; and three that keep Python busy
-for 20 ms a step: a callback, a generator of batches, and a thread beside `fit` (with a larger model).
+for about 50 ms a step: a callback, a generator of batches, and a thread beside `fit` (with a larger model).
 Writes `benchmarks/results/tiny_model.json`, and prints a table of medians.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("plain", "callback", "generator", "thread")
-_STEPS = {"plain": 400, "callback": 40, "generator": 40, "thread": 40}
+_STEPS = {"plain": 400, "callback": 100, "generator": 100, "thread": 100}
 _KINDS = {"one process": 1, "two workers": 2}
 _BATCH_SIZE, _FEATURES = 32, 64
 _HIDDEN = {"thread": 6000}
@@ -33,7 +33,7 @@ def main() -> int:
     """Starts the processes, lets them take turns, and prints and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-steps", type=int, default=0, help="of one `fit`, for the growth of memory")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -183,7 +183,7 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
 
 def _work() -> None:
     total = 0
-    for value in range(400_000):
+    for value in range(1_000_000):
         total += value
 
 
