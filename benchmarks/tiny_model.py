@@ -25,6 +25,7 @@ _STEPS = {"plain": 400, "callback": 100, "generator": 100, "thread": 100}
 _KINDS = {"one process": 1, "two workers": 2}
 _BATCH_SIZE, _FEATURES = 32, 64
 _HIDDEN = {"thread": 6000}
+_EPOCH_STEPS = 2000  # the data of longer trainings would be counted as their memory
 _FIRST_PORT = 24_300
 _RESULTS = Path(__file__).parent / "results" / "tiny_model.json"
 
@@ -54,7 +55,7 @@ def main() -> int:
                 rows[kind][f"{program}_ms"] = 1e3 * statistics.median(one["seconds"] for one in turns)
                 rows[kind][f"{program}_cpu_ms"] = 1e3 * statistics.median(one["cpu_seconds"] for one in turns)
         for kind, workers in kinds.items() if arguments.memory_steps else ():
-            before = _measured(workers, "plain", 2000)
+            before = _measured(workers, "plain", _EPOCH_STEPS)
             after = _measured(workers, "plain", arguments.memory_steps)
             grown = [one["bytes"] - other["bytes"] for one, other in zip(after, before, strict=True)]
             rows[kind]["bytes_a_step"] = max(grown) / arguments.memory_steps
@@ -162,7 +163,8 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
                 _work()
             yield inputs, inputs[:, :1]
 
-    def fit(steps: int) -> tuple[float, float]:
+    def fit(all_steps: int) -> tuple[float, float]:
+        steps, epochs = min(all_steps, _EPOCH_STEPS), max(all_steps // _EPOCH_STEPS, 1)
         if hidden not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
                 layers = [keras.Input((_FEATURES,)), keras.layers.Dense(hidden, "tanh"), keras.layers.Dense(1)]
@@ -174,7 +176,7 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
             threading.Thread(target=lambda: [_work() for _ in iter(ended.is_set, True)], daemon=True).start()
         data = batches(steps) if program == "generator" else np.tile(inputs, (steps, 1))
         options = {} if program == "generator" else {"y": data[:, :1], "batch_size": _BATCH_SIZE}
-        models[hidden].fit(data, verbose=0, shuffle=False, callbacks=[clock, *others], **options)
+        models[hidden].fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[clock, *others], **options)
         ended.set()
         return clock.seconds / steps, clock.cpu_seconds / steps
 
