@@ -43,8 +43,6 @@ def main() -> int:
             results = measure(arguments)
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     print(result_tables.markdown(results))
     if not arguments.no_plot and results["workers"] == 2:
         from network_run import plot
@@ -58,7 +56,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the measurements that `arguments` select; always removes the network at the end."""
+    """Runs the measurements that `arguments` select, writes after each workload, and always removes the network."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     chosen = [variants.BY_NAME[name] for name in arguments.variants]
     # TensorFlow's workers first: they store the batches of all.
@@ -103,7 +101,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             parameters = sum(next(iter(sizes.values())))
             links = schedule.measure(groups, network, chosen, arguments.links, plan, log)
             results["workloads"][workload] = {"parameters": parameters, "links": links}
-    results["seconds"] = round(time.monotonic() - started)
+        results["seconds"] = round(time.monotonic() - started)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return results
 
 
