@@ -65,6 +65,15 @@ def recurrent(p, y):
     return tf.reduce_mean(tf.reduce_sum(tf.transpose(steps, [1, 0, 2]) ** 2, axis=1) * y)
 
 
+def gradient_penalty(p, y):
+    """As in Keras' example of a WGAN, whose critic pads. The critic's ones are not values of samples."""
+    with tf.GradientTape() as tape:
+        tape.watch(p)
+        padded = tf.pad(tf.reshape(p * y, [-1, 2, 2]), [[0, 0], [1, 1], [0, 0]]) ** 2
+        judged = tf.reshape(padded, [-1, 8]) @ tf.ones((8, 1))
+    return tf.reduce_mean((tf.norm(tape.gradient(judged, p), axis=1) - 1.0) ** 2)
+
+
 def attention(p, y):
     scores = tf.nn.softmax(tf.matmul(p[:, :, None], y[:, :, None], transpose_b=True))
     return tf.reduce_mean(tf.einsum("bij,bj->bi", scores, p) ** 2)
@@ -125,6 +134,7 @@ EXACT = {
     "adversarial": lambda e, x, y, w, p: adversarial(p, y),
     "recurrent": lambda e, x, y, w, p: recurrent(p, y),
     "attention": lambda e, x, y, w, p: attention(p, y),
+    "gradient penalty": lambda e, x, y, w, p: gradient_penalty(p, y),
     "time first": lambda e, x, y, w, p: tf.reduce_mean(
         tf.reduce_sum(tf.einsum("btd->tbd", tf.reshape(p, [-1, 2, 2])), axis=0) ** 2
     ),
@@ -255,6 +265,14 @@ def test_exact_losses(cpus, is_static):
     # Two functions of the table return another loss for each number of replicas; vectors are logged as means.
     same = {name: value for name, value in logs.items() if name not in {"vector", "matrix"}}
     assert not {name: value for name, value in differences(same, own).items() if not value <= 1e-4}
+
+
+def test_a_gradient_penalty_with_batches_of_a_static_size_is_exact(cpus):
+    losses = {"gradient penalty": EXACT["gradient penalty"]}
+    arguments = {"batch_size": 8, "is_static": True}
+    weights, _, said = trained(MirroredStrategy(cpus[:2]), losses, **arguments)
+    reference, *_ = in_one_process(trained, losses, **arguments)
+    assert not said and max(differences(weights, reference).values()) <= 1e-5
 
 
 @pytest.mark.parametrize("is_static", [False, pytest.param(True, marks=pytest.mark.long)])

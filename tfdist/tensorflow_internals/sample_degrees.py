@@ -227,9 +227,8 @@ class SampleDegrees:
         if samples and name == "Size" and value.ndim == 0 and value % samples == 0:
             return Kind(degree=1)
         degree = ZERO if value.dtype.kind in "fiu" and not value.any() else 0
-        is_like_samples = (
-            samples and name in ("ones_like", "zeros_like") and value.ndim and value.shape[0] % samples == 0
-        )
+        is_of_tensor = name in ("ones_like", "zeros_like") or name == "ones" and _begins_gradients(tensor)
+        is_like_samples = samples and is_of_tensor and value.ndim and value.shape[0] % samples == 0
         return Kind(frozenset({0}), degree, blocks=0) if is_like_samples else Kind(degree=degree)
 
     def _of_any_operation(self, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -245,6 +244,11 @@ class SampleDegrees:
         if operation.type in _MIX_SAMPLES or not axes or any(kind.axes != {0} for kind in with_samples):
             return unknown(used, axes)
         return function_of(used, axes)
+
+
+def _begins_gradients(tensor: tf.Tensor) -> bool:
+    """Whether only gradients use a tensor: a tape begins with ones in the shape of what it derives."""
+    return bool(tensor.consumers()) and all("gradient_tape/" in user.name for user in tensor.consumers())
 
 
 def degree_of_sum(kind: Kind) -> float | None:
