@@ -72,7 +72,7 @@ class ExchangeTimer:
         """Starts the clock of a bucket when all of `data` is computed; returns that time, and the data after it."""
         with tf.device(self._host):
             *spent, ended = tf.unstack(tf.convert_to_tensor(counter))
-            now = read_clock(data, ended, self._host)
+            now = read_clock([*data, ended], self._host)
             counter.assign(tf.stack([*spent, now]))
         return now, after_clocks([now], data)
 
@@ -83,7 +83,7 @@ class ExchangeTimer:
 
         Returns `data` after the reading of the clock.
         """
-        now = read_clock(data, start, self._host)
+        now = read_clock([*data, start], self._host)
         with tf.device(self._host):
             *spent, ended = tf.unstack(tf.convert_to_tensor(counter))
             spent[kind] += tf.maximum(now - ended, 0)

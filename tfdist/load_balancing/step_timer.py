@@ -4,7 +4,6 @@ That is the time from when its data is there and its last update is made, until 
 when the sums of the gradients are there, until its weights are updated.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,9 +59,10 @@ class TimedStep:
         with tf.device(host):
             last, before = tf.convert_to_tensor(variable), tf.convert_to_tensor(started_at)
         # Of the last step everything was timed: its time is an input.
-        self._start = self._now(ready, tf.cast(last[0], tf.int64))
+        self._start = self._now([*ready, last])
         with tf.device(host):
-            interval = tf.where(before > 0, tf.cast(self._start - before, tf.float64) / 1e9, 0.0)
+            passed = tf.maximum(self._start - before, 0)  # somebody may set the clock back
+            interval = tf.where(before > 0, tf.cast(passed, tf.float64) / 1e9, 0.0)
             self.last = tf.concat([last, [tf.cast(interval, tf.float32)]], axis=0)
             started_at.assign(self._start)
 
@@ -80,10 +80,10 @@ class TimedStep:
         """
         if self._gradients_at is not None or self._graph is None or _graph() is not self._graph:
             return tensors, lambda reduced: reduced
-        began = self._now(tensors, self._start)
+        began = self._now([*tensors, self._start])
 
         def ended(reduced: Sequence[Any]) -> Sequence[Any]:
-            end = self._now(reduced, began)
+            end = self._now([*reduced, began])
             self._waits += [began, end]
             return after_clocks([end], reduced)
 
@@ -96,7 +96,7 @@ class TimedStep:
         late, the computation that is left of the step has been added, not an update.
         """
         if self._gradients_at is None and _graph() is self._graph:
-            self._gradients_at = self._now([one for one in gradients if one is not None], self._start)
+            self._gradients_at = self._now([*(one for one in gradients if one is not None), self._start])
 
     @contextmanager
     def updating(self, sums: Any) -> Iterator[None]:
@@ -107,7 +107,7 @@ class TimedStep:
         if self._gradients_at is None or self._sums_at is not None or _graph() is not self._graph:
             yield
             return
-        self._sums_at = self._now(tf.nest.flatten(sums), self._gradients_at)
+        self._sums_at = self._now([*tf.nest.flatten(sums), self._gradients_at])
         with step_after([self._sums_at]):
             yield
 
@@ -115,43 +115,40 @@ class TimedStep:
         """Stores the time of the step when `weights`, as they are read after it, are updated."""
         if self._gradients_at is None:  # no update, or one in a branch
             return
-        times = [self._start, self._gradients_at, *self._waits]
-        if self._sums_at is not None:
-            times += [self._sums_at, self._now(weights, self._sums_at)]
-        function = functools.partial(_seconds, has_update=self._sums_at is not None)
+        ended = None if self._sums_at is None else self._now([*weights, self._sums_at])
         with tf.device(self._host):
-            seconds = tf.ensure_shape(tf.numpy_function(function, times, tf.float32, stateful=False), [])
+            spent = self._gradients_at - self._start
+            if self._waits:
+                times = [self._start, self._gradients_at, *self._waits]
+                waited = tf.numpy_function(_waited, times, tf.int64, stateful=False)
+                spent -= tf.ensure_shape(waited, [])
+            if ended is not None:
+                spent += tf.maximum(ended - self._sums_at, 0)
+            seconds = tf.cast(tf.cast(tf.maximum(spent, 1), tf.float64) / 1e9, tf.float32)
             self._variable.assign(tf.stack([seconds, tf.cast(self._rows, tf.float32)]))
 
-    def _now(self, ready: Sequence[Any], never_constant: tf.Tensor) -> tf.Tensor:
-        return read_clock(ready, never_constant, self._host)
+    def _now(self, ready: Sequence[Any]) -> tf.Tensor:
+        return read_clock(ready, self._host)
 
 
 def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _seconds(start: int, end: int, *times: int, has_update: bool = False) -> np.float32:
-    """Returns the seconds from `start` to `end` without the waits, and of an update; all times in nanoseconds.
+def _waited(start: int, end: int, *times: int) -> np.int64:
+    """Returns how long waits lasted that may overlap, all in nanoseconds.
 
-    >>> second = 1_000_000_000
-    >>> waits_that_overlap = 2 * second, 4 * second, 3 * second, 5 * second
-    >>> float(_seconds(0, 10 * second, *waits_that_overlap))
-    7.0
-    >>> float(_seconds(0, 10 * second, *waits_that_overlap, 20 * second, 21 * second, has_update=True))
-    8.0
+    >>> int(_waited(0, 10, *(2, 4), *(3, 5), *(9, 12)))
+    4
 
     Args:
         start: When the data is there.
         end: When the gradients are computed.
-        *times: When each wait began and ended; then, with `has_update`, when the update did.
-        has_update: Whether an update was timed.
+        *times: When each wait began and ended.
     """
-    numbers = [int(one) for one in times]
-    *waits, update_start, update_end = numbers if has_update else (*numbers, 0, 0)
     waited, until = 0, int(start)
-    for begin, finish in sorted(zip(waits[::2], waits[1::2], strict=True)):
-        begin, finish = max(begin, until), min(finish, int(end))
+    for begin, finish in sorted(zip(times[::2], times[1::2], strict=True)):
+        begin, finish = max(int(begin), until), min(int(finish), int(end))
         if finish > begin:
             waited, until = waited + finish - begin, finish
-    return np.float32(max(int(end) - int(start) - waited + max(update_end - update_start, 0), 1) / 1e9)
+    return np.int64(waited)

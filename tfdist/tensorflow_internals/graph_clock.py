@@ -5,28 +5,26 @@ there, and first compute what uses them: once it has learned how long operations
 has one thread. Nothing is timed unless it waits for the clock.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.independent_operations import leave_unordered
 
-def read_clock(ready: Sequence[Any], never_constant: tf.Tensor, host: str) -> tf.Tensor:
+
+def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
     """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar.
 
     Args:
-        ready: Tensors or `tf.IndexedSlices`.
-        never_constant: An int64 scalar that is an input of the reading. If all inputs were constants, TensorFlow would
-            read the clock once for all steps.
+        ready: Tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
         host: The CPU device of a worker.
     """
-    # A stateless function: TensorFlow would run stateful ones in program order, so that later operations, including
-    # other replicas' collectives, would wait for them.
     with tf.control_dependencies(_values(ready)), tf.device(host):
-        read = tf.numpy_function(_nanoseconds, [never_constant], tf.int64, stateful=False)
-        return tf.ensure_shape(read, [])
+        seconds = _seconds()
+        # Later operations, including other replicas' collectives, would wait for it.
+        leave_unordered(seconds)
+        return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
 
 
 def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[Any]:
@@ -44,5 +42,5 @@ def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
     return [one.values if isinstance(one, tf.IndexedSlices) else one for one in tensors]
 
 
-def _nanoseconds(*_: Any) -> np.int64:
-    return np.int64(time.perf_counter_ns())
+def _seconds() -> tf.Tensor:
+    return tf.timestamp()

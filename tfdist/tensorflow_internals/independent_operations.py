@@ -13,6 +13,13 @@ private(
 )
 
 
+def leave_unordered(tensor: tf.Tensor) -> None:
+    """Lets the operation of a tensor wait only for its inputs and control dependencies. Eagerly nothing happens."""
+    manager = None if tf.executing_eagerly() else getattr(tensor.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(tensor.op)
+
+
 @contextmanager
 def independent_calls() -> Iterator[None]:
     """Leaves function calls that the body adds to the graph unordered, unless their inputs contain a resource.
