@@ -33,6 +33,17 @@ def where(scale):
     return config["task"]["type"], scale * len(config["cluster"]["worker"]), os.environ["OMP_NUM_THREADS"]
 
 
+def drawn():
+    import json
+    import os
+    import random
+
+    import numpy as np
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    return config["task"]["index"], os.environ["TFDIST_SEED"], random.random(), np.random.random()
+
+
 def wait_for_signal(started):
     import signal
     import sys
@@ -72,6 +83,14 @@ def test_values_by_rank_and_the_output_of_all_places():
     assert values == [("worker", 20, "1")] * 2
     assert {"[0] task 0", "[1] task 1"} <= set(lines)
     assert sum("attempt 0: 2 workers" in line for line in lines) == 1, "the launchers of all places say the same"
+
+
+def test_workers_of_a_call_draw_the_same_numbers_and_those_of_a_seed_again():
+    seeded, again = (run_rounds(call_of(drawn, seed=7), run_in_threads) for _ in range(2))
+    (other,) = run_rounds(call_of(drawn, workers=1), run_in_threads)
+    assert [rank for rank, *_ in seeded] == [0, 1] and seeded == again
+    assert seeded[0][1:] == seeded[1][1:] and seeded[0][1] == "7"
+    assert other[1:] != seeded[0][1:]
 
 
 def test_a_chief_alone_calls_the_function():

@@ -81,7 +81,7 @@ class Adversarial(keras.Model):
         return {"critic_loss": self.critic_loss.result(), "generator_loss": generator_loss, "norm": norm}
 
 
-def _adversarial(strategy: Any, batch_size: int = 40, **compiled: Any) -> Outcome:
+def adversarial(strategy: Any, batch_size: int = 40, **compiled: Any) -> Outcome:
     with strategy.scope():
         model = Adversarial()
         # One process squares the gradients of a row one by one, so the critic's optimizer squares none.
@@ -95,10 +95,10 @@ def _adversarial(strategy: Any, batch_size: int = 40, **compiled: Any) -> Outcom
 compared(
     "updates_that_depend_on_each_other",
     lambda: ParameterServerStrategy(mode=Synchronous(), gradient_accumulation_steps=2),
-    functools.partial(_adversarial, batch_size=20),
-    _adversarial,
+    functools.partial(adversarial, batch_size=20),
+    adversarial,
 )
-compared("dependent_updates_one_at_a_time", lambda: ParameterServerStrategy(mode=Asynchronous(0)), _adversarial)
+compared("dependent_updates_one_at_a_time", lambda: ParameterServerStrategy(mode=Asynchronous(0)), adversarial)
 
 
 class Counted(keras.metrics.Metric):

@@ -1,4 +1,9 @@
-"""The chief of `test_cluster_faults.py`: trains while a worker is late, killed or stopped."""
+"""The chief of `test_cluster_faults.py`: trains while a worker is late, killed or stopped.
+
+    on_cluster_faults.py FOLDER CASES
+
+CASES is "steps", or "phases" for workers that are killed within a round of several updates.
+"""
 
 import json
 import os
@@ -11,8 +16,10 @@ import keras
 import tensorflow as tf
 from backup_worker_round import left_out
 from cluster_cases import INPUTS, LABELS, classifier, compiled, in_one_process
+from cluster_step_cases import adversarial
 from comparison import largest_difference
 
+from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.strategies import Asynchronous, ParameterServerStrategy, Synchronous
 
 FOLDER = Path(sys.argv[1])
@@ -77,6 +84,30 @@ def made_another() -> str:
     return "made"
 
 
+def killed_between_phases() -> None:
+    """Kills worker 0 after the first phase of a round, and worker 1 after the second phase of a later one."""
+    reference = in_one_process(adversarial)
+    strategy = ParameterServerStrategy(mode=Synchronous())
+    run_phase, hits = ChiefTraining._run_phase, []
+    calls = 0
+
+    def seen(self, functions, batches, waiting, phase, mode):
+        nonlocal calls
+        used = run_phase(self, functions, batches, waiting, phase, mode)
+        calls += 1
+        if calls >= 4 * (len(hits) + 1) and phase == len(hits) < 2:
+            if hits:
+                wait_for_another(0, hits[0])
+            hits.append(pids()[len(hits)])
+            os.kill(hits[-1], signal.SIGKILL)
+        return used
+
+    ChiefTraining._run_phase = seen
+    outcome = adversarial(strategy)
+    result = {"hit": hits, "difference": largest_difference(outcome, reference), "counts": outcome["counts"]}
+    (FOLDER / "results.json").write_text(json.dumps(result | {"right counts": reference["counts"]}))
+
+
 def main() -> None:
     reference = in_one_process(fitted)
     results: dict = {"second strategies": []}
@@ -103,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"steps": main, "phases": killed_between_phases}[sys.argv[2]]()

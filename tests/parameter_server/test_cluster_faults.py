@@ -16,7 +16,7 @@ UPDATES = 30  # three epochs of ten batches
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    run = launch_chief(folder, "on_cluster_faults.py", workers=3, options=["--heartbeat-timeout", "5"])
+    run = launch_chief(folder, "on_cluster_faults.py", "steps", workers=3, options=["--heartbeat-timeout", "5"])
     return run.assert_complete().json("results.json") | {"output": run.output}
 
 
@@ -62,3 +62,12 @@ def test_the_launcher_reports_the_failures(results):
         ("worker 1 failed", KILLED),
         ("worker 1 failed", "frozen"),
     ]
+
+
+@pytest.mark.long
+def test_workers_killed_between_the_phases_of_a_round_change_nothing(tmp_path):
+    run = launch_chief(tmp_path, "on_cluster_faults.py", "phases", options=["--heartbeat-timeout", "5"])
+    seen = run.assert_complete().json("results.json")
+    assert len(seen["hit"]) == 2
+    assert seen["counts"] == seen["right counts"]
+    assert seen["difference"] <= 1e-6

@@ -3,6 +3,7 @@
 The program of the workers in `test_dtypes_on_workers.py`.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.callbacks import FailureRecovery
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
 INTEGERS = "int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
@@ -64,7 +66,7 @@ def exchanges(strategy):
     return found
 
 
-def pure_bfloat16(strategy):
+def pure_bfloat16(strategy, callbacks=()):
     """Dense and sparse gradients, slots and metrics of bfloat16."""
     with strategy.scope():
         keras.utils.set_random_seed(3)
@@ -73,10 +75,10 @@ def pure_bfloat16(strategy):
         hidden = keras.layers.Flatten()(keras.layers.Embedding(9, 4, dtype=policy)(tokens))
         model = keras.Model(tokens, keras.layers.Dense(3, dtype=policy)(hidden))
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
-    return trained(model, TOKENS)
+    return trained(model, TOKENS, callbacks)
 
 
-def quantized(strategy, mode):
+def quantized(strategy, mode, callbacks=()):
     """A model that is trained, quantized, and trained on by LoRA."""
     with strategy.scope():
         keras.utils.set_random_seed(3)
@@ -86,12 +88,35 @@ def quantized(strategy, mode):
             for layer in model.layers:
                 layer.enable_lora(2)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    return trained(model, INPUTS)
+    return trained(model, INPUTS, callbacks)
 
 
-def trained(model, inputs, callbacks=(), epochs=2):
+class Counts(keras.layers.Layer):
+    """Counts its calls in integers of one byte."""
+
+    def build(self, shape):
+        self.counts = [
+            self.add_weight(name=dtype, shape=[2], initializer="zeros", dtype=dtype, trainable=False)
+            for dtype in ("uint8", "int8")
+        ]
+
+    def call(self, inputs, training=False):
+        for count in self.counts if training else ():
+            count.assign(count + keras.ops.cast([1, 2], count.dtype))
+        return inputs
+
+
+def counting(strategy, callbacks=()):
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), Counts(), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    return trained(model, INPUTS, callbacks)
+
+
+def trained(model, inputs, callbacks):
     data = tf.data.Dataset.from_tensor_slices((inputs, TARGETS)).batch(12)
-    history = model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    history = model.fit(data, epochs=2, verbose=0, callbacks=list(callbacks))
     weights = [keras.ops.convert_to_numpy(keras.ops.cast(one, "float32")) for one in model.weights]
     dtypes = [keras.backend.standardize_dtype(one.dtype) for one in model.weights]
     return {
@@ -104,7 +129,40 @@ def trained(model, inputs, callbacks=(), epochs=2):
     }
 
 
-MODELS = {"bfloat16": pure_bfloat16, "int8": lambda strategy: quantized(strategy, "int8")}
+class Interrupted(Exception):
+    """Ends a training on all workers."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Interrupts the second epoch of a training."""
+
+    is_stateless = True
+    epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch:
+            raise Interrupted
+
+
+def resumed(program, strategy, folder):
+    """Returns the weights of a training without and with an interruption, and how many batches came after it."""
+    whole = program(strategy)
+
+    def recovery():
+        return FailureRecovery(folder, every_steps=1, background=False)
+
+    with contextlib.suppress(Interrupted):
+        program(strategy, callbacks=[recovery(), Interrupt()])
+    batches = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+    other = program(strategy, callbacks=[recovery(), count])
+    return {"whole": whole["weights"], "resumed": other["weights"], "batches": len(batches)}
+
+
+MODELS = {"bfloat16": pure_bfloat16, "int8": lambda strategy, **fit: quantized(strategy, "int8", **fit)}
 MORE_MODELS = {
     "int4": lambda strategy: quantized(strategy, "int4"),
     "float8": lambda strategy: quantized(strategy, "float8"),
@@ -118,6 +176,8 @@ def main(folder: Path, models) -> None:
     if models is MORE_MODELS:
         sharded = MultiWorkerMirroredStrategy(shard_optimizer_state=True)
         seen |= {f"sharded {name}": model(sharded) for name, model in {**MODELS, **MORE_MODELS}.items()}
+        for name, program in {**MODELS, "uint8": counting}.items():
+            seen[f"resumed {name}"] = resumed(program, strategy, folder / f"checkpoints {name}")
     (folder / f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
 
 

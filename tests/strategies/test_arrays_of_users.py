@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies import MirroredStrategy, ModelParallelStrategy, Pipeline
+from tfdist.strategies import MirroredStrategy
+from tfdist.tensorflow_internals import python_function_results
 
 BATCH, BATCHES, WIDTH = 32, 4, 16  # a row of 64 bytes: TensorFlow copies slices that begin between such
 SPEC = (tf.TensorSpec([BATCH, WIDTH]), tf.TensorSpec([BATCH, WIDTH]))
@@ -61,58 +62,30 @@ def fit(strategy, arrays):
     model.predict(generator(arrays), steps=BATCHES, verbose=0)
 
 
-def on_batches(strategy, arrays):
-    model = compiled(strategy)
-    for inputs, labels in Batches(arrays):
-        model.train_on_batch(inputs, labels)
-        model.predict_on_batch(inputs)
-
-
 def custom_loop(strategy, arrays):
-    variable = tf.Variable(0.5)
-
     def in_place(inputs, labels):
-        return [tf.reduce_sum(tf.abs(part * variable)) for part in (inputs, labels)]
-
-    @tf.function
-    def step(inputs, labels):
-        return strategy.run(in_place, (inputs, labels))
-
-    per_worker = strategy.distribute_datasets_from_function(lambda _: pipeline(arrays))
-    for data in (strategy.experimental_distribute_dataset(pipeline(arrays)), per_worker, Batches(arrays)):
-        for batch in data:
-            step(*batch)
+        return sum(tf.reduce_sum(tf.abs(part)) for part in (inputs, labels))
 
     @tf.function
     def loop(iterator):
-        for _ in range(BATCHES):
-            strategy.run(in_place, next(iterator))
+        total = 0.0
+        for _ in range(16 * BATCHES):
+            total += strategy.reduce("SUM", strategy.run(in_place, next(iterator)), axis=None)
+        return total
 
-    loop(iter(strategy.experimental_distribute_dataset(pipeline(arrays))))
-
-
-def in_stages(strategy, arrays):
-    compiled(strategy).fit(Batches(arrays), verbose=0)
+    loop(iter(strategy.experimental_distribute_dataset(pipeline(arrays).repeat())))
 
 
-def mirrored(cpus):
-    return MirroredStrategy(cpus[:2])
+PATHS = {"fit, evaluate, predict": fit, "custom loop": custom_loop}
 
 
-def stages(cpus):
-    return ModelParallelStrategy(cpus[:2], pipeline=Pipeline(stages=2, micro_batches=2))
-
-
-PATHS = {
-    "fit, evaluate, predict": (mirrored, fit),
-    "single batches": (mirrored, on_batches),
-    "custom loops": (mirrored, custom_loop),
-    "stages": (stages, in_stages),
-}
-
-
-@pytest.mark.parametrize(("strategy", "train"), PATHS.values(), ids=PATHS)
-def test_arrays_do_not_change(cpus, files, strategy, train):
+@pytest.mark.parametrize("train", PATHS.values(), ids=PATHS)
+def test_arrays_do_not_change(cpus, files, train, monkeypatch):
     arrays, changed = files
-    train(strategy(cpus), arrays)
+    train(MirroredStrategy(cpus[:2]), arrays)
     assert changed() == [0, 0]
+    monkeypatch.setattr(python_function_results, "_copied", lambda result: result)
+    for _ in range(5):  # kernels write where they find that nothing else uses the memory
+        if changed() == [0, 0]:
+            train(MirroredStrategy(cpus[:2]), arrays)
+    assert changed() != [0, 0]  # without this, a newer TensorFlow needs no copies

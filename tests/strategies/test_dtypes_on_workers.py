@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import on_workers_dtypes
 import pytest
+import tensorflow as tf
 from launched_runs import launch_once
 from one_process import in_one_process
 
@@ -32,7 +33,9 @@ def more(tmp_path_factory):
 
 
 def assert_equals_one_process(model, *ours):
-    one = in_one_process({**on_workers_dtypes.MODELS, **on_workers_dtypes.MORE_MODELS}[model])
+    program = {**on_workers_dtypes.MODELS, **on_workers_dtypes.MORE_MODELS}[model]
+    # Keras cannot train with float8 eagerly.
+    one = program(tf.distribute.get_strategy()) if model == "float8" else in_one_process(program)
     for other in ours:
         assert other["dtypes"] == one["dtypes"]
         assert other["weights"] == ours[0]["weights"], "replicas differ"
@@ -75,6 +78,16 @@ def test_more_models_equal_one_process(more, model):
 @pytest.mark.parametrize("model", {**on_workers_dtypes.MODELS, **on_workers_dtypes.MORE_MODELS})
 def test_models_with_sharded_state_equal_one_process(more, model):
     assert_equals_one_process(model, *(rank[f"sharded {model}"] for rank in more))
+
+
+@pytest.mark.long
+@pytest.mark.multi_process
+@pytest.mark.parametrize("model", [*on_workers_dtypes.MODELS, "uint8"])
+def test_interrupted_trainings_resume_with_the_same_bits(more, model):
+    for rank in more:
+        seen = rank[f"resumed {model}"]
+        assert 0 < seen["batches"] < 8  # of two epochs
+        assert seen["resumed"] == seen["whole"]
 
 
 def test_a_pure_bfloat16_model_on_two_devices_equals_one_process(cpus):
