@@ -19,8 +19,8 @@ private(
     "sees the batch size of a dataset, but not beyond a function that is mapped",
 )
 
-# The first batch of a pass, and those whose numbers, from 1, are powers of 8.
-_POWERS_OF_8 = sum(1 << (3 * exponent) for exponent in range(21))
+# The first batch of a pass, and those whose numbers, from 1, are powers of 8. Batches are numbered from 0.
+_SHOWN = [8**exponent - 1 for exponent in range(21)]
 _ROWS_AT_LEAST = 4
 _VALUES = 1 << 16  # of an input, to look at
 _ENDLESS = 1 << 62
@@ -80,9 +80,7 @@ def shown_batches(dataset: tf.data.Dataset, numbers: list[int], show: Show) -> t
     @tf.autograph.experimental.do_not_convert
     def look(position: tuple[tf.Tensor, tf.Tensor], batch: Any) -> Any:
         name, index = position
-        count = index + 1
-        is_power = tf.equal(tf.bitwise.bitwise_and(count, index), 0)
-        is_shown = is_power & tf.not_equal(tf.bitwise.bitwise_and(count, tf.constant(_POWERS_OF_8, tf.int64)), 0)
+        is_shown = tf.reduce_any(tf.equal(index, tf.constant(_SHOWN, tf.int64)))
         tensors = tf.nest.flatten(batch, expand_composites=True)
         arguments = [name, index, *(tensors[number] for number in numbers)]
         tf.cond(is_shown, lambda: tf.numpy_function(show_rows, arguments, tf.bool), lambda: tf.constant(False))
