@@ -19,7 +19,7 @@ DTYPES = [
 
 
 @pytest.fixture(scope="module")
-def boundaries():
+def boundaries(cpus):
     with joined(2) as exchanges:
         yield [ExchangeBoundary(exchange) for exchange in exchanges]
 
