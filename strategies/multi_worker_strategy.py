@@ -1,6 +1,5 @@
 """MultiWorkerMirroredStrategy: trains on the devices of many processes."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +40,6 @@ from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.worker_batches import static_sizes, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
-_log = logging.getLogger("tfdist")
-
 _UNKNOWN = -1
 _PER_WORKER = tf.distribute.InputReplicationMode.PER_WORKER
 _NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
@@ -82,8 +79,10 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. By default the environment describes
                 the cluster.
             communication_options: A `tf.distribute.experimental.CommunicationOptions`. Workers exchange by tfdist's own
-                connections, without a limit of time, unless it requests NCCL, which needs GPUs; then TensorFlow's
-                cluster is started, and the strategy must be created before anything else creates TensorFlow's devices.
+                connections, unless it requests NCCL, which needs GPUs; then TensorFlow's cluster is started, and the
+                strategy must be created before anything else creates TensorFlow's devices. An exchange that takes
+                longer than its `timeout_seconds` is an error that names the workers it waits for; by default there is
+                no such limit, and lost or silent workers are errors.
             compression: The compression of gradients between workers: a `tfdist.compression.Compressor`, its name
                 ("bf16", "powersgd:4"), a mapping from regular expressions over variable paths to these, or a
                 `tfdist.compression.Policy`. No compression by default. See `docs/compression.md`.
@@ -128,12 +127,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
                 extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         else:
             boundary = workers_boundary(spec, resolver, limit_seconds)
-            if boundary is not None and options.timeout_seconds is not None and boundary.rank == 0:
-                _log.warning(
-                    "The timeout of `communication_options` applies to NCCL only. Received: timeout_seconds=%s. "
-                    "Expected: None; lost and silent workers are found without it (TFDIST_SILENCE_LIMIT).",
-                    options.timeout_seconds,
-                )
             extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, boundary)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()

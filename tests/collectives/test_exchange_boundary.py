@@ -1,6 +1,7 @@
 """Tensors that leave a graph for the exchange and return: dtypes, functions, conditions, loops, order and errors."""
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -145,3 +146,52 @@ def test_a_result_that_a_failed_step_has_left_is_not_taken_for_another():
         for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
             assert isinstance(error, tf.errors.InvalidArgumentError)
             assert "The exchanges of this worker are out of step" in str(error)
+
+
+def test_workers_that_wait_on_different_channels_get_an_error_with_both_exchanges():
+    """Their programs differ, or one knows a size that the other does not: each would wait for the other."""
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary, rank):
+            assert float(boundary.all_reduce(tf.constant(1.0))) == 2.0
+            return boundary.all_reduce(tf.ones([100_000]), shape_is_fixed=rank == 0)
+
+        for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
+            assert isinstance(error, tf.errors.InvalidArgumentError)
+            calls = [f"worker {rank}: all-reduce 2 of 100000 float32 values" for rank in range(2)]
+            assert f"Received: {calls[0]}, steps; {calls[1]}, small." in str(error)
+
+
+def test_an_exchange_in_another_place_of_the_order_is_not_taken_for_that_of_the_other_worker():
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary, rank):
+            if rank == 0:  # also makes the numbers of the exchanges on the other channel differ
+                tf.function(lambda: (boundary.all_reduce(tf.ones([])), boundary.all_reduce(tf.ones([100_000]))))()
+            return boundary.all_reduce(tf.ones([100_000]))
+
+        for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
+            assert "The workers call different exchanges" in str(error)
+
+
+def test_an_exchange_that_takes_longer_than_its_limit_names_the_workers_it_waits_for():
+    with joined(3) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+        has_failed = threading.Event()
+
+        def body(boundary, rank):
+            for _ in range(2):
+                boundary.all_reduce(tf.ones([5]), limit_seconds=60.0)
+            if rank == 1:
+                assert has_failed.wait(30)
+            try:
+                boundary.all_reduce(tf.ones([5]), limit_seconds=0.2)
+            finally:
+                has_failed.set()
+
+        for error in on_workers(3, lambda rank: body(boundaries[rank], rank)):
+            assert "Received: all-reduce 3 of 5 float32 values, which waits for worker 1 for more than 0.2 s" in str(
+                error
+            )

@@ -21,13 +21,14 @@ class Store:
     """The key-value store of a cluster."""
 
     def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
+        self.values, self.changed, self.for_all = {}, threading.Condition(), []
 
-    def set(self, key, value):
+    def set(self, key, value, only_for=None):
         with self.changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
             self.values[key] = value
+            self.for_all += [key] * (only_for is None)
             self.changed.notify_all()
 
     def wait(self, key):
@@ -39,9 +40,10 @@ class Store:
         with self.changed:
             return self.changed.wait_for(lambda: key in self.values, seconds)
 
-    def delete(self, key):
+    def take(self, key):
+        self.wait(key)
         with self.changed:
-            del self.values[key]
+            return self.values.pop(key)
 
 
 @pytest.fixture
@@ -50,10 +52,11 @@ def workers(monkeypatch):
     monkeypatch.setattr(batch_comparison, "set_key_value", store.set)
     monkeypatch.setattr(batch_comparison, "wait_for_key_value", store.wait)
     monkeypatch.setattr(batch_comparison, "wait_for_key_until", store.wait_until)
-    monkeypatch.setattr(batch_comparison, "delete_key_value", store.delete)
+    monkeypatch.setattr(batch_comparison, "take_key_value", store.take)
     monkeypatch.setattr(batch_comparison.atexit, "register", lambda function: None)
     both = [BatchComparison(rank, 2, "batches") for rank in range(2)]
     yield both
+    assert all(key.startswith("batches/ended/") for key in store.for_all)  # batches are compared by the chief alone
     for each in both:
         each._close()
         assert not any(thread.is_alive() for thread in each._threads)

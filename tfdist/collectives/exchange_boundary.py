@@ -1,11 +1,12 @@
 """The boundary between TensorFlow's graphs and the exchange with other workers.
 
 A tensor leaves through a queue and its result returns through another one, so no thread of TensorFlow waits, in
-functions, conditions and loops as well as eagerly. TensorFlow orders the operations on a queue as they were traced,
-which is alike on all workers; so all workers make the same exchanges in the same order.
+functions, conditions and loops as well as eagerly. TensorFlow orders the operations on a variable as they were traced,
+which is alike on all workers; so all workers make the same exchanges in the same order, by which they are numbered.
 """
 
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -23,11 +24,13 @@ _CAPACITY = 2**20
 _SMALL_BYTES = 64 * 2**10
 # How long Python code of the user keeps the interpreter from an exchange, which needs it several times.
 _SWITCH_SECONDS = 1e-4
+_LONGEST_SECONDS = 1e9
 _STALE = (
     "The exchanges of this worker are out of step. Received: the result of an exchange of an earlier step, which ended "
     "with an error before it took the result. Expected: a process in which no step has failed. Start a new one; with "
     "the callback FailureRecovery the training resumes."
 )
+_DTYPES = 2**10  # more than the numbers of dtypes
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")
 
 
@@ -45,6 +48,7 @@ class ExchangeBoundary:
         self.exchange = exchange
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
+        self._requested: Any = None  # how many exchanges, on all lanes but those in the background
         self._lock = threading.Lock()
 
     @property
@@ -57,38 +61,39 @@ class ExchangeBoundary:
         """The number of workers."""
         return self.exchange.size
 
-    def all_reduce(
-        self, tensor: tf.Tensor, *, in_background: int | None = None, shape_is_fixed: bool = True
-    ) -> tf.Tensor:
-        """Returns the sum of the workers' tensors, which have the same shape and dtype."""
-        result = self._call("all-reduce", tensor, in_background, shape_is_fixed)
+    def all_reduce(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
+        """Returns the sum of the workers' tensors, which have the same shape and dtype.
+
+        Args:
+            tensor: Of this worker.
+            options: See `_call`. The same holds for the methods below.
+        """
+        result = self._call("all-reduce", tensor, **options)
         result.set_shape(tensor.shape)
         return result
 
-    def all_gather(
-        self, tensor: tf.Tensor, *, in_background: int | None = None, shape_is_fixed: bool = True
-    ) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the workers' tensors one after another along the first dimension; they have the same shape."""
-        result = self._call("all-gather", tensor, in_background, shape_is_fixed)
+        result = self._call("all-gather", tensor, **options)
         rows = tensor.shape[0]
         result.set_shape([None if rows is None else self.size * rows, *tensor.shape[1:]])
         return result
 
-    def all_to_all(self, rows: tf.Tensor, *, in_background: int | None = None) -> tf.Tensor:
+    def all_to_all(self, rows: tf.Tensor, **options: Any) -> tf.Tensor:
         """Sends row `i` to worker `i`; returns the received rows, by rank."""
-        result = self._call("all-to-all", rows, in_background)
+        result = self._call("all-to-all", rows, **options)
         result.set_shape(rows.shape)
         return result
 
-    def reduce_scatter(self, rows: tf.Tensor, *, in_background: int | None = None) -> tf.Tensor:
+    def reduce_scatter(self, rows: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the sum of the workers' rows at the rank of this one, where `rows` is `[number of workers, ...]`."""
-        result = self._call("reduce-scatter", rows, in_background)
+        result = self._call("reduce-scatter", rows, **options)
         result.set_shape(rows.shape[1:])
         return result
 
-    def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
+    def broadcast(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the tensor of worker 0."""
-        result = self._call("broadcast", tensor)
+        result = self._call("broadcast", tensor, **options)
         result.set_shape(tensor.shape)
         return result
 
@@ -99,12 +104,32 @@ class ExchangeBoundary:
         return number
 
     def _call(
-        self, kind: str, tensor: tf.Tensor, in_background: int | None = None, shape_is_fixed: bool = True
+        self,
+        kind: str,
+        tensor: tf.Tensor,
+        *,
+        in_background: int | None = None,
+        shape_is_fixed: bool = True,
+        limit_seconds: float | None = None,
     ) -> tf.Tensor:
+        """Returns the result, without a static shape.
+
+        Args:
+            kind: One of `_KINDS`.
+            tensor: Of this worker.
+            in_background: The number of a sequence of exchanges beside the steps.
+            shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. Where not, one
+                which has traced with other data may know it, and choose another lane.
+            limit_seconds: After which the exchange fails.
+        """
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
             wide = tf.cast(tensor, AS_VALUES[tensor.dtype.name])
-            return tf.cast(self._call(kind, wide, in_background, shape_is_fixed), tensor.dtype)
-        # Where a worker does not know the size, another one, which has traced with other data, may know it.
+            options: dict[str, Any] = {
+                "in_background": in_background,
+                "shape_is_fixed": shape_is_fixed,
+                "limit_seconds": limit_seconds,
+            }
+            return tf.cast(self._call(kind, wide, **options), tensor.dtype)
         elements = tensor.shape.num_elements() if shape_is_fixed else None
         is_large = elements is not None and elements * tensor.dtype.size > _SMALL_BYTES
         name = STEPS if is_large else SMALL
@@ -113,12 +138,13 @@ class ExchangeBoundary:
             if lane is None:
                 with tf.init_scope():
                     if in_background is None:
-                        lane = self._lanes[name] = _Lane(self.exchange, name)
+                        self._requested = _counter() if self._requested is None else self._requested
+                        lane = self._lanes[name] = _Lane(self.exchange, name, self._requested)
                         lane.serve_alone()
                     else:
                         lane = self._background.add(in_background)
                         self._lanes[in_background] = lane
-        return lane.exchange(kind, tensor)
+        return lane.exchange(kind, tensor, limit_seconds or 0.0)
 
 
 class _Background:
@@ -136,7 +162,7 @@ class _Background:
 
     def add(self, number: int) -> "_Lane":
         """Returns a new lane; its number is the same on all workers."""
-        lane = _Lane(self._exchange, BACKGROUND)
+        lane = _Lane(self._exchange, BACKGROUND, _counter())
         with self._changed:
             is_first = not self._lanes
             self._lanes[number] = lane
@@ -171,10 +197,11 @@ class _Background:
 class _Lane:
     """Two queues: requests, which a thread takes, and results, which it returns in the same order."""
 
-    def __init__(self, exchange: Exchange, name: str) -> None:
+    def __init__(self, exchange: Exchange, name: str, requested: Any) -> None:
         self._exchange, self._channel, self._name = exchange, exchange.channel(name), name
+        self._requested = requested  # counts exchanges, also those of other lanes that have an order in common with it
         with tf.device("CPU:0"):
-            # What is exchanged, the number of the exchange on this lane, and the values.
+            # What is exchanged, the number of the exchange, and the values.
             self._requests = tf.queue.FIFOQueue(
                 _CAPACITY, [tf.int64, tf.int64, tf.uint8], name=f"tfdist_{name}_requests"
             )
@@ -182,18 +209,17 @@ class _Lane:
             self._results = tf.queue.FIFOQueue(
                 _CAPACITY, [tf.int64, tf.string, tf.uint8], name=f"tfdist_{name}_results"
             )
-            self._requested = ResourceVariable(0, dtype=tf.int64, trainable=False, name=f"tfdist_{name}_exchanges")
             self._stale = tf.constant(_STALE)
 
     def serve_alone(self) -> None:
         """Starts a thread that makes the exchanges as they are requested."""
         threading.Thread(target=self._serve, name=f"tfdist exchange {self._name}", daemon=True).start()
 
-    def exchange(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
+    def exchange(self, kind: str, tensor: tf.Tensor, limit_seconds: float) -> tf.Tensor:
         """Returns the result, without a static shape."""
         with tf.device("CPU:0"):
             number = self._requested.assign_add(1, read_value=True)
-            what = tf.constant(_KINDS.index(kind) + len(_KINDS) * tensor.dtype.as_datatype_enum, tf.int64)
+            what = tf.constant(_packed(kind, tensor.dtype, limit_seconds), tf.int64)
             with tf.control_dependencies([self._requests.enqueue([what, number, _to_bytes(tensor)])]):
                 answered, error, received = self._results.dequeue()
             # An assertion, because `fit` takes the error of a closed queue for the end of the data. A step that ended
@@ -222,8 +248,11 @@ class _Lane:
         try:
             if begin is not None:
                 begin()
+            kind, dtype, limit_seconds = _unpacked(int(what))
+            if self._name != BACKGROUND:
+                self._channel.before_next(int(number), limit_seconds)
             array = np.asarray(memoryview(data))  # the tensor's memory, which is valid as long as the tensor
-            result = _tensor(self._made(array, *_kind_and_dtype(int(what))))
+            result = _tensor(self._made(array, kind, dtype))
             del array
         except Exception as failure:  # raised by the step that waits for the result
             number, error, result = tf.constant(0, tf.int64), tf.constant(str(failure)), tf.zeros([0], tf.uint8)
@@ -250,10 +279,21 @@ class _Lane:
         return result.reshape(-1).view(np.uint8).reshape(shape)
 
 
+def _packed(kind: str, dtype: tf.DType, limit_seconds: float) -> int:
+    limit = math.ceil(min(max(limit_seconds, 0.0), _LONGEST_SECONDS) * 1000)
+    return _KINDS.index(kind) + len(_KINDS) * (dtype.as_datatype_enum + _DTYPES * limit)
+
+
 @functools.cache
-def _kind_and_dtype(what: int) -> tuple[str, Any]:
-    dtype, kind = divmod(what, len(_KINDS))
-    return _KINDS[kind], tf.as_dtype(dtype).as_numpy_dtype
+def _unpacked(what: int) -> tuple[str, Any, float]:
+    what, kind = divmod(what, len(_KINDS))
+    limit, dtype = divmod(what, _DTYPES)
+    return _KINDS[kind], tf.as_dtype(dtype).as_numpy_dtype, limit / 1000
+
+
+def _counter() -> Any:
+    with tf.device("CPU:0"):
+        return ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfdist_exchanges")
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:

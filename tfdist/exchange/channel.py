@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,20 +38,32 @@ Array = NDArray[Any]
 class Channel:
     """Exchanges arrays, one after another, in the order in which all workers call them.
 
-    Each method raises the `ExchangeError` of the group when a worker is lost or calls another exchange.
+    Each method raises the `ExchangeError` of the group when a worker is lost, calls another exchange or is late.
 
     Args:
         rank: Of this worker.
         links: To each worker, by rank; `None` for this one.
         failure: Of the group.
+        name: Of the channel.
     """
 
-    def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure) -> None:
-        self.size = len(links)
+    def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
+        self.size, self.name = len(links), name
         self._rank, self._size, self._failure = rank, len(links), failure
         self._links = {link.peer: link for link in links if link is not None}
         self._number = 0
+        self._has_common_order, self._limit_seconds = False, 0.0
         self._lock = threading.Lock()
+
+    def before_next(self, number: int, limit_seconds: float) -> None:
+        """Describes the next exchange.
+
+        Args:
+            number: In an order that several channels have in common. A worker that waits for it on this channel, while
+                another one waits for it on another channel, fails.
+            limit_seconds: After which the exchange fails; 0 for no limit.
+        """
+        self._number, self._has_common_order, self._limit_seconds = number, True, limit_seconds
 
     def all_reduce(self, values: Array) -> Array:
         """Returns the sum of all workers' arrays, which have the same shape and dtype; of bools, whether any is true.
@@ -180,12 +193,39 @@ class _RunningCall:
         channel = self._channel
         try:
             if error is None:
-                channel._failure.during(str(self._call))
-                _run(list(self._transfers.values()), channel._failure)
+                channel._failure.begins(channel.name, self._call)
+                self._run(list(self._transfers.values()))
                 channel._number += 1
-                channel._failure.during(None)
+                channel._failure.ends(channel.name)
         finally:
             channel._lock.release()
+
+    def _run(self, transfers: "list[_Transfer]") -> None:
+        channel, failure, began = self._channel, self._channel._failure, time.monotonic()
+        failure.check()
+        while transfers:
+            has_progressed = False
+            for transfer in transfers:
+                try:
+                    has_progressed |= transfer.progress()
+                except LinkBrokenError as error:
+                    failure.lost_link(transfer.link.peer, str(error))
+                    failure.check()
+            if not has_progressed and not _can_progress(transfers, failure):
+                self._has_stalled([transfer.link.peer for transfer in transfers])
+            transfers = [transfer for transfer in transfers if transfer.outgoing or transfer.incoming]
+            if transfers and channel._limit_seconds and time.monotonic() - began > channel._limit_seconds:
+                late = [transfer for transfer in transfers if not transfer.has_begun] or transfers
+                failure.late([transfer.link.peer for transfer in late], channel._limit_seconds, str(self._call))
+                failure.check()
+
+    def _has_stalled(self, peers: list[int]) -> None:
+        failure = self._channel._failure
+        for peer in sorted(failure.left.intersection(peers)):
+            failure.lost(peer, HAS_LEFT)
+        if self._channel._has_common_order:
+            failure.stalls(self._channel.name)
+        failure.check()
 
     def _check(self, peer: int, header: memoryview) -> None:
         if bytes(header) == self._header:
@@ -214,6 +254,7 @@ class _Transfer:
     ) -> None:
         self.link, self.segment_bytes = link, segment_bytes
         self.is_held = False  # what was received last is not added yet
+        self.has_begun = False  # the other worker has called this exchange
         self.outgoing = collections.deque([header])
         self.incoming = collections.deque([_Incoming(HEADER_BYTES, None, self._arrived_header)])
         self._check = check
@@ -256,6 +297,7 @@ class _Transfer:
     def _arrived_header(self, header: memoryview) -> None:
         self._check(self.link.peer, header)
         self.link.release()
+        self.has_begun = True
 
 
 class _OwnPart:
@@ -296,23 +338,6 @@ class _OwnPart:
             transfer.link.release()
             if self._sends_sums:
                 transfer.send(self._total[span])
-
-
-def _run(transfers: list[_Transfer], failure: GroupFailure) -> None:
-    failure.check()
-    while transfers:
-        has_progressed = False
-        for transfer in transfers:
-            try:
-                has_progressed |= transfer.progress()
-            except LinkBrokenError as error:
-                failure.lost_link(transfer.link.peer, str(error))
-                failure.check()
-        if not has_progressed and not _can_progress(transfers, failure):
-            for peer in sorted(failure.left & {transfer.link.peer for transfer in transfers}):
-                failure.lost(peer, HAS_LEFT)
-            failure.check()
-        transfers = [transfer for transfer in transfers if transfer.outgoing or transfer.incoming]
 
 
 def _can_progress(transfers: list[_Transfer], failure: GroupFailure) -> bool:

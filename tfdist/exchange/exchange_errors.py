@@ -1,5 +1,7 @@
 """Errors of an exchange. All workers raise the same one."""
 
+from collections.abc import Sequence
+
 
 class ExchangeError(RuntimeError):
     """An exchange failed, and so did all later ones of this process."""
@@ -21,6 +23,25 @@ class WorkerLostError(ExchangeError):
             "does."
         )
         self.rank, self.cause = rank, cause
+
+
+class LateWorkerError(ExchangeError):
+    """An exchange took longer than the program allows.
+
+    Args:
+        ranks: Of the workers that this worker waited for.
+        seconds: The limit.
+        call: The exchange: "all-reduce 12 of 1000 float32 values".
+    """
+
+    def __init__(self, ranks: Sequence[int], seconds: float, call: str) -> None:
+        self.ranks, self.seconds, self.call = list(ranks), seconds, call
+        super().__init__(
+            "An exchange takes longer than `timeout_seconds` of `communication_options`. Received: "
+            f"{call}, which waits for worker {', '.join(map(str, self.ranks))} for more than {seconds:g} s. Expected: "
+            "all workers take part within that time. Look at what these workers do, or raise the limit; without one, "
+            "lost and silent workers are found, too."
+        )
 
 
 class ExchangeMismatchError(ExchangeError):

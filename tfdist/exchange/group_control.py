@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, WorkerLostError
+from tfdist.exchange.exchange_calls import ExchangeCall
+from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
@@ -42,14 +43,16 @@ class GroupControl:
         self._sending = threading.Lock()
         self._is_closed = False
         self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        failure.tell = self._tell
+        failure.tell, failure.tell_stalled = self._tell, self._tell_stalled
         self._thread = threading.Thread(target=self._serve, name="tfdist exchange control", daemon=True)
         self._thread.start()
 
-    def publish(self, key: str, value: str) -> None:
-        """Gives all workers a value under a key, in place of an earlier one."""
-        self._set(key, value)
-        self._send_to_all({"key": key, "value": value})
+    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
+        """Gives all workers, or one of them, a value under a key, in place of an earlier one."""
+        if only_for in (None, self._rank):
+            self._set(key, value)
+        connections = self._connections if only_for is None else {only_for: self._connections.get(only_for)}
+        self._send(connections, {"key": key, "value": value})
 
     def propose(self, key: str, value: str) -> str:
         """Gives all workers the value of the first worker that proposes one under a key; returns that value.
@@ -70,6 +73,13 @@ class GroupControl:
         with self._changed:
             self._values.pop(key, None)
         self._send_to_all({"key": key})
+
+    def take(self, key: str) -> str:
+        """Waits for the value under a key, and removes it on this worker."""
+        value = str(self.wait_for(key))
+        with self._changed:
+            self._values.pop(key, None)
+        return value
 
     def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
         """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`.
@@ -140,6 +150,11 @@ class GroupControl:
             self._take_first(str(message["propose"]), str(message["value"]))
         elif "lost" in message:
             self._failure.lost(int(message["lost"]), str(message["cause"]))
+        elif "late" in message:
+            self._failure.late([int(worker) for worker in message["late"]], message["seconds"], str(message["call"]))
+        elif "stalled" in message:
+            number, call = int(message["number"]), str(message["call"])
+            self._failure.stalls_elsewhere(self._rank, rank, str(message["stalled"]), number, call)
         elif "calls" in message:
             self._failure.mismatch({int(worker): str(call) for worker, call in message["calls"].items()})
         elif "value" in message:
@@ -163,6 +178,9 @@ class GroupControl:
 
     def _tell(self, error: ExchangeError) -> None:
         self._send_to_all(_described(error))
+
+    def _tell_stalled(self, channel: str, call: ExchangeCall) -> None:
+        self._send_to_all({"stalled": channel, "number": call.number, "call": str(call)})
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         self._send(self._connections, message)
@@ -191,5 +209,7 @@ class GroupControl:
 def _described(error: ExchangeError) -> dict[str, Any]:
     if isinstance(error, WorkerLostError):
         return {"lost": error.rank, "cause": error.cause}
+    if isinstance(error, LateWorkerError):
+        return {"late": error.ranks, "seconds": error.seconds, "call": error.call}
     assert isinstance(error, ExchangeMismatchError)
     return {"calls": {str(rank): call for rank, call in error.calls.items()}}

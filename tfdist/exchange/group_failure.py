@@ -2,9 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, WorkerLostError
+from tfdist.exchange.exchange_calls import ExchangeCall
+from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
 
 # A worker that learned of a failure says so before it closes its connections. So a connection that closes waits this
 # long for a better explanation.
@@ -19,6 +20,7 @@ class GroupFailure:
         descriptor: Becomes readable when there is a failure, so that who polls wakes up.
         left: The workers that have ended their training in order.
         tell: Called once with the failure, before any exchange raises it.
+        tell_stalled: Called with a channel, and the exchange on it that cannot progress at the moment.
     """
 
     def __init__(self) -> None:
@@ -28,15 +30,43 @@ class GroupFailure:
         self._error: ExchangeError | None = None
         self._known = threading.Event()
         self._lock = threading.Lock()
-        self._doing = "no exchange"
+        self.tell_stalled: Callable[[str, ExchangeCall], None] | None = None
+        self._running: dict[str, ExchangeCall] = {}  # by channel
+        self._stalled: set[str] = set()
 
-    def during(self, exchange: str | None) -> None:
-        """Notes what this worker is doing, for the message."""
-        self._doing = exchange or "no exchange"
+    def begins(self, channel: str, call: ExchangeCall) -> None:
+        """Notes what this worker exchanges on a channel."""
+        self._running[channel] = call
+
+    def ends(self, channel: str) -> None:
+        """Notes that the exchange on a channel has ended."""
+        self._running.pop(channel, None)
+        self._stalled.discard(channel)
+
+    def stalls(self, channel: str) -> None:
+        """Notes that the exchange on a channel, of those that have a common order, cannot progress at the moment."""
+        self._stalled.add(channel)
+        if self.tell_stalled is not None:
+            self.tell_stalled(channel, self._running[channel])
+
+    def stalls_elsewhere(self, own: int, rank: int, channel: str, number: int, call: str) -> None:
+        """Compares an exchange that has stalled on worker `rank` with those of this worker, `own`.
+
+        Workers that wait for the same number in the common order on different channels would wait forever.
+        """
+        for name in self._stalled - {channel}:
+            running = self._running.get(name)
+            if running is not None and running.number == number:
+                self.mismatch({own: f"{running}, {name}", rank: f"{call}, {channel}"})
 
     def lost(self, rank: int, cause: str) -> None:
         """Records that a worker is lost, unless a failure is known already."""
-        self._record(lambda: WorkerLostError(rank, cause, self._doing))
+        doing = ", ".join(str(call) for call in self._running.copy().values())
+        self._record(lambda: WorkerLostError(rank, cause, doing or "no exchange"))
+
+    def late(self, ranks: Sequence[int], seconds: float, call: str) -> None:
+        """Records that workers do not take part in an exchange in time, unless a failure is known already."""
+        self._record(lambda: LateWorkerError(ranks, seconds, call))
 
     def lost_link(self, rank: int, cause: str) -> None:
         """Records a lost worker by its broken link, unless a better explanation arrives in a moment."""

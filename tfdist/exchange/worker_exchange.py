@@ -67,7 +67,7 @@ class Exchange:
         group = join.join(timeout_seconds)
         self._failure = GroupFailure()
         self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
-        self._channels = {name: Channel(rank, links, self._failure) for name, links in group.links.items()}
+        self._channels = {name: Channel(rank, links, self._failure, name) for name, links in group.links.items()}
         # No worker sends arrays before all others read them from their links, not from a handshake.
         self._wait_until_all_have_joined(timeout_seconds)
 

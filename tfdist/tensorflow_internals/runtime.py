@@ -105,8 +105,8 @@ def silence_limit(seconds: float) -> Iterator[None]:
 class ClusterKeyValues:
     """The key-value store of TensorFlow's cluster."""
 
-    def publish(self, key: str, value: str) -> None:
-        """Gives all workers a value under a new key."""
+    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
+        """Gives all workers a value under a new key, also where only one of them needs it."""
         context().set_config_key_value(key, value)
 
     def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
@@ -134,6 +134,12 @@ class ClusterKeyValues:
             self.publish(key, value)
         return str(self.wait_for(key))
 
+    def take(self, key: str) -> str:
+        """Waits for the value under a key, and removes it."""
+        value = str(self.wait_for(key))
+        self.withdraw(key)
+        return value
+
     def withdraw(self, key: str) -> None:
         """Removes what was published under a key."""
         context().delete_config_key_value(key)
@@ -157,9 +163,9 @@ def _as_unavailable() -> Iterator[None]:
         raise tf.errors.UnavailableError(None, None, str(error)) from error
 
 
-def set_key_value(key: str, value: str) -> None:
-    """Publishes `value` to all workers under `key`, which must be new."""
-    _key_values.publish(key, value)
+def set_key_value(key: str, value: str, *, only_for: int | None = None) -> None:
+    """Publishes `value` to all workers, or to the one of a rank, under `key`, which must be new."""
+    _key_values.publish(key, value, only_for=only_for)
 
 
 def propose_key_value(key: str, value: str) -> str:
@@ -176,6 +182,12 @@ def wait_for_key_value(key: str) -> str:
     """Waits until a worker has published `key` and returns its value."""
     with _as_unavailable():
         return str(_key_values.wait_for(key))
+
+
+def take_key_value(key: str) -> str:
+    """Waits like `wait_for_key_value`, and removes what was published for this worker only."""
+    with _as_unavailable():
+        return str(_key_values.take(key))
 
 
 def wait_for_key_until(key: str, seconds: float) -> bool:

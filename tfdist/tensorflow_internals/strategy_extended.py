@@ -177,7 +177,9 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
             with tf.device(device):
                 value = given() if callable(given) else given
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
-                return tf.identity(self._boundary.broadcast(value))
+                return tf.identity(
+                    self._boundary.broadcast(value, limit_seconds=self._communication_options.timeout_seconds)
+                )
 
         return value_of_chief
 

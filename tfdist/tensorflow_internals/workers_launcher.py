@@ -46,28 +46,36 @@ class WorkersLauncher(CollectiveReplicaLauncher):
     def sum(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
         """Sums the replicas' tensors, which have the same shape."""
         _check_not_compiling()
-        return self._boundary.all_reduce(tensor, in_background=self._in_background, shape_is_fixed=shape_is_fixed)
+        return self._boundary.all_reduce(tensor, **self._options_of(options, shape_is_fixed))
 
     def gather(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
         """Concatenates the replicas' tensors, which have the same shape, along their first dimension."""
         _check_not_compiling()
-        return self._boundary.all_gather(tensor, in_background=self._in_background, shape_is_fixed=shape_is_fixed)
+        return self._boundary.all_gather(tensor, **self._options_of(options, shape_is_fixed))
 
     def exchange(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
         """Sends row `i` of `tensor`, `[size, ...]`, to the replica at position `i`; returns the received rows."""
         _check_not_compiling()
-        return self._boundary.all_to_all(tensor, in_background=self._in_background)
+        return self._boundary.all_to_all(tensor, **self._options_of(options))
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns the sum of the replicas' rows at the position of this one."""
         _check_not_compiling()
-        return self._boundary.reduce_scatter(rows, in_background=self._in_background)
+        return self._boundary.reduce_scatter(rows, **self._options_of())
+
+    def _options_of(self, options: Any = None, shape_is_fixed: bool = True) -> dict[str, Any]:
+        limit_seconds = self._options.merge(options).timeout_seconds
+        return {
+            "in_background": self._in_background,
+            "shape_is_fixed": shape_is_fixed,
+            "limit_seconds": limit_seconds,
+        }
 
     # What TensorFlow's cross-device operations call.
 
     def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> tf.Tensor:
         with tf.device(self._device):
-            return tf.identity(self.sum(tf.convert_to_tensor(input_tensor), shape_is_fixed=False))
+            return tf.identity(self.sum(tf.convert_to_tensor(input_tensor), options, shape_is_fixed=False))
 
     def all_gather(self, input_tensor: Any, axis: Any, options: Any = None) -> tf.Tensor:
         sent, restored = as_values(tf.convert_to_tensor(input_tensor))  # TensorFlow's method transposes
@@ -75,7 +83,7 @@ class WorkersLauncher(CollectiveReplicaLauncher):
 
     def _all_gather(self, input_tensor: Any, options: Any = None) -> tf.Tensor:
         with tf.device(self._device):
-            return tf.identity(self.gather(tf.convert_to_tensor(input_tensor), shape_is_fixed=False))
+            return tf.identity(self.gather(tf.convert_to_tensor(input_tensor), options, shape_is_fixed=False))
 
 
 class DevicesOfWorkersLauncher(WorkersLauncher):
@@ -108,11 +116,8 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
         self._position = sum(counts[:rank]) + index
 
     def sum(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
-        _check_not_compiling()
         total = self._within(tensor, shape_is_fixed)
-        of_workers = (
-            self._boundary.all_reduce(total, shape_is_fixed=shape_is_fixed) if not self._index else tf.zeros_like(total)
-        )
+        of_workers = tf.zeros_like(total) if self._index else super().sum(total, options, shape_is_fixed=shape_is_fixed)
         return self._within(tf.ensure_shape(of_workers, tensor.shape), shape_is_fixed)
 
     def gather(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
@@ -126,7 +131,7 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
             shape = tf.concat([[rows * most * len(self._counts)], tf.shape(tensor)[1:]], axis=0)
             gathered = tf.zeros(shape, tensor.dtype)
         else:
-            gathered = self._boundary.all_gather(padded, shape_is_fixed=shape_is_fixed)
+            gathered = super().gather(padded, options, shape_is_fixed=shape_is_fixed)
         if len(set(self._counts)) > 1:
             workers = tf.split(gathered, len(self._counts), axis=0)
             gathered = tf.concat([part[: rows * n] for part, n in zip(workers, self._counts, strict=True)], axis=0)
@@ -137,7 +142,7 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
         return tf.ensure_shape(self._within(gathered, shape_is_fixed), shape)
 
     def exchange(self, tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
-        return self.gather(tensor[tf.newaxis])[:, self._position]
+        return self.gather(tensor[tf.newaxis], options)[:, self._position]
 
     def _within(self, tensor: tf.Tensor, shape_is_fixed: bool) -> tf.Tensor:
         """Sums over the devices of this worker; where all but the first pass zeros, they get its tensor."""

@@ -25,8 +25,8 @@ import tensorflow as tf
 from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
 from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
 from tfdist.tensorflow_internals.runtime import (
-    delete_key_value,
     set_key_value,
+    take_key_value,
     wait_for_key_until,
     wait_for_key_value,
 )
@@ -163,17 +163,16 @@ class BatchComparison:
                 if self._rank == 0:
                     self._take(0, record)
                 else:
-                    set_key_value(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record))
+                    set_key_value(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
                 count += 1
 
     def _receive(self, rank: int) -> None:
         with contextlib.suppress(tf.errors.OpError):
             while not self._closed.is_set():
                 key = f"{self._name}/sent/{rank}/{self._received[rank]}"
-                text = wait_for_key_value(key)
+                text = take_key_value(key)
                 if self._closed.is_set():
                     return
-                delete_key_value(key)
                 self._received[rank] += 1
                 self._take(rank, json.loads(text))
 
@@ -218,7 +217,7 @@ class BatchComparison:
             f"{_CAUSES.format(unordered=unordered)}."
         )
         for worker in range(self._num_workers):
-            set_key_value(f"{self._name}/different/{worker}", self._error)
+            set_key_value(f"{self._name}/different/{worker}", self._error, only_for=worker)
 
     def _close(self) -> None:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
@@ -232,7 +231,7 @@ class BatchComparison:
         def wake() -> None:
             for key in keys:
                 with contextlib.suppress(tf.errors.OpError):
-                    set_key_value(key, "")
+                    set_key_value(key, "", only_for=self._rank)
 
         # In another thread: the process of the chief, which holds the store, may be gone. Then nothing returns.
         waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
