@@ -88,8 +88,8 @@ def _prepared(make_builder: Callable[[], tfds.core.DatasetBuilder]) -> tfds.core
         except OSError as error:  # errors of `requests` are OSErrors, too
             raise RuntimeError(
                 f"{builder.name} cannot be prepared in {builder.data_dir}. Received: {type(error).__name__}: {error}. "
-                "Expected: a writable directory and, for mnist, a network: `tfdist run` gives the workers "
-                "of one host a private one. Run `tfdist run --network host ...`, or once without the launcher "
+                "Expected: a writable directory and, for mnist, a network: `tfdist run` gives a chief and its workers "
+                "a private one. Run `tfdist run --network host ...`, or once without the launcher "
                 "(`python examples/digits.py --dataset mnist`), or use `--dataset digits`."
             ) from error
     return builder

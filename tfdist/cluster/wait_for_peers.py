@@ -1,7 +1,6 @@
 """Waits for the other tasks of a cluster, with a limit. TensorFlow would wait forever and ignore signals."""
 
 import contextlib
-import errno
 import socket
 import struct
 import threading
@@ -9,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from tfdist.utils.argument_checks import check_seconds
+from tfdist.utils.cores_and_ports import naming_port
 
 _PROBE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
@@ -86,17 +86,8 @@ def check_names(missing: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _listening(port: int) -> Iterator[None]:
-    try:
+    with naming_port(port):
         server = listen_on_all_interfaces(port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise OSError(
-            errno.EADDRINUSE,
-            f"The port of this task is in use. Received: port {port}, on which another process listens. Expected: a "
-            "free port. End the other process, which may be left from an earlier run, or choose another port: in "
-            "TF_CONFIG; under Slurm and Kubernetes by TFDIST_PORT, the same for all tasks.",
-        ) from error
 
     def accept() -> None:
         while True:

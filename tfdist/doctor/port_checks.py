@@ -8,6 +8,7 @@ from pathlib import Path
 from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import ERROR, OK, WARNING, Finding
+from tfdist.utils.cores_and_ports import temporary_ports
 from tfdist.utils.formatting import printable
 
 _LISTEN_STATE = "0A"
@@ -27,7 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def free_port(context: CheckContext, host: str, port: int) -> Finding:
     """Returns the finding for a port that is available."""
-    first, last = _ephemeral_ports(context.root)
+    first, last = temporary_ports(context.root)
     is_temporary = host in _LOOPBACK or "TFDIST_RUN_ID" in context.environ
     if first <= port <= last and not is_temporary:
         found = f"{port} is free, but Linux gives ports from {first} to {last} to any program"
@@ -80,11 +81,6 @@ def _descriptors(process: Path) -> list[str]:
             with contextlib.suppress(OSError):  # closed meanwhile
                 targets.append(os.readlink(process / "fd" / descriptor))
     return targets
-
-
-def _ephemeral_ports(root: Path) -> tuple[int, int]:
-    words = _read(root / "proc/sys/net/ipv4/ip_local_port_range").split()
-    return (int(words[0]), int(words[1])) if len(words) == 2 else (1, 0)
 
 
 def _read(path: Path) -> str:

@@ -33,6 +33,7 @@ from tfdist.transport.transport_errors import (
     TokenRejectedError,
     TransportError,
 )
+from tfdist.utils.cores_and_ports import naming_port
 
 _HANDSHAKE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05
@@ -349,7 +350,7 @@ def _server(host: str, port: int) -> socket.socket:
 
     On its own host a name may resolve to a loopback address, and an address may be a translated one.
     """
-    try:
+    with naming_port(port):
         if host == "localhost" or _is_address(host):
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             try:
@@ -360,15 +361,6 @@ def _server(host: str, port: int) -> socket.socket:
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=_MAX_PENDING, dualstack_ipv6=has_both)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise OSError(
-            error.errno,
-            f"The port of this task is in use. Received: port {port}, on which another process listens. "
-            "Expected: a free port. End the other process, which may be left from an earlier run, or choose "
-            "another port: in TF_CONFIG; under Slurm and Kubernetes by TFDIST_PORT, the same for all tasks.",
-        ) from error
 
 
 def _host_identity() -> str:

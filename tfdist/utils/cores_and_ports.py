@@ -1,8 +1,11 @@
 """The CPU cores and TCP ports of this host, and how the workers share them."""
 
+import contextlib
+import errno
 import os
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfdist.utils.cgroup_limits import cpu_quotas
@@ -12,6 +15,7 @@ _INTER_OP = "TF_NUM_INTEROP_THREADS"
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", _INTER_OP, "OMP_NUM_THREADS")
 # These threads also answer the other workers: with one, gradients are sent only when backpropagation has ended.
 _MIN_INTER_OP_THREADS = 2
+_FIRST_PORT, _TRIES = 12_000, 100
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -64,12 +68,46 @@ class ThreadShare:
         return f"{self._who}, {share} ({counted(self._cores, 'usable core')})"
 
 
+def temporary_ports(root: Path = Path("/")) -> tuple[int, int]:
+    """Returns the first and the last of the ports that Linux gives to any program; `(1, 0)` if that is unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(first), int(last)
+    return 1, 0
+
+
+def _bind(holder: socket.socket) -> None:
+    """Binds a socket to a port that is not temporary, if one of some is free."""
+    choices = max(temporary_ports()[0] - _FIRST_PORT, 0)
+    for _ in range(_TRIES if choices else 0):
+        with contextlib.suppress(OSError):
+            return holder.bind(("", _FIRST_PORT + secrets.randbelow(choices)))
+    holder.bind(("", 0))
+
+
+@contextlib.contextmanager
+def naming_port(port: int) -> Iterator[None]:
+    """Explains the error of the body if another process listens on `port`, the port of this task."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            errno.EADDRINUSE,
+            f"The port of this task is in use. Received: port {port}, on which another process listens. Expected: a "
+            "free port. End the other process, which may be left from an earlier run, or choose another port: in "
+            "TF_CONFIG; under Slurm and Kubernetes by TFDIST_PORT, the same for all tasks.",
+        ) from error
+
+
 class ReservedPorts:
     """Free TCP ports, held by bound sockets until the `with` block ends.
 
     TensorFlow's server rejects a port that any process still holds, even with SO_REUSEPORT, so the ports are released
     just before the workers start. On the host's network another process may take one in between; the worker then
-    fails with an error that says so. The ports are free on all interfaces because TensorFlow's server listens on all.
+    fails with an error that says so. So the ports are none of those that Linux gives to connections of any program.
+    They are free on all interfaces because TensorFlow's server listens on all.
 
     Args:
         count: Number of ports.
@@ -85,7 +123,7 @@ class ReservedPorts:
             for _ in range(count):
                 holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
                 self._sockets.append(holder)
-                holder.bind(("", 0))
+                _bind(holder)
         except OSError:
             self.release()
             raise

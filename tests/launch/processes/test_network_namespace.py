@@ -5,6 +5,7 @@ import socket
 import subprocess
 
 import pytest
+from role_runs import of
 
 from tfdist.launch.processes.network_namespace import Network
 
@@ -42,9 +43,8 @@ def drop_sys_admin():
 
 
 @needs_private
-@pytest.mark.parametrize("mode", ["auto", "private"])
-def test_private_network_cannot_be_reached_from_outside(start, mode):
-    run = start(SERVE, "--network", mode)
+def test_private_network_cannot_be_reached_from_outside(start):
+    run = start(SERVE, "--network", "private")
     (port,) = run.wait_for("port")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)))
@@ -56,13 +56,15 @@ def test_private_network_cannot_be_reached_from_outside(start, mode):
 
 @needs_private
 def test_each_run_has_its_private_network(run):
-    ended = run("print(os.readlink('/proc/self/ns/net')); print(*sorted(os.listdir('/proc/self/net/dev_snmp6')))")
+    show = "print(os.readlink('/proc/self/ns/net')); print(*sorted(os.listdir('/proc/self/net/dev_snmp6')))"
+    ended = run(show, "--network", "private")
     assert ended.of(0) == ended.of(1)
     assert ended.of(0)[0] != os.readlink("/proc/self/ns/net")
 
 
-def test_host_network(start):
-    run = start(SERVE, "--network", "host")
+@pytest.mark.parametrize("mode", ["auto", "host"])
+def test_workers_without_servers_have_the_network_of_the_host(start, mode):
+    run = start(SERVE, "--network", mode)
     (port,) = run.wait_for("port")
     with socket.create_connection(("127.0.0.1", int(port))) as connection:
         connection.send(b"outside")
@@ -70,12 +72,20 @@ def test_host_network(start):
     (run._here / "go").touch()
     ended = run.end()
     assert ended.of(0) == ["outside"]
-    assert ended.said[1] == "host network: others can reach the workers' ports without authentication"
+    assert not any("network" in line for line in ended.said)
+
+
+@needs_private
+def test_servers_have_a_private_network(run_roles):
+    ended = run_roles("print(os.readlink('/proc/self/ns/net'))")
+    assert ended.said[1].startswith("private network")
+    assert of(ended, "chief") != [os.readlink("/proc/self/ns/net")]
 
 
 @needs_user
 def test_user_namespace_where_the_capability_is_missing(start):
-    run = start("print(os.getuid(), os.readlink('/proc/self/ns/net'))", preexec_fn=drop_sys_admin)
+    show = "print(os.getuid(), os.readlink('/proc/self/ns/net'))"
+    run = start(show, "--network", "private", preexec_fn=drop_sys_admin)
     ended = run.end()
     assert ended.code == 0, ended.err
     assert ended.said[1].startswith("private network")
@@ -99,9 +109,9 @@ def forbidden(monkeypatch):
 
 
 @pytest.mark.usefixtures("forbidden")
-def test_one_warning_where_it_is_not_permitted(run):
-    ended = run("print('ran')")
-    assert (ended.code, ended.of(0)) == (0, ["ran"])
+def test_one_warning_where_it_is_not_permitted(run_roles):
+    ended = run_roles("print('ran')")
+    assert (ended.code, of(ended, "chief")) == (0, ["ran"])
     warnings = [line for line in ended.said if "warning" in line]
     assert len(warnings) == 1
     assert "host network, because a private one is not permitted here (unshare: " in warnings[0]

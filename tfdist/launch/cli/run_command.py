@@ -76,13 +76,15 @@ def execute(options: argparse.Namespace) -> int:
     if node is None:
         logs.open(roles, attempt=0)
     error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
-    network = choose_network(options.network if node is None else "host")
+    has_servers = not all(role.runs_script for role in roles.values())
+    network = choose_network(options.network if node is None else "host", has_servers=has_servers)
     status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     # srun shows the output of all its tasks as one.
     number = node.rank if node is not None and _is_slurm_step(os.environ) else None
     console = Console(sys.stdout.fileno(), sys.stderr.fileno(), status_line=status_line, node=number)
     console.say(threads.describe())
-    console.say(network.describe())
+    if description := network.describe():
+        console.say(description)
     if is_outside_allocation(os.environ, socket.gethostname()):
         console.say(
             f"warning: the workers run on {socket.gethostname()}, which Slurm has not allocated to job "

@@ -35,7 +35,6 @@ _EPILOG = """\
 examples:
   tfdist run --workers 2 train.py --epochs 10
   tfdist run --workers 4 --max-restarts 3 --log-dir logs -m my_package.train --epochs 10
-  tfdist run --workers 2 --network host download_and_train.py
   tfdist run --chief --workers 4 train_in_stages.py
   tfdist run --workers 2 --parameter-servers 1 train.py
   tfdist run --plan plan.json train.py
@@ -151,9 +150,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--network",
         choices=("auto", "private", "host"),
         default="auto",
-        help="private: a network namespace in which only the workers of this run reach each other; host: this host's "
-        "network, for scripts that need the internet; auto: private if permitted, else host with a warning "
-        "(default: auto)",
+        help="private: a network namespace in which only the processes of this run reach each other; host: this host's "
+        "network, for scripts that need the internet; auto: host, but with --chief or --parameter-servers, whose ports "
+        "anybody may use, private if permitted, else host with a warning (default: auto)",
     )
     parser.add_argument(
         "--threads-per-worker",

@@ -68,8 +68,8 @@ def from_notebook(
         threads_per_worker: Threads of each worker. Defaults to the usable cores divided by `workers`.
         seed: Where the random generators of Python, NumPy and TensorFlow start in every worker, and after every
             restart, unless `function` seeds them. By default TFDIST_SEED of this process, else a new one for each call.
-        network: "private": only the workers can connect to each other; "host": for functions that need the internet;
-            "auto": private where permitted.
+        network: "private": only the workers can connect to each other; "host": the network of this host; "auto":
+            private where permitted if the plan has a chief, else host.
         log_dir: Directory for the workers' output, in files `rank-<rank>.log`, in addition.
         grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
 

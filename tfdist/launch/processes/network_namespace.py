@@ -1,7 +1,7 @@
-"""A private network for the workers of a run: a network namespace that has only the loopback interface.
+"""A private network for the processes of a run: a network namespace that has only the loopback interface.
 
-TensorFlow's gRPC server listens on all interfaces, whatever the address in TF_CONFIG, and runs any graph that it
-receives. In the namespace only the workers of the run can reach it.
+TensorFlow's gRPC server, which parameter servers and stages need, listens on all interfaces, whatever the address in
+TF_CONFIG, and runs any graph that it receives. In the namespace only the processes of the run can reach it.
 """
 
 import dataclasses
@@ -27,15 +27,19 @@ class Network:
     Args:
         is_private: Whether it is a network namespace of this run.
         denial: Why a private network is not permitted, if one was requested.
+        has_servers: Whether processes of the run start TensorFlow's server.
     """
 
     is_private: bool
     denial: str = ""
+    has_servers: bool = True
 
     def describe(self) -> str:
-        """Returns the message for the user."""
+        """Returns the message for the user, if there is one."""
         if self.is_private:
             return "private network: only the workers reach each other (scripts that need the internet: --network host)"
+        if not self.has_servers:
+            return ""
         if self.denial:
             return (
                 f"warning: host network, because a private one is not permitted here ({self.denial}): others can reach "
@@ -44,19 +48,20 @@ class Network:
         return "host network: others can reach the workers' ports without authentication"
 
 
-def choose_network(mode: str) -> Network:
+def choose_network(mode: str, *, has_servers: bool) -> Network:
     """Moves this process into a network namespace if `mode` requests it and the host permits it.
 
     Call this while the process has one thread, and before any port is chosen.
 
     Args:
-        mode: `"private"`, `"auto"` (private if permitted) or `"host"`.
+        mode: `"private"`, `"auto"` (private if there are servers and the host permits it) or `"host"`.
+        has_servers: Whether processes of the run start TensorFlow's server.
 
     Raises:
         UsageError: If `mode` is `"private"` and the host does not permit it.
     """
-    if mode == "host":
-        return Network(is_private=False)
+    if mode == "host" or (mode == "auto" and not has_servers):
+        return Network(is_private=False, has_servers=has_servers)
     denial = _denial()
     if not denial:
         enter_private_network()
