@@ -76,7 +76,7 @@ class ThreadLauncher:
     """A `ReplicaLauncher` of threads: what a `CollectiveGroup` and `ReplicaHierarchy` need of one."""
 
     device = host = "CPU:0"
-    sends_at_once, reduces_and_scatters = True, False
+    reduces_and_scatters = False
 
     def __init__(self, group: ThreadGroup) -> None:
         self.group = group

@@ -1,11 +1,10 @@
-"""CollectiveGroup: the same results and counts whether a tensor is short, long or cut in pieces."""
+"""CollectiveGroup: results and counts."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from replica_threads import ThreadGroup, ThreadLauncher, on_replicas, thread_groups
 
-from tfdist.collectives import all_reduce_algorithms
 from tfdist.collectives.all_reduce_algorithms import CollectiveGroup
 from tfdist.collectives.byte_counters import ByteCounters
 
@@ -24,14 +23,6 @@ def on_collective_groups(size, function):
     return results, [traffic.by_label()[LABEL] for traffic in traffics], groups
 
 
-@pytest.fixture(params=["whole", "in pieces"])
-def pieces(request, monkeypatch):
-    if request.param == "in pieces":
-        monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 100)
-        monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
-
-
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("size", [2, 3, 4])
 class TestAnyLength:
     @pytest.mark.parametrize("shape", [(), (1,), (13,), (9, 31)], ids=str)
@@ -72,14 +63,6 @@ def test_a_replica_alone_sends_nothing():
     np.testing.assert_array_equal(received, [[3, 4]])
     assert int(position) == 0
     assert group._launcher.group.sent == []
-
-
-def test_long_tensors_are_cut_and_the_cuts_sent_one_by_one(monkeypatch):
-    monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 4000)
-    monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
-    _, counts, groups = on_collective_groups(2, lambda group, rank: group.sum(tf.ones([100, 45])))
-    assert [array.size for array in groups[0].sent] == [900] * 5
-    assert counts[0].gradient_collectives == 1, "one for the caller"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])

@@ -8,7 +8,6 @@ import tensorflow as tf
 from exchange_model import SHAPES, STEPS, Exchanges, gradient
 from exchange_references import differences
 
-from tfdist.collectives import all_reduce_algorithms
 from tfdist.compression import MomentumCorrection, Policy, Quantize, TopK
 from tfdist.strategies import MirroredStrategy
 
@@ -53,19 +52,8 @@ def states(strategy):
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("size", "pieces"),
-    [
-        pytest.param(2, False, marks=LONG),
-        (3, True),
-        pytest.param(3, False, marks=LONG),
-        pytest.param(4, True, marks=LONG),
-    ],
-)
-def test_every_method_equals_numpy_on_real_collectives(cpus, size, pieces, monkeypatch):
-    if pieces:
-        monkeypatch.setattr(all_reduce_algorithms, "_PIECE_BYTES", 500)
-        monkeypatch.setattr(all_reduce_algorithms, "_SHORT_BYTES", 0)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=LONG), 3, pytest.param(4, marks=LONG)])
+def test_every_method_equals_numpy_on_real_collectives(cpus, size):
     strategy = MirroredStrategy(cpus[:size], compression=exchange_model.policy())
     exchanges = Exchanges(strategy)
     steps = [exchanges.sums(gradient, step) for step in range(STEPS)]

@@ -16,7 +16,7 @@ def token():
 
 @pytest.fixture
 def replica(token):
-    return InstanceKeys("CPU:0", [token])
+    return InstanceKeys("CPU:0", token)
 
 
 def sites(replica, *signatures):
@@ -48,7 +48,7 @@ def test_the_order_within_a_graph_does_not_matter(replica):
 
 
 def test_a_replica_that_traces_alone_draws_what_the_others_draw(replica, token):
-    other = InstanceKeys("CPU:0", [token])
+    other = InstanceKeys("CPU:0", token)
     execute, execute_elsewhere = sites(replica, A, B, A), sites(other, A, B, A)
     retraced = [execute_elsewhere(data) for data in ([1], [1, 2], [[1]], 1.0, [1])]
     assert [execute() for _ in range(5)] == retraced
@@ -117,7 +117,7 @@ def equalized(replicas):
 
 
 def test_equalized_replicas_draw_equal_keys_after_one_has_executed_less(replica, token):
-    others = [InstanceKeys("CPU:0", [token]) for _ in range(2)]
+    others = [InstanceKeys("CPU:0", token) for _ in range(2)]
     replicas = [replica, *others]
     steps = [sites(each, A, None) for each in replicas]
     branches = [sites(each, B, A, A) for each in replicas]
@@ -130,7 +130,7 @@ def test_equalized_replicas_draw_equal_keys_after_one_has_executed_less(replica,
 
 
 def test_equalizing_equal_replicas_changes_no_key(replica, token):
-    replicas = [replica, InstanceKeys("CPU:0", [token])]
+    replicas = [replica, InstanceKeys("CPU:0", token)]
     steps = [sites(each, A, B) for each in replicas]
     before = [execute() for execute in steps]
     equalized(replicas)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
-from tfdist.collectives.ring_order import sum_in_ring_order
 from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import flatten, zeros_unless
 from tfdist.sharded_state.layout import ShardLayout, Unit
@@ -25,8 +24,8 @@ def reduce_scatter(
 ) -> dict[int, tf.Tensor]:
     """Sums gradients over the group; a replica gets the part that it owns.
 
-    An all-to-all of the parts and an addition, because TensorFlow has no reduce-scatter on CPUs. A replica of N sends
-    `(N - 1) / N` of the gradients.
+    A replica of N sends `(N - 1) / N` of the gradients. Where the group has no reduce-scatter, as between CPUs of a
+    process, it takes its part of the whole sum.
 
     Args:
         layout: Who owns what.
@@ -46,7 +45,7 @@ def reduce_scatter(
     timed, members = begin_bucket(group, [gradients[position] for position in present])
     dtype = members[0].dtype
     sizes = [layout.sizes[position] for position in present]
-    if _is_sum_shorter(layout, unit, present):
+    if not timed.adds_rows or _is_sum_shorter(layout, unit, present):
         (vector,) = end_bucket(timed, [timed.sum(zeros_unless(contributes, flatten(members)))])
         vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
         return {one: whole for one, whole in vectors.items() if layout.spans(one)[replica].size}
@@ -63,13 +62,7 @@ def reduce_scatter(
         flat = zeros_unless(contributes, flatten(members))
         vectors = dict(zip(present, tf.split(flat, sizes), strict=True))
         rows = tf.stack([_padded(_part(layout, vectors, present, owner), length) for owner in replicas])
-    if timed.adds_rows:
-        total = timed.reduce_scatter(rows)
-    else:
-        received = timed.exchange_rows(to_words(rows))
-        rows = from_words(received, dtype, layout.replicas, length)
-        total = sum_in_ring_order(rows, _own_spans(layout, present, replica), sum(sizes))
-    (total,) = end_bucket(timed, [total])
+    (total,) = end_bucket(timed, [timed.reduce_scatter(rows)])
     return _split(layout, total, present, replica)
 
 
@@ -139,16 +132,6 @@ def own_part(
     rows = tf.boolean_mask(gradient.indices, is_own) - first
     dense = tf.reshape(tf.math.unsorted_segment_sum(values, rows, last - first), [-1])
     return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
-
-
-def _own_spans(layout: ShardLayout, positions: Sequence[int], replica: int) -> list[tuple[int, int]]:
-    """Where the values of `replica` are in the vector of the variables at `positions`."""
-    found, begin = [], 0
-    for position in positions:
-        span = layout.spans(position)[replica]
-        found.append((begin + span.start, begin + span.stop))
-        begin += layout.sizes[position]
-    return found
 
 
 def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:

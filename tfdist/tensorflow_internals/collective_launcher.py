@@ -1,4 +1,4 @@
-"""Launches collectives on a replica: several at once, with instance keys that the graph draws."""
+"""Launches TensorFlow's collectives on a replica, with instance keys that the graph draws."""
 
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
@@ -9,20 +9,18 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
-from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words
+from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words, to_words
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
-    CollectiveReplicaLauncher,
     Mirrored,
     ResourceVariable,
     all_reduce,
     all_to_all,
     regroup,
 )
-from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, WorkersLauncher
+from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, GroupLauncher, WorkersLauncher
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
-_AT_ONCE_ON_CPU = 16
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 _GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
 _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
@@ -44,45 +42,20 @@ def with_fixed_shapes() -> Iterator[None]:
         _shapes_are_fixed.reset(token)
 
 
-class ReplicaLauncher(CollectiveReplicaLauncher):
+class ReplicaLauncher(GroupLauncher):
     """TensorFlow's launcher, with instance keys that are drawn when a collective runs, and reused; see `InstanceKeys`.
 
-    Collectives with the same ordering token run one after the other, as NCCL requires. On CPUs their keys identify
-    them, and several at once keep the link busy; without a token TensorFlow would order those of all replicas of a
-    process.
-
-    Attributes:
-        sends_at_once: Whether several collectives of pieces of a tensor are faster than one.
-        reduces_and_scatters: Whether there is a `reduce_scatter`.
+    Collectives with the same ordering token run one after the other, as NCCL requires; without a token TensorFlow would
+    order those of all replicas of a process.
     """
-
-    sends_at_once = True
-    reduces_and_scatters = False
 
     def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
         super().__init__(group_key, group_size, keys, device, options)
-        self._host = tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
-        at_once = _AT_ONCE_ON_CPU if tf.DeviceSpec.from_string(device).device_type == "CPU" else 1
+        self.reduces_and_scatters = tf.DeviceSpec.from_string(device).device_type == "GPU"
         with tf.init_scope(), tf.device(device):
-            self._tokens = [ResourceVariable(0.0, trainable=False, name="ordering_token") for _ in range(at_once)]
-        self._instance_keys = InstanceKeys(self._host, self._tokens)
-        self._launched = 0
+            self._token = ResourceVariable(0.0, trainable=False, name="ordering_token")
+        self._instance_keys = InstanceKeys(self.host, self._token)
         self._launching: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of replicas that take part."""
-        return int(self._group_size)
-
-    @property
-    def device(self) -> str:
-        """The device of this replica."""
-        return str(self._device)
-
-    @property
-    def host(self) -> str:
-        """The CPU of this replica's worker."""
-        return self._host
 
     def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
         """Sums the replicas' tensors, which have the same shape; see `InstanceKeys.next` for `shape_is_fixed`."""
@@ -132,6 +105,11 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
                 ordering_token=self._get_ordering_token(),
             )
 
+    def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the replicas' rows at the position of this one."""
+        received = from_words(self.exchange(to_words(rows), None), rows.dtype, self.size, rows.shape[1])
+        return tf.reduce_sum(received, axis=0)
+
     def join(self) -> None:
         """Joins the group, while a function is traced in which the process's other replicas join it, too.
 
@@ -145,7 +123,7 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
                 self._group_key,
                 _KEY_OF_JOINING,
                 communication_hint=self._options.implementation.value,
-                ordering_token=self._tokens[0].handle,
+                ordering_token=self._token.handle,
             )
 
     @property
@@ -163,8 +141,7 @@ class ReplicaLauncher(CollectiveReplicaLauncher):
         return self._instance_keys.next(signature)
 
     def _get_ordering_token(self) -> Any:
-        self._launched += 1
-        return self._tokens[self._launched % len(self._tokens)].handle
+        return self._token.handle
 
 
 def _signature(kind: str, tensor: tf.Tensor, shape_is_fixed: bool) -> str | None:

@@ -38,10 +38,10 @@ class InstanceKeys:
     everything, so a later one with the same key cannot be mistaken for it. The two ranges are a second safeguard.
     """
 
-    def __init__(self, host: str, tokens: Sequence[Any]) -> None:
-        """Creates the table on the device `host`; `tokens` are the ordering tokens of the replica's collectives."""
+    def __init__(self, host: str, token: Any) -> None:
+        """Creates the table on the device `host`; `token` is the ordering token of the replica's collectives."""
         self._host = host
-        self._tokens = tokens
+        self._token = token
         with tf.init_scope(), tf.device(host):
             self._graphs_executed = ResourceVariable(0, dtype=tf.int32, trainable=False, name="collective_graphs")
             self._used_once = ResourceVariable(0, dtype=tf.int32, trainable=False, name="collectives_of_any_shape")
@@ -99,9 +99,9 @@ class InstanceKeys:
         with tf.init_scope(), tf.device(self._host):
             hashes = ResourceVariable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="collective_sites")
         self._variables.append(hashes)
-        # Not `read_value`, which adds a second operation for each of them.
-        tokens = [tf.raw_ops.ReadVariableOp(resource=token.handle, dtype=token.dtype) for token in self._tokens]
-        with tf.control_dependencies(tokens), tf.device(self._host):
+        # Not `read_value`, which adds a second operation.
+        token = tf.raw_ops.ReadVariableOp(resource=self._token.handle, dtype=self._token.dtype)
+        with tf.control_dependencies([token]), tf.device(self._host):
             turn = tf.math.floormod(self._graphs_executed.assign_add(1, read_value=True), _RANGES)
             sites = hashes.read_value()  # complete when the graph runs
             numbers = self._numbers.lookup(sites)

@@ -11,22 +11,14 @@ from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveReplicaLaun
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
 
 
-class WorkersLauncher(CollectiveReplicaLauncher):
-    """Sums and gathers over the first devices of all workers.
+class GroupLauncher(CollectiveReplicaLauncher):
+    """What launches the reductions of one replica in a group.
 
-    Args:
-        boundary: To the exchange with the other workers: `all_reduce`, `all_gather` and `all_to_all` of tensors.
-        device: Of this worker.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
-        in_background: The number of a group that exchanges beside the steps, or `None`.
+    Attributes:
+        reduces_and_scatters: Whether there is a `reduce_scatter`.
     """
 
-    sends_at_once = False
-    reduces_and_scatters = True
-
-    def __init__(self, boundary: Any, keys: Any, device: str, options: Any, in_background: int | None = None) -> None:
-        super().__init__(0, boundary.size, keys, device, options)
-        self._boundary, self._in_background = boundary, in_background
+    reduces_and_scatters = False
 
     @property
     def size(self) -> int:
@@ -42,6 +34,23 @@ class WorkersLauncher(CollectiveReplicaLauncher):
     def host(self) -> str:
         """The CPU of this replica's worker."""
         return tf.DeviceSpec.from_string(self._device).replace(device_type="CPU", device_index=0).to_string()
+
+
+class WorkersLauncher(GroupLauncher):
+    """Sums and gathers over the first devices of all workers.
+
+    Args:
+        boundary: To the exchange with the other workers: `all_reduce`, `all_gather` and `all_to_all` of tensors.
+        device: Of this worker.
+        options: A `tf.distribute.experimental.CommunicationOptions`.
+        in_background: The number of a group that exchanges beside the steps, or `None`.
+    """
+
+    reduces_and_scatters = True
+
+    def __init__(self, boundary: Any, keys: Any, device: str, options: Any, in_background: int | None = None) -> None:
+        super().__init__(0, boundary.size, keys, device, options)
+        self._boundary, self._in_background = boundary, in_background
 
     def sum(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
         """Sums the replicas' tensors, which have the same shape."""
