@@ -1,5 +1,6 @@
 """Checks of a machine's names, proxies and ports."""
 
+import dataclasses
 import errno
 import os
 import socket
@@ -7,9 +8,10 @@ import socket
 import pytest
 from machines import context, one, write
 
+from tfdist.cluster import ClusterConfig, ClusterSpec, Task
 from tfdist.doctor import address_and_proxy_checks as checks
 from tfdist.doctor import port_checks
-from tfdist.doctor.address_and_proxy_checks import check_proxy
+from tfdist.doctor.address_and_proxy_checks import check_proxy, check_token
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,23 @@ from tfdist.doctor.address_and_proxy_checks import check_proxy
     ],
 )
 def test_proxy(environ, level):
-    assert one(check_proxy(context("node0:1", "node1:1", environ=environ))).level == level
+    workers = context("node0:1", "node1:1", environ=environ)
+    servers = ClusterConfig(ClusterSpec({"worker": ["node0:1"], "ps": ["node1:1"]}), Task("worker", 0))
+    assert one(check_proxy(dataclasses.replace(workers, config=servers))).level == level
+    assert one(check_proxy(workers)).level == ("warning" if level == "error" else level)  # they do not use gRPC
+
+
+@pytest.mark.parametrize(
+    ("hosts", "environ", "levels"),
+    [
+        (["a:1", "b:1"], {}, ["warning"]),
+        (["a:1", "b:1"], {"TFDIST_TOKEN": "secret"}, ["ok"]),
+        (["a:1", "a:2"], {}, []),
+        ([], {}, []),
+    ],
+)
+def test_token(hosts, environ, levels):
+    assert [finding.level for finding in check_token(context(*hosts, environ=environ))] == levels
 
 
 def test_proxy_of_a_machine_alone_and_its_password():
@@ -35,7 +53,7 @@ def test_proxy_of_a_machine_alone_and_its_password():
     assert finding.level == "warning" and "secret" not in str(finding)
     environ = {"http_proxy": "http://me:secret@p:1", "no_proxy": "10.0.0.0/8"}
     finding = one(check_proxy(context("10.1.0.1:1", "11.1.0.1:1", environ=environ)))
-    assert "through the proxy to 11.1.0.1" in finding.found and "no_grpc_proxy=10.1.0.1,11.1.0.1" in finding.remedy
+    assert "through it to 11.1.0.1" in finding.found
 
 
 def resolving(monkeypatch, table):

@@ -1,4 +1,4 @@
-"""Checks this task's name and address, and that no proxy is between the tasks."""
+"""Checks this task's name and address, its token, and that no proxy is between the tasks."""
 
 import errno
 import ipaddress
@@ -78,6 +78,17 @@ def is_own(address: str) -> bool:
     return True
 
 
+def check_token(context: CheckContext) -> list[Finding]:
+    """Checks that the workers of several hosts have a secret, by which they admit each other."""
+    if len({host_of(address) for address in context.addresses.values()}) < 2:
+        return []
+    if context.environ.get("TFDIST_TOKEN", "").strip():
+        return [Finding(OK, "token", "TFDIST_TOKEN is set")]
+    found = "TFDIST_TOKEN is not set: who knows the addresses of the cluster can join as a worker"
+    remedy = "Set the same secret on all workers, or start them by tfdist run --nodes, which takes it."
+    return [Finding(WARNING, "token", found, "a secret that all workers have", remedy)]
+
+
 def check_proxy(context: CheckContext) -> list[Finding]:
     """Checks that gRPC does not send the messages between tasks to an HTTP proxy."""
     variable = next((name for name in _PROXIES if name in context.environ), "")
@@ -89,6 +100,11 @@ def check_proxy(context: CheckContext) -> list[Finding]:
     # This task's host counts, too: the first task dials itself.
     hosts = {host_of(address): None for address in context.addresses.values()}
     proxied = [host for host in hosts if not bypasses_proxy(host, context.environ)]
+    if proxied and set(context.config.cluster.jobs if context.config else ()) == {"worker"}:
+        found = f"{found}: NCCL and TensorFlow's own strategies would connect through it to {', '.join(proxied)}"
+        remedy = f"None for tfdist's strategy. For the others unset {variable}, or set no_grpc_proxy."
+        expected = "no proxy; MultiWorkerMirroredStrategy connects without it"
+        return [Finding(WARNING, "proxy", found, expected, remedy)]
     if proxied:
         remedy = f"unset {variable}, or export no_grpc_proxy={','.join(hosts)} on every host."
         found = f"{found}: gRPC connects through the proxy to {', '.join(proxied)}"

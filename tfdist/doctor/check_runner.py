@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist.doctor.address_and_proxy_checks import check_own_address, check_own_name, check_proxy
+from tfdist.doctor.address_and_proxy_checks import check_own_address, check_own_name, check_proxy, check_token
 from tfdist.doctor.check_context import CheckContext, host_of, port_of
 from tfdist.doctor.checkpoint_checks import check_checkpoints
 from tfdist.doctor.chief_task import ChiefTask
@@ -28,6 +28,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     check_shared_memory,
     check_own_name,
     check_own_address,
+    check_token,
     check_proxy,
     check_checkpoints,
 )
