@@ -195,3 +195,20 @@ def test_an_exchange_that_takes_longer_than_its_limit_names_the_workers_it_waits
             assert "Received: all-reduce 3 of 5 float32 values, which waits for worker 1 for more than 0.2 s" in str(
                 error
             )
+
+
+def test_exchanges_in_the_background_fail_while_another_one_is_expected():
+    """Worker 0 begins with sequence 1, for which worker 1 has no request when the group fails."""
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary, rank):
+            first, second = boundary.new_background(), boundary.new_background()
+            for number in (first, second):
+                boundary.all_reduce(tf.ones([2]), in_background=number)
+            if rank == 0:
+                threading.Timer(0.5, boundary.exchange.fail, ["a test"]).start()
+            return boundary.all_reduce(tf.ones([2]), in_background=second if rank == 0 else first)
+
+        for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
+            assert "Worker 0 is lost. Received: a test" in str(error)

@@ -5,6 +5,7 @@ functions, conditions and loops as well as eagerly. TensorFlow orders the operat
 which is alike on all workers; so all workers make the same exchanges in the same order, by which they are numbered.
 """
 
+import contextlib
 import functools
 import math
 import sys
@@ -167,6 +168,10 @@ class _Background:
             is_first = not self._lanes
             self._lanes[number] = lane
             self._changed.notify_all()
+        if is_first:
+            threading.Thread(target=self._answer_after_failure, name="tfdist background", daemon=True).start()
+        if self._exchange.failure is not None:
+            lane.serve_alone()
         if self._exchange.rank == 0:
             threading.Thread(target=self._lead, args=(number, lane), name="tfdist background", daemon=True).start()
         elif is_first:
@@ -180,18 +185,22 @@ class _Background:
                 lane.answer(request, lambda: self._channel.broadcast(np.array([number])))
 
     def _follow(self) -> None:
-        try:
+        with contextlib.suppress(ExchangeError):
             while True:
-                number = int(self._channel.broadcast(np.zeros(1, np.int64))[0])
-                with self._changed:
-                    while number not in self._lanes:
-                        self._changed.wait()
-                    lane = self._lanes[number]
+                lane = self._lane(int(self._channel.broadcast(np.zeros(1, np.int64))[0]))
                 lane.answer(lane.next_request())
-        except Exception:  # the group has failed, which each lane's next exchange raises
-            with self._changed:
-                for lane in self._lanes.values():
-                    lane.serve_alone()
+
+    def _lane(self, number: int) -> "_Lane":
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._lanes)
+            return self._lanes[number]
+
+    def _answer_after_failure(self) -> None:
+        """Answers what is requested on any lane, also while `_follow` waits for a request on another one."""
+        self._exchange.wait_for_failure()
+        with self._changed:
+            for lane in self._lanes.values():
+                lane.serve_alone()
 
 
 class _Lane:

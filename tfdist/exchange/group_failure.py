@@ -82,6 +82,10 @@ class GroupFailure:
         """The failure; `None` if there is none."""
         return self._error
 
+    def wait(self) -> None:
+        """Waits until there is a failure."""
+        self._known.wait()
+
     def check(self) -> None:
         """Raises the failure, if there is one."""
         if self._error is not None:

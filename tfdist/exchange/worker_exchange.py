@@ -80,6 +80,10 @@ class Exchange:
         """The error that ended the exchange; `None` if there is none."""
         return self._failure.error
 
+    def wait_for_failure(self) -> None:
+        """Waits until the exchange has failed."""
+        self._failure.wait()
+
     def fail(self, cause: str) -> None:
         """Makes an error of this worker's exchanges a failure of the group: no other worker waits for it."""
         self._failure.lost(self.rank, cause)
