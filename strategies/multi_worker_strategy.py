@@ -29,6 +29,7 @@ from tfdist.strategies.worker_start import (
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.complete_batches import mark_complete
+from tfdist.tensorflow_internals.runtime import limit_start
 from tfdist.tensorflow_internals.static_batches import keep_static_sizes
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
@@ -122,6 +123,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         limit_seconds = start_timeout_of(start_timeout_seconds)
         if micro_batches is not None:
             check_whole_number("micro_batches", micro_batches, at_least=1)
+        limit_start(limit_seconds)
         if options.implementation == _NCCL:
             with tensorflow_cluster(spec, resolver, limit_seconds):
                 extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)

@@ -10,11 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import new_seed
-from tfdist.tensorflow_internals.runtime import (
-    global_seed,
-    set_key_value,
-    wait_for_key_value,
-)
+from tfdist.tensorflow_internals.runtime import exchange_key_values, global_seed
 from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
 from tfdist.utils.argument_checks import optional_integer_variable
 
@@ -35,18 +31,16 @@ def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
         num_workers: The number of workers.
         name: Of the seed in the key-value store of the cluster.
     """
-    if rank == 0:
-        set_key_value(name, str(new_seed(os.environ)))
-    seed = int(wait_for_key_value(name))
-    if global_seed() is None:
-        tf.random.set_seed(seed)
     states = _states_of_generators()
     unused = {kind: state == _STATES_AT_IMPORT[kind] for kind, state in states.items()}
-    set_key_value(f"{name}/{rank}", json.dumps([states, unused]))
-    everyone = [json.loads(wait_for_key_value(f"{name}/{worker}")) for worker in range(num_workers)]
+    proposed = json.dumps([new_seed(os.environ), states, unused])
+    everyone = [json.loads(found) for found in exchange_key_values(name, proposed, rank, num_workers)]
+    seed = everyone[0][0]
+    if global_seed() is None:
+        tf.random.set_seed(seed)
     for kind, seed_generator in (("python", random.seed), ("numpy", np.random.seed)):
-        differ = len({state[kind] for state, _ in everyone}) > 1
-        if differ and all(is_unused[kind] for _, is_unused in everyone):
+        differ = len({state[kind] for _, state, _ in everyone}) > 1
+        if differ and all(is_unused[kind] for _, _, is_unused in everyone):
             seed_generator(seed)
 
 
@@ -58,8 +52,7 @@ def compare_cpus(rank: int, num_workers: int, name: str) -> None:
         num_workers: The number of workers.
         name: Of the CPUs in the key-value store of the cluster.
     """
-    set_key_value(f"{name}/{rank}", str(cpu_instructions()))
-    cpus = [wait_for_key_value(f"{name}/{worker}") for worker in range(num_workers)]
+    cpus = exchange_key_values(name, str(cpu_instructions()), rank, num_workers)
     if others := [worker for worker, cpu in enumerate(cpus) if cpu != cpus[0]]:
         leave_xla_to_users(others)
 
@@ -76,8 +69,7 @@ def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
     Raises:
         ValueError: Another worker has another plan.
     """
-    set_key_value(f"{name}/{rank}", plan)
-    plans = [wait_for_key_value(f"{name}/{worker}") for worker in range(num_workers)]
+    plans = exchange_key_values(name, plan, rank, num_workers)
     if others := [worker for worker, other in enumerate(plans) if other != plans[0]]:
         raise ValueError(
             f"The workers have different plans. Received: {plans[0]} on worker 0, and {plans[others[0]]} on worker "

@@ -82,12 +82,11 @@ def assert_close(ours, theirs):
 
 
 def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):
-    values = {"tfdist/devices/7/1": "2 GPU"}
-    monkeypatch.setattr(strategy_extended, "set_key_value", values.__setitem__)
-    monkeypatch.setattr(strategy_extended, "wait_for_key_value", values.__getitem__)
+    others = ["2 GPU"]
+    monkeypatch.setattr(strategy_extended, "exchange_key_values", lambda name, own, rank, size: [own, *others])
     worker = SimpleNamespace(_collective_key_base=7, _id_in_cluster=0, _num_workers=2)
     exchange = strategy_extended.ReplicaMultiWorkerExtended._exchange_devices
     with pytest.raises(ValueError, match=r"devices of one type. Received: worker 0: 1 CPU, worker 1: 2 GPU"):
         exchange(worker, "CPU", 1)
-    values["tfdist/devices/7/1"] = "2 CPU"
+    others = ["2 CPU"]
     assert exchange(worker, "CPU", 1) == (1, 2)

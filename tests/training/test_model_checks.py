@@ -64,11 +64,14 @@ def test_equal_cpus_do_not_warn(monkeypatch, caplog):
 
 def test_workers_compare_their_cpus_with_the_chief(monkeypatch):
     """`compare_cpus` finds the workers whose instructions differ from those of worker 0."""
-    values = {}
-    module = "tfdist.strategies.worker_start"
+    sent = []
     monkeypatch.setattr(xla_functions, "_other_cpus", ())
-    monkeypatch.setattr(f"{module}.set_key_value", values.__setitem__)
-    monkeypatch.setattr(f"{module}.wait_for_key_value", lambda name: "7" if name[-1] in "13" else "5")
+
+    def exchange(name, own, rank, size):
+        sent.append(own)
+        return ["5", "7", "5", "7"]
+
+    monkeypatch.setattr(worker_start, "exchange_key_values", exchange)
     worker_start.compare_cpus(0, 4, "cpus")
-    assert list(values.values()) == [str(xla_functions.cpu_instructions())]
+    assert sent == [str(xla_functions.cpu_instructions())]
     assert xla_functions.workers_with_other_cpus() == (1, 3)

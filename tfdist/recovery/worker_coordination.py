@@ -39,7 +39,8 @@ class WorkerCoordination:
     def wait_to_exit(self) -> None:
         """Waits until this worker may exit: no worker before the chief has called this, and the chief last.
 
-        The process of the chief contains the key-value store, and whoever uses it after that exit gets an error.
+        With NCCL the process of the chief contains the key-value store, and whoever uses it after that exit gets an
+        error.
         """
         if self.num_workers == 1:
             return

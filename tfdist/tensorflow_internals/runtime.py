@@ -146,12 +146,19 @@ class ClusterKeyValues:
 
 
 _key_values: Any = None
+_start_seconds = 300.0
 
 
 def use_key_values(store: Any) -> None:
     """Makes `store`, with `publish`, `wait_for` and `withdraw`, what workers agree by from now on."""
     global _key_values
     _key_values = store
+
+
+def limit_start(seconds: float) -> None:
+    """Sets how long a worker waits for the others while they create the same strategy."""
+    global _start_seconds
+    _start_seconds = seconds
 
 
 @contextmanager
@@ -188,6 +195,32 @@ def take_key_value(key: str) -> str:
     """Waits like `wait_for_key_value`, and removes what was published for this worker only."""
     with _as_unavailable():
         return str(_key_values.take(key))
+
+
+def exchange_key_values(name: str, value: str, rank: int, num_workers: int) -> list[str]:
+    """Returns the values of all workers, by rank, each of which calls this with its own.
+
+    Args:
+        name: Of the values; each name is used once.
+        value: Of this worker.
+        rank: Of this worker.
+        num_workers: The number of workers.
+
+    Raises:
+        TimeoutError: A worker does not call this in the time that workers have to start.
+        tf.errors.OpError: A worker is lost.
+    """
+    set_key_value(f"{name}/{rank}", value)
+    values = []
+    for worker in range(num_workers):
+        if not wait_for_key_until(f"{name}/{worker}", _start_seconds):
+            raise TimeoutError(
+                f"Worker {worker} does not create the strategy that this worker creates. Received: no answer for "
+                f"{name!r} in {_start_seconds:g} s. Expected: the same strategies in the same order on all workers. "
+                "See what that worker does, or allow more time with `start_timeout_seconds`."
+            )
+        values.append(wait_for_key_value(f"{name}/{worker}"))
+    return values
 
 
 def wait_for_key_until(key: str, seconds: float) -> bool:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
 from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
 from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
-from tfdist.tensorflow_internals.runtime import set_key_value, wait_for_key_value
+from tfdist.tensorflow_internals.runtime import exchange_key_values
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
@@ -155,9 +155,8 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
 
     def _exchange_devices(self, kind: str, number: int) -> tuple[int, ...]:
         """Returns the number of devices of each worker."""
-        key = f"tfdist/devices/{self._collective_key_base}"
-        set_key_value(f"{key}/{self._id_in_cluster}", f"{number} {kind}")
-        found = [wait_for_key_value(f"{key}/{rank}") for rank in range(self._num_workers)]
+        name = f"tfdist/devices/{self._collective_key_base}"
+        found = exchange_key_values(name, f"{number} {kind}", self._id_in_cluster, self._num_workers)
         if len({devices.partition(" ")[2] for devices in found}) > 1:
             raise ValueError(
                 "All workers must compute on devices of one type. Received: "
