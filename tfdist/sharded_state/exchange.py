@@ -48,7 +48,8 @@ def reduce_scatter(
     if not timed.adds_rows or _is_sum_shorter(layout, unit, present):
         (vector,) = end_bucket(timed, [timed.sum(zeros_unless(contributes, flatten(members)))])
         vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
-        return {one: whole for one, whole in vectors.items() if layout.spans(one)[replica].size}
+        spans = {one: layout.spans(one)[replica] for one in present}
+        return {one: vectors[one][span.start : span.stop] for one, span in spans.items() if span.size}
     is_complete = unit.is_divided and len(present) == len(unit.positions)
     if is_complete:
         length = unit.part_length
