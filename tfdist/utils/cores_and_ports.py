@@ -13,7 +13,7 @@ from tfdist.utils.formatting import counted
 
 _INTER_OP = "TF_NUM_INTEROP_THREADS"
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", _INTER_OP, "OMP_NUM_THREADS")
-# These threads also answer the other workers: with one, gradients are sent only when backpropagation has ended.
+# TensorFlow's servers also answer other processes in these threads: with one, only when backpropagation has ended.
 _MIN_INTER_OP_THREADS = 2
 _FIRST_PORT, _TRIES = 12_000, 100
 

@@ -1,0 +1,41 @@
+"""Values that workers exchange while they create a strategy."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist.exchange.exchange_errors import WorkerLostError
+from tfdist.tensorflow_internals import runtime
+
+
+class Store(dict):
+    """The key-value store of a cluster."""
+
+    def publish(self, key, value, only_for=None):
+        self[key] = value
+
+    def wait_for(self, key, timeout_seconds=None):
+        if key == "lost/1":
+            raise WorkerLostError(1, "its process has ended", "no exchange")
+        return self.get(key)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(runtime, "_key_values", Store())
+    monkeypatch.setattr(runtime, "_start_seconds", 0.5)
+    return runtime._key_values
+
+
+def test_all_workers_get_the_values_of_all(store):
+    store["seed/1"] = "b"
+    assert runtime.exchange_key_values("seed", "a", 0, 2) == ["a", "b"]
+
+
+def test_a_worker_that_creates_another_strategy_is_named(store):
+    with pytest.raises(TimeoutError, match=r"Worker 1 does not create the strategy.*no answer for 'seed' in 0.5 s"):
+        runtime.exchange_key_values("seed", "a", 0, 2)
+
+
+def test_a_lost_worker_is_an_error_of_tensorflow(store):
+    with pytest.raises(tf.errors.UnavailableError, match="Worker 1 is lost"):
+        runtime.exchange_key_values("lost", "a", 0, 2)
