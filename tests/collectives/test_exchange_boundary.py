@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "exchange"))
 from worker_groups import joined, on_workers
 
 from tfdist.collectives.exchange_boundary import _KINDS, ExchangeBoundary, _to_bytes
+from tfdist.tensorflow_internals.workers_launcher import WorkersLauncher
 
 DTYPES = [
     *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.dtypes.experimental.float8_e4m3fn, tf.bool, tf.complex64),
@@ -212,3 +213,21 @@ def test_exchanges_in_the_background_fail_while_another_one_is_expected():
 
         for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
             assert "Worker 0 is lost. Received: a test" in str(error)
+
+
+def test_the_limit_is_that_of_the_communication_options():
+    class Boundary:
+        size, limits = 2, []
+
+        def all_reduce(self, tensor, *, limit_seconds, **options):
+            self.limits.append(limit_seconds)
+            return tensor
+
+    def options(seconds=None):
+        return tf.distribute.experimental.CommunicationOptions(timeout_seconds=seconds)
+
+    for of_strategy, of_call in ((None, None), (5.0, None), (5.0, 1.0)):
+        launcher = WorkersLauncher(Boundary(), None, "CPU:0", options(of_strategy))
+        launcher.sum(tf.ones([2]), options(of_call))
+        launcher.all_reduce(tf.ones([2]), options=options(of_call))
+    assert Boundary.limits == [None, None, 5.0, 5.0, 1.0, 1.0]
