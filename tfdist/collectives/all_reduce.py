@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.all_reduce_algorithms import CollectiveGroup
 from tfdist.collectives.buckets import fill_buckets
 from tfdist.collectives.byte_counters import GRADIENTS, OTHER, ByteCounters, CommunicationStats
+from tfdist.collectives.collective_group import CollectiveGroup
 from tfdist.collectives.compressed_all_reduce import CompressedReduction
 from tfdist.collectives.compression_state import CompressionState
 from tfdist.collectives.exchange_timer import ExchangeDurations, ExchangeTimer, begin_bucket, end_bucket

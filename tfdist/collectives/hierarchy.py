@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.all_reduce_algorithms import CollectiveGroup
+from tfdist.collectives.collective_group import CollectiveGroup
 from tfdist.compression.compressor import sum_dense
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 

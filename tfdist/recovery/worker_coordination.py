@@ -1,4 +1,4 @@
-"""Agreement between the workers of a `fit`, through the key-value store of TensorFlow's coordination service."""
+"""Agreement between the workers of a `fit`, by values under keys that all workers see."""
 
 import contextlib
 import itertools
