@@ -174,17 +174,13 @@ class GroupJoin:
 
     def _next(self, deadline: float, missing: set[tuple[int, str]], reasons: dict[int, str]) -> _Joined:
         workers = sorted({rank for rank, _ in missing})
-        try:
-            left = max(deadline - time.monotonic(), 0.001)
-            if self._check_missing is not None and left > _CHECK_SECONDS:
-                try:
-                    arrived = self._joined.get(timeout=_CHECK_SECONDS)
-                except queue.Empty:
-                    self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
-                    return self._next(deadline, missing, reasons)
-            else:
-                arrived = self._joined.get(timeout=left)
-        except queue.Empty:
+        arrived: _Joined | Exception | None = None
+        while arrived is None and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                arrived = self._joined.get(timeout=min(left, _CHECK_SECONDS))
+            if arrived is None and self._check_missing is not None and time.monotonic() < deadline:
+                self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
+        if arrived is None:
             found = "; ".join(
                 f"worker {rank} at {self._addresses[rank]} ({reasons.get(rank, 'it has not connected')})"
                 for rank in workers
@@ -194,7 +190,7 @@ class GroupJoin:
                 "Expected: every worker creates its strategy in that time. Check the logs of the missing workers, or "
                 "allow more time with `tfdist run --start-timeout` or "
                 "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
-            ) from None
+            )
         if isinstance(arrived, Exception):
             raise arrived
         return arrived
