@@ -143,7 +143,7 @@ def test_variables_without_values(cpus, sizes):
 
 
 @pytest.mark.parametrize(
-    ("method", "state", "share"), [("bf16", True, 0.75), (None, ROUNDED, 0.75), ("bf16", ROUNDED, 0.5)], ids=str
+    ("method", "state", "share"), [("bf16", True, 0.75), (None, ROUNDED, 1.25), ("bf16", ROUNDED, 0.5)], ids=str
 )
 def test_bytes(cpus, method, state, share):
     strategy = MirroredStrategy(cpus[:2], shard_optimizer_state=state, compression=method)
