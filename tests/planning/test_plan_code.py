@@ -8,7 +8,7 @@ import pytest
 from planned_programs import program
 
 import tfdist.strategies
-from tfdist.exchange import channel
+from tfdist.exchange import channel, links
 from tfdist.planning.conditions import Conditions
 from tfdist.planning.group_exchanges import SEGMENT_BYTES
 from tfdist.planning.link_costs import Link
@@ -79,4 +79,4 @@ def test_long_lines_are_broken_outside_of_strings():
 
 
 def test_sizes_are_those_of_the_exchange():
-    assert (SEGMENT_BYTES, SHORT_BYTES) == (channel._SHORTEST_SEGMENT_BYTES, channel._SHORT_BYTES)
+    assert (SEGMENT_BYTES, SHORT_BYTES) == (links.SEGMENT_BYTES, channel._SHORT_BYTES)
