@@ -39,7 +39,8 @@ class ThreadGroup(Group):
         return values
 
     def sum(self, tensor: Any) -> Any:
-        return tf.constant(np.sum(self._exchange(tensor, 2 * (self.size - 1) / self.size), axis=0))
+        values = self._exchange(tensor, 2 * (self.size - 1) / self.size)
+        return tf.constant(np.sum(values, axis=0, dtype=values[0].dtype))
 
     def gather(self, tensor: Any) -> Any:
         values = self._exchange(tensor, self.size - 1)
