@@ -80,8 +80,11 @@ def _bind(holder: socket.socket) -> None:
     """Binds a socket to a port that is not temporary, if one of some is free."""
     choices = max(temporary_ports()[0] - _FIRST_PORT, 0)
     for _ in range(_TRIES if choices else 0):
-        with contextlib.suppress(OSError):
+        try:
             return holder.bind(("", _FIRST_PORT + secrets.randbelow(choices)))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
     holder.bind(("", 0))
 
 
