@@ -63,7 +63,7 @@ def test_stated_bytes_are_what_the_interface_sends():
 def test_steps_on_a_link_follow_from_those_without_one():
     """One core copies during all of the unshaped overhead; beside it the link is busy for its bytes."""
     errors = []
-    for (_, _, method), floor, unshaped, shaped, sent, link in cells("network-fused"):
+    for (_, _, method), floor, unshaped, shaped, sent, link in cells("network"):
         backward = floor * 2 / 3  # backpropagation computes two products where the forward pass computes one
         buckets = 3
         copies, on_link = (unshaped - floor) / buckets, sent / link.bytes_per_second / buckets
@@ -71,18 +71,18 @@ def test_steps_on_a_link_follow_from_those_without_one():
         overlapped = backward if method == "dense" else 0.0  # one core encodes when it has computed all gradients
         ready = [floor - overlapped * (buckets - 1 - index) / buckets for index in range(buckets)]
         errors.append(abs(exchanged_seconds(floor, ready, [cost] * buckets) - shaped) / shaped)
-    assert len(errors) == 36
+    assert len(errors) == 66
     # Medians of two runs of the benchmark differ by 3 %, and the time without a link is such a median, too.
     assert statistics.median(errors) <= 0.05
     assert statistics.quantiles(errors, n=10)[-1] <= 0.15
 
 
 def test_a_slow_link_determines_the_time_of_a_dense_exchange():
-    for cell, _, unshaped, shaped, sent, link in cells("network-fused"):
+    for cell, _, unshaped, shaped, sent, link in cells("network"):
         if cell[1:] == ("100 Mbit/s", "dense"):
-            # All computation and all copies may be before it, or beside it.
+            # All computation and all copies may be before it, or beside it. Medians of two runs differ by 3 %.
             alone = sent / link.bytes_per_second
-            assert alone <= shaped <= alone + unshaped, cell
+            assert alone <= shaped <= 1.03 * (alone + unshaped), cell
 
 
 def test_balanced_rows_gain_what_speeds_say():

@@ -49,7 +49,7 @@ def predict_data_parallel(
 
     A worker computes `1 / N` of the rows of the global batch. Buckets are exchanged while backpropagation continues;
     then the worker updates its weights, and all wait for the slowest of them. A single core encodes no bucket before it
-    has computed all gradients: in `benchmarks/results/network-fused.json` steps with compression take the floor and all
+    has computed all gradients: in `benchmarks/results/network.json` steps with compression take the floor and all
     of the time of the link, those without compression less.
     """
     program = measured.program
