@@ -43,23 +43,23 @@ class ReferenceWorkers:
       groups: the positions of the weights of each fragment.
       sync_every, overlap_steps, kept_share: as in DiLoCo.
       outer: returns the outer optimizer of a fragment, or None for the mean.
+      devices: of each worker. TensorFlow gives the parts of a batch, one for each device, to the workers in turn.
     """
 
-    def __init__(self, optimizer, groups, sync_every, overlap_steps=0, kept_share=0.0, outer=None):
+    def __init__(self, optimizer, groups, sync_every, overlap_steps=0, kept_share=0.0, outer=None, devices=1):
         self.models = [compiled(_NoStrategy, optimizer) for _ in range(2)]
         self.anchors = [keras.Variable(value) for value in self.models[0].get_weights()]
         self.groups, self.sync_every = groups, sync_every
         self.overlap_steps, self.kept_share = overlap_steps, kept_share
         self.outer = [outer() if outer else None for _ in groups]
+        self.rows = np.arange(BATCH).reshape(devices, 2, -1).swapaxes(0, 1).reshape(2, -1)  # of a batch, by worker
         self.under_way = []  # (update at which the mean is used, fragment, mean differences)
         self.updates = 0
 
     def train(self, epochs=2):
         for _ in range(epochs):
             for first in range(0, len(INPUTS), BATCH):
-                half = BATCH // 2
-                for rank, model in enumerate(self.models):
-                    rows = slice(first + rank * half, first + (rank + 1) * half)
+                for rows, model in zip(first + self.rows, self.models, strict=True):
                     model.train_on_batch(INPUTS[rows], TARGETS[rows])
                 self._after_update()
             self.flush()

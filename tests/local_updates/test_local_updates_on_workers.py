@@ -14,17 +14,23 @@ from tfdist.checkpoint import CheckpointStore
 from tfdist.compression import Policy
 from tfdist.strategies import MultiWorkerMirroredStrategy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("cpus")]
 _SCRIPT = Path(__file__).with_name("on_workers_local.py")
 _GROUPS = [[0], [1, 2, 3]]  # 48 of 65 parameters in the first fragment
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["1 + 1", "2 + 2"])
-def run(tmp_path_factory, request):
+def devices(request):
+    """The number of devices of each of two workers."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, devices):
     """Two workers of one device, or of two."""
-    name = f"local updates {request.param}"
+    name = f"local updates {devices}"
     options = ["--workers", "2"]
-    return launch_once(tmp_path_factory, name, _SCRIPT, str(request.param), options=options).assert_complete()
+    return launch_once(tmp_path_factory, name, _SCRIPT, str(devices), options=options).assert_complete()
 
 
 def close(values, expected, tolerance):
@@ -62,8 +68,8 @@ def nesterov():
         ("overlap", {"groups": _GROUPS, "outer": nesterov, "overlap_steps": 2, "kept_share": 0.5}),
     ],
 )
-def test_weights_are_those_of_two_processes_that_exchange_by_hand(run, name, arguments):
-    reference = ReferenceWorkers(lambda: keras.optimizers.Adam(0.02), sync_every=3, **arguments)
+def test_weights_are_those_of_two_processes_that_exchange_by_hand(run, devices, name, arguments):
+    reference = ReferenceWorkers(lambda: keras.optimizers.Adam(0.02), sync_every=3, devices=devices, **arguments)
     # Adam divides by roots of small numbers, which passes on rounding.
     close(run.arrays(f"{name}-0.npz"), reference.train(), 1e-5)
 
