@@ -111,11 +111,14 @@ def test_large_and_small_tensors_use_different_channels(boundaries):
 
 def test_threads_of_the_user_hold_the_interpreter_for_a_short_time(boundaries):
     """Else each step of an exchange waits for 5 ms beside a thread that computes in Python."""
-    exchange = boundaries[0].exchange
-    for seconds, expected in ((5e-3, 1e-4), (1e-5, 1e-5)):  # what a user has made shorter stays
-        sys.setswitchinterval(seconds)
-        ExchangeBoundary(exchange)
-        assert sys.getswitchinterval() == pytest.approx(expected)
+    before = sys.getswitchinterval()
+    try:
+        for seconds, expected in ((5e-3, 1e-4), (1e-5, 1e-5)):  # what a user has made shorter stays
+            sys.setswitchinterval(seconds)
+            ExchangeBoundary(boundaries[0].exchange)
+            assert sys.getswitchinterval() == pytest.approx(expected)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_failure_is_an_error_of_the_step_on_each_worker():
