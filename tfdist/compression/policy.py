@@ -39,6 +39,8 @@ class Policy:
 
     >>> from tfdist.compression import Policy, PowerSGD, TopK
     >>> policy = Policy({"embedding": TopK(0.01), "logits": None, ".*": PowerSGD(4)}, dense_steps=100)
+    >>> Policy("int8")
+    Policy('int8', dense_steps=0, dense_below=1024)
     >>> policy.compressor_for("block/dense/kernel")
     WarmUp(compressor=ErrorFeedback(compressor=PowerSGD(rank=4, seed=0)), steps=100)
     >>> policy.compressor_for("logits/kernel")
@@ -69,9 +71,12 @@ class Policy:
             given = dict(rules)
         else:
             given = {"": rules}
-        self.dense_steps, self.dense_below = dense_steps, dense_below
+        self._given, self.dense_steps, self.dense_below = rules, dense_steps, dense_below
         self._rules = [(_pattern(expression), self._completed(rule)) for expression, rule in given.items()]
         self._dense = Dense()
+
+    def __repr__(self) -> str:
+        return f"Policy({self._given!r}, dense_steps={self.dense_steps}, dense_below={self.dense_below})"
 
     @property
     def compresses(self) -> bool:
