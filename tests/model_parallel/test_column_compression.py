@@ -74,7 +74,8 @@ def test_columns_of_one_stage_equal_mirrored_replicas(count: int, compression: A
     np.testing.assert_allclose(*losses, atol=1e-5)
     assert difference_of_columns(columns) == 0.0
     found, expected = states_of(columns), states_of(mirrored)
-    assert found.keys() == expected.keys() and any(key.endswith("residual") for key in found)
+    assert found.keys() == expected.keys()
+    assert any(key.endswith("residual") for key in found) == (compression != "bf16")  # its rounding errors are not kept
 
 
 @pytest.mark.long  # the tests below train in such columns, and that above compares sums with those of replicas
