@@ -175,6 +175,7 @@ def test_masked_losses_are_means_over_the_valid_entries_of_the_batch(stages: int
         [runs.TARGETS["words"], runs.INPUTS["features"][:, :1].repeat(runs.LENGTH, 1)[..., None]],
         sample_weight=[runs.SAMPLE_WEIGHTS["words"], runs.SAMPLE_WEIGHTS["value"][:, None]],
         batch_size=40,
+        traced=True,
     )
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
 
