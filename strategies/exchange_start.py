@@ -17,7 +17,7 @@ from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
-from tfdist.tensorflow_internals.aborted_collectives import watch_exchange
+from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
 from tfdist.tensorflow_internals.runtime import use_key_values
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
@@ -28,7 +28,9 @@ _boundary: ExchangeBoundary | None = None
 
 
 def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> ExchangeBoundary | None:
-    """Connects this worker with the others of its cluster, once for each process.
+    """Connects this worker with the others of its cluster, once for each process, and again after a mismatch.
+
+    Workers that called different exchanges, or were late, are all still there, and meet again in new strategies.
 
     Args:
         spec: By job, the addresses of its tasks.
@@ -48,6 +50,10 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
         return None
     addresses = [spec[job][index] for job, index in tasks]
     rank = tasks.index((resolver.task_type, resolver.task_id))
+    if _boundary is not None and can_join_again(_boundary.exchange.failure):
+        atexit.unregister(_close_in_process)
+        _boundary.exchange.close()
+        _boundary = None
     if _boundary is None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token and rank == 0 and not all(map(_is_of_this_host, addresses)):

@@ -115,7 +115,9 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         balancing = load_balancing_of(load_balancing)
         divides_rows = balancing is not None or shares is not None
         local_mode = local_mode_of(mode, shard_optimizer_state, divides_rows=divides_rows)
-        reduction = self._configure(bucket_bytes, communication_options, compression, shard_optimizer_state)
+        reduction = self._configure(
+            bucket_bytes, communication_options, compression, shard_optimizer_state, joins_workers=True
+        )
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         resolver = cluster_resolver or worker_resolver()
         spec = resolver.cluster_spec().as_dict()

@@ -70,7 +70,13 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     """
 
     def _configure(
-        self, bucket_bytes: int | None, options: Any, compression: Compression, shards_state: bool | ShardedState
+        self,
+        bucket_bytes: int | None,
+        options: Any,
+        compression: Compression,
+        shards_state: bool | ShardedState,
+        *,
+        joins_workers: bool = False,
     ) -> Callable[..., ReplicaReduction]:
         """Checks the arguments and returns the factory of replica reductions.
 
@@ -93,7 +99,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
             )
         self._sharded_state = sharded_state_of(shards_state)
         _check_nccl_has_gpu(options)
-        check_collectives()
+        check_collectives(joins=joins_workers)
         patch_keras_once(ReplicatedStrategy)
         exclude_from_autograph()
         # Strategies with the same group keys would share collectives.

@@ -1,4 +1,4 @@
-"""The program of two workers: a step fails on rank 1, which catches the error, goes on, and leaves.
+"""The program of two workers: shapes differ, and later a step fails on rank 1, which catches it and leaves.
 
 Each rank writes what its later uses of a strategy raise.
 """
@@ -23,8 +23,19 @@ class CheckedInput(keras.layers.Layer):
         return tf.debugging.check_numerics(inputs, "bad input")
 
 
-def main(folder: Path) -> None:
+def gather_other_shapes(own_shapes):
+    """Returns the errors of a strategy whose workers gather tensors of different shapes, and of its next use."""
     strategy = MultiWorkerMirroredStrategy()
+    uses = {
+        "gather": lambda: strategy.gather(tf.ones(own_shapes[strategy.rank]), axis=0),
+        "run": lambda: strategy.run(lambda: 1),
+    }
+    return {name: error_of(use) for name, use in uses.items()}
+
+
+def main(folder: Path) -> None:
+    mismatches = [gather_other_shapes(shapes) for shapes in (([1, 2], [1, 3]), ([3, 1, 2], [3, 2, 1]))]
+    strategy = MultiWorkerMirroredStrategy()  # connects the workers again
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), CheckedInput(), keras.layers.Dense(1)])
         model.compile("sgd", loss="mse")
@@ -42,7 +53,7 @@ def main(folder: Path) -> None:
         "gather": lambda: strategy.gather(tf.constant([1.0]), axis=0),
         "new strategy": MultiWorkerMirroredStrategy,
     }
-    errors = {name: error_of(use) for name, use in uses.items()}
+    errors = {"mismatches": mismatches, **{name: error_of(use) for name, use in uses.items()}}
     Path(folder, f"errors-{strategy.rank}.json").write_text(json.dumps(errors))
     os._exit(0)  # nothing is left to shut down together
 

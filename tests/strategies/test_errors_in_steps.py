@@ -1,6 +1,7 @@
 """What follows an error in a step: one process trains on, or says that it must end; workers say so."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,11 @@ from tfdist.keras_internals.model_state import OptimizerState, components, model
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 _LIMIT_SECONDS = 600
+# Equal numbers of values, too, would be gathered as rows of the other shape.
+_MISMATCHES = [
+    r"worker 0: all-gather \d+ of 1x2 float32 values; worker 1: all-gather \d+ of 1x3 float32 values",
+    r"worker 0: all-gather \d+ of 3x1x2 float32 values; worker 1: all-gather \d+ of 3x2x1 float32 values",
+]
 _HERE = Path(__file__).parent
 STRATEGIES = {
     "mirrored": lambda cpus: MirroredStrategy(cpus[:2]),
@@ -172,6 +178,16 @@ def errors(tmp_path_factory):
 @pytest.mark.multi_process
 class TestOnWorkers:
     """Rank 1 fails in a step, catches the error, and ends after two more attempts; rank 0 loses it."""
+
+    def test_new_strategies_train_after_workers_have_reduced_different_shapes(self, errors):
+        """That they do is what all other tests of this class rely on: their strategy is the third one."""
+        for error in errors:
+            for mismatch, calls in zip(error["mismatches"], _MISMATCHES, strict=True):
+                assert mismatch["gather"].startswith("InvalidArgumentError"), mismatch
+                assert "Shape mismatch: the workers exchange tensors of different shapes. " in mismatch["gather"]
+                assert re.search(calls, mismatch["gather"]), mismatch
+                assert mismatch["run"].startswith("RuntimeError: A collective, or a step on this worker, has failed")
+                assert "Create new strategies on all workers" in mismatch["run"]
 
     def test_each_worker_sees_its_own_error_first(self, errors):
         assert "bad input" in errors[1]["first"]

@@ -275,14 +275,15 @@ class _Lane:
         """Exchanges values of a dtype, as bytes `[..., bytes of the dtype]`; returns the bytes of the result."""
         channel, shape = self._channel, data.shape
         values = data.reshape(-1).view(dtype)
+        values = values.reshape(shape if values.itemsize == 1 else shape[:-1])
         if kind == "all-reduce":
             result = channel.all_reduce(values)
         elif kind == "all-gather":
             result, shape = channel.all_gather(values), (channel.size * shape[0], *shape[1:])
         elif kind == "all-to-all":
-            result = channel.all_to_all(values.reshape(channel.size, -1))
+            result = channel.all_to_all(values)
         elif kind == "reduce-scatter":
-            result, shape = channel.reduce_scatter(values.reshape(channel.size, -1)), shape[1:]
+            result, shape = channel.reduce_scatter(values), shape[1:]
         else:
             result = channel.broadcast(values)
         return result.reshape(-1).view(np.uint8).reshape(shape)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall
+from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
 from tfdist.utils.reused_memory import ReusedMemory
@@ -73,12 +73,12 @@ class Channel:
         flat, total = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = total.reshape(-1)
         if flat.nbytes * (self._size - 1) <= _SHORT_BYTES:
-            everything = self._gather("all-reduce", flat)
+            everything = self._gather("all-reduce", values)
             add_in_order([everything[rank] for rank in range(self._size)], result)
             return total
         starts = _part_starts(flat.size, self._size, flat.itemsize)
         parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self._size)]
-        with self._call("all-reduce", flat) as transfers:
+        with self._call("all-reduce", values) as transfers:
             own = _OwnPart(self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True)
             for peer, transfer in transfers.items():
                 transfer.send(flat[parts[peer]])
@@ -90,7 +90,7 @@ class Channel:
         """Returns the sum of all workers' rows `rank`, where `rows` is `[number of workers, ...]`."""
         self._check_rows(rows)
         flat, total = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
-        with self._call("reduce-scatter", flat) as transfers:
+        with self._call("reduce-scatter", rows) as transfers:
             own = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
             for peer, transfer in transfers.items():
                 transfer.send(flat[peer])
@@ -99,14 +99,14 @@ class Channel:
 
     def all_gather(self, values: Array) -> Array:
         """Returns all workers' arrays, which have the same shape and dtype, as `[number of workers, ...]`."""
-        return self._gather("all-gather", _flat(values)).reshape(self._size, *values.shape)
+        return self._gather("all-gather", values).reshape(self._size, *values.shape)
 
     def all_to_all(self, rows: Array) -> Array:
         """Sends row `i` of `rows`, `[number of workers, ...]`, to worker `i`; returns the received rows, by rank."""
         self._check_rows(rows)
         flat, received = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape, rows.dtype)
         result = received.reshape(self._size, -1)
-        with self._call("all-to-all", flat) as transfers:
+        with self._call("all-to-all", rows) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat[peer])
                 transfer.receive_into(result[peer])
@@ -117,7 +117,7 @@ class Channel:
         """Returns the array of worker `root`; the others pass arrays of the same shape and dtype."""
         flat, received = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = received.reshape(-1)
-        with self._call("broadcast", flat, root) as transfers:
+        with self._call("broadcast", values, root) as transfers:
             for peer, transfer in transfers.items():
                 if self._rank == root:
                     transfer.send(flat)
@@ -150,17 +150,17 @@ class Channel:
             for link in self._links.values():
                 link.close()
 
-    def _gather(self, kind: str, flat: Array) -> Array:
-        gathered = _RESULTS.empty((self._size, flat.size), flat.dtype)
-        with self._call(kind, flat) as transfers:
+    def _gather(self, kind: str, values: Array) -> Array:
+        flat, gathered = _flat(values), _RESULTS.empty((self._size, values.size), values.dtype)
+        with self._call(kind, values) as transfers:
             for peer, transfer in transfers.items():
                 transfer.send(flat)
                 transfer.receive_into(gathered[peer])
             gathered[self._rank] = flat
         return gathered
 
-    def _call(self, kind: str, flat: Array, root: int = 0) -> "_RunningCall":
-        return _RunningCall(self, kind, flat, root)
+    def _call(self, kind: str, values: Array, root: int = 0) -> "_RunningCall":
+        return _RunningCall(self, kind, values, root)
 
     def _check_rows(self, rows: Array) -> None:
         if rows.ndim == 0 or rows.shape[0] != self._size:
@@ -173,16 +173,18 @@ class Channel:
 class _RunningCall:
     """A context in which an exchange is described, by transfers with all peers, and at whose end it is made."""
 
-    def __init__(self, channel: Channel, kind: str, flat: Array, root: int) -> None:
+    def __init__(self, channel: Channel, kind: str, values: Array, root: int) -> None:
         self._channel = channel
-        self._kind, self._root, self._dtype, self._values = kind, root, flat.dtype, flat.size
+        self._kind, self._root, self._values = kind, root, values
 
     def __enter__(self) -> "dict[int, _Transfer]":
         channel = self._channel
         channel._lock.acquire()
-        self._call = ExchangeCall(self._kind, self._root, channel._number, self._values, self._dtype.name)
+        values = self._values
+        shape = shape_text(values.shape)
+        self._call = ExchangeCall(self._kind, self._root, channel._number, shape, values.dtype.name)
         self._header = self._call.encode()
-        segment_bytes = _segment_bytes(self._values * self._dtype.itemsize)
+        segment_bytes = _segment_bytes(values.nbytes)
         self._transfers = {
             peer: _Transfer(link, memoryview(self._header), self._check, segment_bytes)
             for peer, link in channel._links.items()

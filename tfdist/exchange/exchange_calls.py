@@ -1,13 +1,26 @@
 """What a worker exchanges, as a header of fixed size: workers notice by it that they call different exchanges."""
 
 import dataclasses
+import math
 import struct
+from collections.abc import Iterable, Sequence
 
-_FORMAT = struct.Struct("!4sBB2xQQ24s16x")
+_FORMAT = struct.Struct("!4sBB2xQ24s24s")
 HEADER_BYTES = _FORMAT.size
 _MAGIC = b"tfdx"
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")
-_DTYPE_BYTES = 24
+_TEXT_BYTES = 24
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns the dimensions, or the number of values if the text would be too long for a header."""
+    text = "x".join(map(str, shape)) or "1"
+    return text if len(text) <= _TEXT_BYTES else str(math.prod(shape))
+
+
+def differ_in_shape(calls: Iterable[str]) -> bool:
+    """Whether calls, as text, are the same but for the shapes."""
+    return len({tuple(word for place, word in enumerate(call.split()) if place != 3) for call in calls}) == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,35 +31,36 @@ class ExchangeCall:
         kind: One of `KINDS`.
         root: The rank that sends, of a broadcast; else 0.
         number: How many exchanges came before it on this channel.
-        size: How many values each worker passes.
+        shape: Of the values that each worker passes, as `shape_text` returns it.
         dtype: The name of their dtype, at most 24 characters.
 
-    >>> call = ExchangeCall("all-reduce", 0, 7, 1000, "float32")
+    >>> call = ExchangeCall("all-reduce", 0, 7, shape_text((20, 50)), "float32")
     >>> ExchangeCall.decode(call.encode()) == call
     True
     >>> print(call)
-    all-reduce 7 of 1000 float32 values
+    all-reduce 7 of 20x50 float32 values
     """
 
     kind: str
     root: int
     number: int
-    size: int
+    shape: str
     dtype: str
 
     def encode(self) -> bytes:
         """Returns the header, of `HEADER_BYTES`."""
         return _FORMAT.pack(
-            _MAGIC, KINDS.index(self.kind), self.root % 256, self.number, self.size, self.dtype.encode()[:_DTYPE_BYTES]
+            _MAGIC, KINDS.index(self.kind), self.root % 256, self.number, self.shape.encode(), self.dtype.encode()
         )
 
     @classmethod
     def decode(cls, header: bytes | memoryview) -> "ExchangeCall | None":
         """Reads a header; returns `None` if the bytes are none."""
-        magic, kind, root, number, size, dtype = _FORMAT.unpack(header)
+        magic, kind, root, number, shape, dtype = _FORMAT.unpack(header)
         if magic != _MAGIC or kind >= len(KINDS):
             return None
-        return cls(KINDS[kind], root, number, size, dtype.rstrip(b"\0").decode(errors="replace"))
+        texts = (text.rstrip(b"\0").decode(errors="replace") for text in (shape, dtype))
+        return cls(KINDS[kind], root, number, *texts)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number} of {self.size} {self.dtype} values"
+        return f"{self.kind} {self.number} of {self.shape} {self.dtype} values"

@@ -2,9 +2,17 @@
 
 from collections.abc import Sequence
 
+from tfdist.exchange.exchange_calls import differ_in_shape
+
 
 class ExchangeError(RuntimeError):
-    """An exchange failed, and so did all later ones of this process."""
+    """An exchange failed, and so do all later ones of the same connections.
+
+    Attributes:
+        leaves_workers: Whether all workers are still there, so that new strategies can connect them again.
+    """
+
+    leaves_workers = False
 
 
 class WorkerLostError(ExchangeError):
@@ -34,6 +42,8 @@ class LateWorkerError(ExchangeError):
         call: The exchange: "all-reduce 12 of 1000 float32 values".
     """
 
+    leaves_workers = True
+
     def __init__(self, ranks: Sequence[int], seconds: float, call: str) -> None:
         self.ranks, self.seconds, self.call = list(ranks), seconds, call
         super().__init__(
@@ -51,11 +61,18 @@ class ExchangeMismatchError(ExchangeError):
         calls: What each of two workers called, by rank.
     """
 
+    leaves_workers = True
+
     def __init__(self, calls: dict[int, str]) -> None:
         self.calls = calls
         received = "; ".join(f"worker {rank}: {call}" for rank, call in sorted(calls.items()))
+        what = (
+            "Shape mismatch: the workers exchange tensors of different shapes"
+            if differ_in_shape(calls.values())
+            else "The workers call different exchanges"
+        )
         super().__init__(
-            f"The workers call different exchanges. Received: {received}. Expected: the same exchanges in the same "
+            f"{what}. Received: {received}. Expected: the same exchanges in the same "
             "order on all workers. Run the same program with the same arguments everywhere, and give all workers "
             "the same number of batches and models of the same shapes."
         )

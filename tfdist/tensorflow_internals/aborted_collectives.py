@@ -18,9 +18,12 @@ _failed_exchange: Callable[[], Exception | None] | None = None
 
 
 def watch_exchange(failure: Callable[[], Exception | None]) -> None:
-    """Makes the failure of the exchange with other workers, if there is one, an error of `check_collectives`."""
-    global _failed_exchange
-    _failed_exchange = failure
+    """Makes the failure of the exchange with other workers, if there is one, an error of `check_collectives`.
+
+    What has failed before used an earlier exchange.
+    """
+    global _failed_exchange, _failed_step
+    _failed_exchange, _failed_step = failure, None
 
 
 def record_failed_step(error: tf.errors.OpError) -> None:
@@ -29,26 +32,39 @@ def record_failed_step(error: tf.errors.OpError) -> None:
     _failed_step = _failed_step or _first_line(error)
 
 
-def check_collectives() -> None:
+def can_join_again(failure: Exception | None) -> bool:
+    """Whether the workers of a failed exchange are all still there, and connect again when they create strategies."""
+    return bool(getattr(failure, "leaves_workers", False))
+
+
+def check_collectives(*, joins: bool = False) -> None:
     """Raises an error if the collectives of this process cannot be used any more.
 
     TensorFlow aborts them for the life of the process when one fails: when a peer is lost, a timeout passes, or
     replicas disagree about a shape. An error of another operation only cancels the collectives of its step; with
     several workers the others still wait in them.
 
+    Args:
+        joins: Whether the caller connects with the other workers next, so that a failure of the exchange with them
+            counts only if a worker is lost.
+
     Raises:
         RuntimeError: A collective has failed, or a step of this worker. The message has the first cause.
     """
-    lost = None if _failed_exchange is None else _failed_exchange()
-    cause = _failed_step if lost is None else str(lost)
+    failure = None if _failed_exchange is None else _failed_exchange()
+    if failure is None:
+        cause = _failed_step
+    else:
+        cause = None if joins and can_join_again(failure) else str(failure)
     if cause is None and context()._initialized:
         cause = _cause_of_abort()
     if cause is not None:
+        again = "Create new strategies on all workers, or start" if can_join_again(failure) else "Start"
         raise RuntimeError(
-            "A collective, or a step on this worker, has failed earlier in this process, and no strategy can reduce in "
-            f"it any more. Received: {cause!r}. Expected: a process in which none has failed. Start a new one: restart "
-            "the notebook's kernel, or let the script end with this error under `tfdist run --max-restarts`; with the "
-            "callback FailureRecovery the training resumes."
+            "A collective, or a step on this worker, has failed earlier in this process, and its strategies cannot "
+            f"reduce any more. Received: {cause!r}. Expected: a process in which none has failed. {again} a new process: "
+            "restart the notebook's kernel, or let the script end with this error under `tfdist run --max-restarts`; "
+            "with the callback FailureRecovery the training resumes."
         )
 
 
