@@ -72,7 +72,7 @@ class ExchangeMismatchError(ExchangeError):
             else "The workers call different exchanges"
         )
         super().__init__(
-            f"{what}. Received: {received}. Expected: the same exchanges in the same "
-            "order on all workers. Run the same program with the same arguments everywhere, and give all workers "
-            "the same number of batches and models of the same shapes."
+            f"{what}. Received: {received}. Expected: the same exchanges in the same order on all workers. Run "
+            "the same program with the same arguments everywhere, and give all workers the same number of batches and "
+            "models of the same shapes."
         )

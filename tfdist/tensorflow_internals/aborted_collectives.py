@@ -59,12 +59,12 @@ def check_collectives(*, joins: bool = False) -> None:
     if cause is None and context()._initialized:
         cause = _cause_of_abort()
     if cause is not None:
-        again = "Create new strategies on all workers, or start" if can_join_again(failure) else "Start"
+        again = "Create new strategies on all workers, or start" if can_join_again(failure) and not joins else "Start"
         raise RuntimeError(
             "A collective, or a step on this worker, has failed earlier in this process, and its strategies cannot "
-            f"reduce any more. Received: {cause!r}. Expected: a process in which none has failed. {again} a new process: "
-            "restart the notebook's kernel, or let the script end with this error under `tfdist run --max-restarts`; "
-            "with the callback FailureRecovery the training resumes."
+            f"reduce any more. Received: {cause!r}. Expected: a process in which none has failed. {again} a new "
+            "process: restart the notebook's kernel, or let the script end with this error under "
+            "`tfdist run --max-restarts`; with the callback FailureRecovery the training resumes."
         )
 
 
