@@ -131,7 +131,7 @@ def test_a_failure_is_an_error_of_the_step_on_each_worker():
         errors = on_workers(2, lambda rank: body(boundaries[rank], rank))
         for error in errors:  # not the end of the data, for which `fit` would take an OutOfRangeError
             assert isinstance(error, tf.errors.InvalidArgumentError)
-            assert "Shape mismatch: the workers exchange tensors of different shapes" in str(error)
+            assert "(Shape mismatch)" in str(error)
         assert [str(exchange.failure) for exchange in exchanges] == [str(exchanges[0].failure)] * 2
 
 

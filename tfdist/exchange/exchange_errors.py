@@ -66,13 +66,10 @@ class ExchangeMismatchError(ExchangeError):
     def __init__(self, calls: dict[int, str]) -> None:
         self.calls = calls
         received = "; ".join(f"worker {rank}: {call}" for rank, call in sorted(calls.items()))
-        what = (
-            "Shape mismatch: the workers exchange tensors of different shapes"
-            if differ_in_shape(calls.values())
-            else "The workers call different exchanges"
-        )
+        if differ_in_shape(calls.values()):
+            received += " (Shape mismatch)"  # TensorFlow's words
         super().__init__(
-            f"{what}. Received: {received}. Expected: the same exchanges in the same order on all workers. Run "
-            "the same program with the same arguments everywhere, and give all workers the same number of batches and "
-            "models of the same shapes."
+            f"The workers call different exchanges. Received: {received}. Expected: the same exchanges in the same "
+            "order on all workers. Run the same program with the same arguments everywhere, and give all workers "
+            "the same number of batches and models of the same shapes."
         )
