@@ -35,11 +35,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory-steps", type=int, default=0, help="of one `fit`, for the growth of memory")
+    parser.add_argument("--memory-steps", type=int, default=0, help="for the growth of memory")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         return _serve(arguments.rank)
+    if 0 < arguments.memory_steps < 3 * _EPOCH_STEPS:
+        parser.error(f"--memory-steps: {3 * _EPOCH_STEPS} at least")
     kinds = {kind: _start(kind, size) for kind, size in _KINDS.items()}
     try:
         started = {kind: [_read(worker) for worker in workers] for kind, workers in kinds.items()}
@@ -55,10 +57,8 @@ def main() -> int:
                 rows[kind][f"{program}_ms"] = 1e3 * statistics.median(one["seconds"] for one in turns)
                 rows[kind][f"{program}_cpu_ms"] = 1e3 * statistics.median(one["cpu_seconds"] for one in turns)
         for kind, workers in kinds.items() if arguments.memory_steps else ():
-            before = _measured(workers, "plain", _EPOCH_STEPS)
-            after = _measured(workers, "plain", arguments.memory_steps)
-            grown = [one["bytes"] - other["bytes"] for one, other in zip(after, before, strict=True)]
-            rows[kind]["bytes_a_step"] = max(grown) / arguments.memory_steps
+            found = _measured(workers, "plain", arguments.memory_steps)
+            rows[kind]["bytes_a_step"] = max(_growth(one["bytes"]) for one in found)
     finally:
         for worker in [one for workers in kinds.values() for one in workers]:
             worker.kill()
@@ -67,6 +67,15 @@ def main() -> int:
     _RESULTS.parent.mkdir(exist_ok=True)
     _RESULTS.write_text(json.dumps({"memory_steps": arguments.memory_steps, "rows": rows}, indent=1) + "\n")
     return 0
+
+
+def _growth(resident: list[int]) -> float:
+    """Returns the bytes a step by which a process grows, from its bytes after each epoch.
+
+    The first quarter is left out: threads start, and what the C library keeps for later reaches its size.
+    """
+    later = resident[len(resident) // 4 :]
+    return statistics.linear_regression(range(len(later)), later).slope / _EPOCH_STEPS
 
 
 def _print(rows: dict[str, Any]) -> None:
@@ -126,29 +135,36 @@ def _serve(rank: int) -> int:
     print(json.dumps(time.monotonic() - began), flush=True)
     for line in sys.stdin:
         program, steps = json.loads(line)
-        seconds, cpu_seconds = fits[program](steps)
-        status = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
-        nbytes = 1024 * int(status["VmRSS"].split()[0])
-        found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "threads": int(status["Threads"]), "bytes": nbytes}
-        print(json.dumps(found), flush=True)
+        print(json.dumps({**fits[program](steps), "threads": int(_status()["Threads"])}), flush=True)
     keras.backend.clear_session()
     return 0
 
 
-def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int], tuple[float, float]]:
-    """Returns a function that trains for some steps, and returns the time and CPU time of one."""
+def _status() -> dict[str, str]:
+    return dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
+
+
+def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int], dict[str, Any]]:
+    """Returns a function that trains for some steps.
+
+    It returns the time and CPU time of a step of the last epoch, and the resident bytes after each epoch.
+    """
     import contextlib
 
     import keras
     import numpy as np
 
     class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.bytes: list[int] = []
+
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.began, self.cpu_began = time.perf_counter(), time.process_time()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds = time.perf_counter() - self.began
             self.cpu_seconds = time.process_time() - self.cpu_began
+            self.bytes.append(1024 * int(_status()["VmRSS"].split()[0]))
 
     class Busy(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -163,7 +179,7 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
                 _work()
             yield inputs, inputs[:, :1]
 
-    def fit(all_steps: int) -> tuple[float, float]:
+    def fit(all_steps: int) -> dict[str, Any]:
         steps, epochs = min(all_steps, _EPOCH_STEPS), max(all_steps // _EPOCH_STEPS, 1)
         if hidden not in models:
             with strategy.scope() if strategy is not None else contextlib.nullcontext():
@@ -178,7 +194,8 @@ def _fit(strategy: Any, models: dict[int, Any], program: str) -> Callable[[int],
         options = {} if program == "generator" else {"y": data[:, :1], "batch_size": _BATCH_SIZE}
         models[hidden].fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[clock, *others], **options)
         ended.set()
-        return clock.seconds / steps, clock.cpu_seconds / steps
+        times = {"seconds": clock.seconds / steps, "cpu_seconds": clock.cpu_seconds / steps}
+        return {**times, "bytes": clock.bytes}
 
     return fit
 

@@ -61,7 +61,7 @@ def test_what_a_function_uses_is_sent_with_it(cell, tmp_path, monkeypatch):
     assert values[3].startswith("def rank():\n    return json.loads"), "source of a cell"
 
 
-def test_workers_have_a_cluster_and_their_share_of_the_cores(cell, monkeypatch):
+def test_workers_have_a_cluster_their_share_of_the_cores_and_a_seed(cell, monkeypatch):
     for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
@@ -69,13 +69,13 @@ def test_workers_have_a_cluster_and_their_share_of_the_cores(cell, monkeypatch):
     def look():
         from tfdist import cluster
 
-        names = ("OMP_NUM_THREADS", "MPLBACKEND")
+        names = ("OMP_NUM_THREADS", "MPLBACKEND", "TFDIST_SEED")
         found = cluster.detect()
         return str(found.task), len(found.cluster.jobs["worker"]), *map(os.environ.get, names), sys.stdin.read()
 
-    assert from_notebook(look, threads_per_worker=3) == [
-        ("worker 0", 2, "3", None, ""),
-        ("worker 1", 2, "3", None, ""),
+    assert from_notebook(look, threads_per_worker=3, seed=7) == [
+        ("worker 0", 2, "3", None, "7", ""),
+        ("worker 1", 2, "3", None, "7", ""),
     ]
 
 

@@ -1,8 +1,14 @@
 """The random generators of workers start from the seed of the run."""
 
+import os
+import random
 import re
+import subprocess
+import sys
 
 import pytest
+
+from tfdist.launch.processes.seeded_environment import seeded_environment
 
 # NumPy is imported late, and a library of the program's own draws while it is imported.
 DRAWS = """
@@ -46,8 +52,8 @@ def test_workers_and_restarts_draw_the_same_and_two_runs_do_not(run):
 
 def test_the_seed_of_the_user_is_kept(run):
     numbers = {}
-    for seed in ("5", "6"):
-        lines, _ = drawn(run(DRAWS, "--seed", seed, arguments=("seeds-itself",)))
+    for seed, options in (("5", ()), ("6", ("--seed", "6"))):
+        lines, _ = drawn(run(DRAWS, *options, arguments=("seeds-itself",), env={"TFDIST_SEED": "5"}))
         numbers[seed] = lines[0].split(" ")
     assert numbers["5"][0] == "0.6229016948897019"  # random.Random(5).random()
     assert numbers["5"][0] != numbers["6"][0]
@@ -65,6 +71,15 @@ def test_a_sitecustomize_of_the_user_still_runs(run, environ, tmp_path):
     first, second = ended.of(0)
     assert first == f"0.793340083761663 {own}/sitecustomize.py {path}"  # random.Random(6).random()
     assert second == "0.5507979025745755", "NumPy is seeded although another finder has found it"
+
+
+@pytest.mark.parametrize("hash_seed", [None, "3"])
+def test_an_environment_without_a_python_path(hash_seed):
+    environ = {"PATH": os.environ["PATH"], **({} if hash_seed is None else {"PYTHONHASHSEED": hash_seed})}
+    code = "import os, random; print(random.random(), os.environ['PYTHONHASHSEED'], os.environ.get('PYTHONPATH'))"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=seeded_environment(environ, 7), capture_output=True, check=True, text=True)
+    assert said.stdout.split() == [str(random.Random(7).random()), hash_seed or "7", "None"]
 
 
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "one"])

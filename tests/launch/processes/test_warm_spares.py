@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ import time
 import pytest
 
 WARM = ("--warm-spares", "--max-restarts", "1", "--restart-delay", "0")
-# Its process id tells a spare from a worker that was started cold.
+# Its process id tells a spare from a worker that was started cold. It draws, as libraries of TensorFlow's do.
 TENSORFLOW = """
-import os, pathlib
+import os, pathlib, random
+random.random()
 here = pathlib.Path(__file__).parent
 (here / f"imported-{os.getpid()}").touch()
 """
@@ -51,10 +53,11 @@ def _command_line(pid):
         return ""
 
 
-def test_workers_of_the_next_attempt_are_warm(run, tmp_path):
-    ended = run(TRAINS, *WARM)
+def test_workers_of_the_next_attempt_are_warm_and_draw_as_before(run, tmp_path):
+    ended = run(f"import random\nprint(random.random()){TRAINS}", *WARM, "--seed", "5")
     assert ended.code == 0
-    assert [ended.of(rank) for rank in (0, 1)] == [["attempt 0 cold", "attempt 1 warm"]] * 2
+    drawn = str(random.Random(5).random())
+    assert [ended.of(rank) for rank in (0, 1)] == [[drawn, "attempt 0 cold", drawn, "attempt 1 warm"]] * 2
     imported = {int(path.name.partition("-")[2]) for path in tmp_path.glob("imported-*")}
     assert {int((tmp_path / f"pid-{rank}-of-attempt-1").read_text()) for rank in (0, 1)} <= imported
 
@@ -87,6 +90,7 @@ def test_warm_worker_is_like_any_other(run):
                 "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "cwd": os.getcwd(),
                 "own": getattr(__main__, "Own") is Own, "stdin": sys.stdin.read(), "fds": len(fds),
                 "environ": sorted(os.environ), "session": os.getsid(0) == os.getpid(),
+                "python path": os.environ["PYTHONPATH"],
             }
         print(json.dumps(describe()))
         threading.Timer(0.2, lambda: print(Own.__name__)).start()  # ends after the script
