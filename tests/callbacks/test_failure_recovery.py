@@ -1,12 +1,13 @@
 """FailureRecovery in one process: after any interruption, the next `fit` ends as if nothing had happened."""
 
 import signal
+import warnings
 
 import keras
 import numpy as np
 import pytest
 from interruptions import Interrupt, Interrupted, disturbed, names
-from small_training import fit
+from small_training import fit, small_model
 from stock_strategy import stock_mirrored
 from training import EPOCHS, STEPS, differences, train
 
@@ -180,3 +181,20 @@ def test_another_model_is_an_error_before_anything_changes(tmp_path):
     with pytest.raises(ValueError, match="(?s)Received.*Expected"):
         again()
     assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
+
+
+def test_other_draws_before_fit_by_another_seed_are_a_warning(tmp_path, monkeypatch):
+    def train(seed, *, epochs, draws):
+        model = small_model()
+        monkeypatch.setenv("TFDIST_SEED", str(seed))
+        np.random.seed(seed)  # as a worker begins
+        np.random.random(draws)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit(tmp_path, model=model, epochs=epochs)
+        return [str(each.message) for each in seen if "other random numbers before" in str(each.message)]
+
+    assert train(1, epochs=1, draws=3) == []
+    (warning,) = train(2, epochs=2, draws=3)
+    assert "Received: seed 2 of this run. Expected: seed 1. Start it with `tfdist run --seed 1`" in warning
+    assert train(2, epochs=3, draws=3) == train(3, epochs=4, draws=0) == []
