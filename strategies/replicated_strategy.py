@@ -33,7 +33,7 @@ from tfdist.tensorflow_internals.complete_batches import is_complete
 from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
-from tfdist.tensorflow_internals.runtime import exclude_from_autograph
+from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.static_batches import (
     samples_of_replicas,
     without_filled_rows,
@@ -82,13 +82,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
 
         Call this before the base class creates its collectives.
         """
-        if not tf.compat.v1.executing_eagerly_outside_functions():
-            raise ValueError(
-                "The strategies of tfdist need eager execution, which a graph of TensorFlow 1 does not have. Received: "
-                f"the default graph {tf.compat.v1.get_default_graph()!r}. Expected: eager execution. Create the "
-                "strategy outside of `with tf.Graph().as_default():` and without "
-                "`tf.compat.v1.disable_eager_execution()`, or use TensorFlow's strategy."
-            )
+        reject_graphs_of_tensorflow_1()
         policy = compression if isinstance(compression, Policy) else Policy(compression)
         if bucket_bytes is None:
             bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES

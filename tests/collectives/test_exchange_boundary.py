@@ -135,6 +135,11 @@ def test_a_failure_is_an_error_of_the_step_on_each_worker():
         assert [str(exchange.failure) for exchange in exchanges] == [str(exchanges[0].failure)] * 2
 
 
+def test_a_graph_of_tensorflow_1_is_rejected(boundaries):
+    with tf.Graph().as_default(), pytest.raises(ValueError, match="need eager execution"):
+        boundaries[0].all_reduce(tf.constant(1.0))
+
+
 def test_a_result_that_a_failed_step_has_left_is_not_taken_for_another():
     """A step that ends between its request and the result would shift all later results by one."""
     with joined(2) as exchanges:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
+from tfdist.tensorflow_internals.runtime import reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
@@ -123,6 +124,7 @@ class ExchangeBoundary:
                 which has traced with other data may know it, and choose another lane.
             limit_seconds: After which the exchange fails.
         """
+        reject_graphs_of_tensorflow_1()
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
             wide = tf.cast(tensor, AS_VALUES[tensor.dtype.name])
             options: dict[str, Any] = {

@@ -54,6 +54,17 @@ def patch_graph_reset(is_ours: Callable[[Any], bool]) -> None:
     tf.compat.v1.reset_default_graph = reset_outside_of_scopes
 
 
+def reject_graphs_of_tensorflow_1() -> None:
+    """Raises a `ValueError` within a graph that is not that of a function."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ValueError(
+            "The strategies of tfdist need eager execution, which a graph of TensorFlow 1 does not have. Received: "
+            f"the default graph {tf.compat.v1.get_default_graph()!r}. Expected: eager execution. Create and use the "
+            "strategy outside of `with tf.Graph().as_default():` and without "
+            "`tf.compat.v1.disable_eager_execution()`, or use TensorFlow's strategy."
+        )
+
+
 def cluster_is_running() -> bool:
     """Whether a multi-worker strategy has started TensorFlow's server in this process."""
     return context()._collective_ops_server_def is not None
