@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from on_workers_compression import exchange
-from on_workers_files import write_files
+from on_workers_files import outcome, write_files
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
 from tfdist.strategies import MultiWorkerMirroredStrategy
@@ -102,6 +102,14 @@ def static_sizes(strategy, folder):
     return [fit("complete"), fit("resumed")]
 
 
+def reduce_after_the_end_of_another(folder):
+    """Worker 1 reduces once more, eagerly, and so each device in a thread. Worker 0 ends its training."""
+    strategy = MultiWorkerMirroredStrategy()
+    if strategy.rank == 1:
+        values = strategy.run(lambda: tf.constant(1.0))
+        (folder / "reduced-alone").write_text(str(outcome(lambda: float(strategy.reduce("SUM", values, axis=None)))))
+
+
 def main(folder: Path) -> None:
     devices = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(devices[0], [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -173,3 +181,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
     exchange(Path(sys.argv[1]))
+    reduce_after_the_end_of_another(Path(sys.argv[1]))

@@ -57,6 +57,10 @@ class TestOnWorkers:
     def test_reduce_takes_structures(self, seen):
         assert [rank["reduced"] for rank in seen] == [[4.0, [4.0, 8.0]]] * 2
 
+    def test_an_eager_reduction_fails_if_another_worker_has_ended(self, workers_of_two_devices):
+        error = workers_of_two_devices.path("reduced-alone").read_text()
+        assert "Worker 0 is lost. Received: it has ended its training, and the others have not" in error
+
     def test_reduce_does_not_take_a_variable_for_a_shared_result(self, seen):
         assert [rank["reduced_variable"] for rank in seen] == ["rejected", "rejected"]  # as under MirroredStrategy
         assert [rank["sum_over_mean"] for rank in seen] == [4.0, 4.0]
