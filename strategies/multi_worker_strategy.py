@@ -30,7 +30,6 @@ from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.runtime import limit_start
-from tfdist.tensorflow_internals.static_batches import keep_static_sizes
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
     equal_on_all_replicas,
@@ -38,7 +37,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 )
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
-from tfdist.training.worker_batches import static_sizes, worker_batches
+from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
 _UNKNOWN = -1
@@ -256,16 +255,17 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         own_batches = super()._max_batches(own_batches)
         if self.num_workers == 1:
             return own_batches
-        batches = self._of_workers(_UNKNOWN if own_batches is None else own_batches)
+        batches = [number for (number,) in self._of_workers([_UNKNOWN if own_batches is None else own_batches])]
         return None if _UNKNOWN in batches else max(batches)
 
-    def _keep_static_sizes(self, dataset: Any) -> Any:
-        """Returns the dataset whose batches keep their static sizes if all workers have batches of the same sizes."""
-        if self.num_workers == 1 or self.row_shares is not None:
+    def _carry_counts(self, dataset: Any, own_batches: int | None) -> Any:
+        """Returns the dataset whose batches carry their numbers of samples, as far as all workers can tell them."""
+        if self.num_workers == 1:
             return dataset
-        sizes = self._of_workers(static_sizes(dataset))
-        return keep_static_sizes(dataset) if 0 not in sizes and len(set(sizes)) == 1 else dataset
+        traits = self._of_workers(batch_traits(dataset, own_batches))
+        are_complete = self.row_shares is not None
+        return counted_batches(dataset, traits, self.num_replicas_in_sync, are_complete=are_complete)
 
-    def _of_workers(self, number: int) -> list[int]:
+    def _of_workers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all workers."""
-        return self.gather(tf.constant([number], tf.int64), axis=0).numpy().tolist()
+        return self.gather(tf.constant([numbers], tf.int64), axis=0).numpy().tolist()

@@ -22,10 +22,10 @@ from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
 from tfdist.strategies.exchange_start import raise_failed_exchange
+from tfdist.tensorflow_internals.counted_batches import patch_distributed_iterators
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
-from tfdist.tensorflow_internals.static_batches import patch_distributed_iterators
 from tfdist.training.batch_comparison import DifferentBatchesError
 from tfdist.training.failed_steps import recover_from
 from tfdist.training.micro_batches import current_micro_batch
@@ -58,8 +58,8 @@ def patch_keras_once(strategy_class: Any) -> None:
     def agree_on_batches(strategy: Any, own_batches: int | None) -> int | None:
         return strategy._max_batches(own_batches) if is_ours(strategy) else own_batches
 
-    def keep_static_sizes(strategy: Any, dataset: Any) -> Any:
-        return strategy._keep_static_sizes(dataset) if is_ours(strategy) else dataset
+    def carry_counts(strategy: Any, dataset: Any, own_batches: int | None) -> Any:
+        return strategy._carry_counts(dataset, own_batches) if is_ours(strategy) else dataset
 
     def before_step(strategy: Any) -> None:
         if is_ours(strategy):
@@ -90,7 +90,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_seed_generators(is_ours, _replica_index)
     patch_predict_on_batch(is_ours, strategy_class._shard_rows)
     patch_concatenation(keeps_order)
-    patch_number_of_batches(agree_on_batches, keep_static_sizes)
+    patch_number_of_batches(agree_on_batches, carry_counts)
     patch_errors_of_steps(after_error, before_step)
     wrap_callback_list("on_train_end", functools.partial(at_end, True))
     for method in ("on_test_end", "on_predict_end"):

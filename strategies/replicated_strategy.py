@@ -30,14 +30,11 @@ from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_kera
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.complete_batches import is_complete
+from tfdist.tensorflow_internals.counted_batches import filled_samples, without_filled_rows
 from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.replica_count import is_read_by_user, replica_count
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph, reject_graphs_of_tensorflow_1
-from tfdist.tensorflow_internals.static_batches import (
-    samples_of_replicas,
-    without_filled_rows,
-)
 from tfdist.training.balanced_batches import own_rows
 from tfdist.training.batch_comparison import BatchComparison
 from tfdist.training.empty_batches import predict_on_replicas
@@ -252,7 +249,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     def _predict_step(self, function: Any, data: Any) -> Any:
         parts = local_parts(own_rows(data, self), self)
         or_zeros = accepts_zeros(predicting_model(function), parts[0])
-        samples = samples_of_replicas(data)
+        samples = filled_samples(data)
         return predict_on_replicas(function, parts, first_input, or_zeros=or_zeros, filled_samples=samples)
 
     def _wrap_results(self, results: Any) -> Any:
@@ -264,8 +261,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         check_collectives()
         return own_batches
 
-    def _keep_static_sizes(self, dataset: Any) -> Any:
-        """Returns the distributed dataset whose batches keep their static sizes; `dataset` if TensorFlow keeps them."""
+    def _carry_counts(self, dataset: Any, own_batches: int | None) -> Any:
+        """Returns the distributed dataset whose batches carry their numbers of samples, if one worker cannot tell."""
         return dataset
 
     @contextmanager

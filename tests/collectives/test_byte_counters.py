@@ -1,9 +1,13 @@
 """Counters: by label, of tensors whose length is known when they are traced or when they are there."""
 
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
 from tfdist.collectives.byte_counters import OTHER, ByteCounters, CommunicationStats
+from tfdist.collectives.collective_group import CollectiveGroup
+from tfdist.utils.sum_copies import SHORT_BYTES, sum_copies
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -42,3 +46,29 @@ def test_executions_are_counted_and_not_traces():
     for rows in (1, 4, 0):
         send(tf.zeros([rows, 3]))
     assert traffic.by_label()["rows"] == CommunicationStats(6, 2 * 12 * 5, 2 * 8 * 5, 2 * 12 * 5)
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_short_sums_between_workers_are_counted_as_they_are_sent(members):
+    counts = {}
+    sizes = (8, SHORT_BYTES // (members - 1), SHORT_BYTES // (members - 1) + 1, 10**6)
+    for at_once in (False, True):
+        launcher = SimpleNamespace(
+            size=members, sends_short_sums_at_once=at_once, sum=lambda tensor, *_, **__: tf.identity(tensor)
+        )
+        traffic = ByteCounters("CPU:0")
+        group = CollectiveGroup(launcher, traffic, "dense")
+        summed = tf.function(group.sum, input_signature=[tf.TensorSpec([None], tf.uint8)])
+        for nbytes in sizes:
+            before = traffic.by_label().get("dense", CommunicationStats())
+            group.sum(tf.zeros([nbytes], tf.uint8))
+            summed(tf.zeros([nbytes], tf.uint8))
+            traffic.add_dense_sum(
+                "dense", [tf.zeros([nbytes // 2], tf.uint8), tf.zeros([-(-nbytes // 2)], tf.uint8)], group
+            )
+            counts[at_once, nbytes] = traffic.by_label()["dense"] - before
+    for nbytes in sizes:
+        for at_once in (False, True):
+            copies = sum_copies(nbytes, members) if at_once else 2 * (members - 1) / members
+            assert counts[at_once, nbytes].wire_bytes == pytest.approx(2 * copies * nbytes, abs=2)
+            assert counts[at_once, nbytes].dense_bytes == pytest.approx(copies * nbytes, abs=1)

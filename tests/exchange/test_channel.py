@@ -6,8 +6,12 @@ import pytest
 from worker_groups import linked_channels, on_workers
 
 from tfdist.exchange.channel import add_in_order
+from tfdist.exchange.exchange_calls import HEADER_BYTES
 from tfdist.exchange.exchange_errors import ExchangeMismatchError
-from tfdist.exchange.links import SEGMENT_BYTES
+from tfdist.exchange.links import SEGMENT_BYTES, SocketLink
+from tfdist.planning.link_costs import sent_bytes
+from tfdist.planning.measurements import SUM
+from tfdist.utils.sum_copies import SHORT_BYTES, sum_copies
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool", "complex64"]
 # Empty, one value, short, longer than a segment by an odd number of values.
@@ -46,6 +50,27 @@ def test_sums_have_the_bits_of_numpy_in_the_order_of_ranks(size: int, kind: str)
                 results = on_workers(size, lambda rank, arrays=arrays: channels[rank].all_reduce(arrays[rank]))
                 expected = summed_in_order(arrays)
                 assert all(same_bits(result, expected) for result in results), (dtype, count, results)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_as_many_bytes_are_sent_as_plans_and_counters_state(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    stock = SocketLink.send
+
+    def send(self: SocketLink, data: memoryview) -> bool:
+        is_complete = stock(self, data)
+        sent.extend([len(data)] if is_complete else [])
+        return is_complete
+
+    monkeypatch.setattr(SocketLink, "send", send)
+    shortest_of_two_rounds = SHORT_BYTES // (size - 1) + 1
+    with linked_channels(size, "sockets") as channels:
+        for nbytes in (8, shortest_of_two_rounds - 1, shortest_of_two_rounds, 3 * SEGMENT_BYTES + 5):
+            sent.clear()
+            on_workers(size, lambda rank, nbytes=nbytes: channels[rank].all_reduce(np.ones(nbytes, np.uint8)))
+            of_each = sum(sent) / size - (size - 1) * HEADER_BYTES
+            assert of_each == pytest.approx(sum_copies(nbytes, size) * nbytes)
+            assert of_each == pytest.approx(sent_bytes(SUM, nbytes, size))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,12 +8,11 @@ import pytest
 from planned_programs import program
 
 import tfdist.strategies
-from tfdist.exchange import channel, links
+from tfdist.exchange import links
 from tfdist.planning.conditions import Conditions
 from tfdist.planning.group_exchanges import SEGMENT_BYTES
 from tfdist.planning.link_costs import Link
 from tfdist.planning.search import find_plans
-from tfdist.planning.transfer_costs import SHORT_BYTES
 
 CONDITIONS = Conditions(Link(1e9), 10**12, allow_compression=True, allow_local_updates=True, speeds=(1.0, 0.5))
 
@@ -79,4 +78,4 @@ def test_long_lines_are_broken_outside_of_strings():
 
 
 def test_sizes_are_those_of_the_exchange():
-    assert (SEGMENT_BYTES, SHORT_BYTES) == (links.SEGMENT_BYTES, channel._SHORT_BYTES)
+    assert SEGMENT_BYTES == links.SEGMENT_BYTES

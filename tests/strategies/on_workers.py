@@ -12,6 +12,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from on_workers_batches import asked_for_batches
 from on_workers_compression import exchange
 from on_workers_files import outcome, write_files
 
@@ -174,6 +175,7 @@ def main(folder: Path) -> None:
         seen["difference"] = str(error)
     seen["epochs_until_the_stop"] = len(epochs)
     seen["static_sizes"] = static_sizes(strategy, folder)
+    seen["asked_for_batches"] = asked_for_batches(strategy)
     Path(folder, f"seen-{strategy.rank}.json").write_text(json.dumps(seen))
     write_files(strategy, folder / "shared")
 

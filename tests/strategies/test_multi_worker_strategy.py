@@ -70,6 +70,25 @@ class TestOnWorkers:
         assert complete == resumed
         assert seen[1]["static_sizes"] == [complete, resumed]
 
+    @pytest.mark.parametrize("case", ["arrays", "full in executions of 3", "without an end"])
+    def test_nothing_is_asked_where_all_batches_are_full_and_end_together(self, seen, case):
+        for off, asked in (rank["asked_for_batches"][case] for rank in seen):
+            assert asked == [[], [], []]  # in fit, evaluate and predict
+            assert off < 1e-6
+
+    @pytest.mark.parametrize("case", ["partial in executions of 3", "one row left"])
+    def test_one_question_a_batch_where_sizes_differ(self, seen, case):
+        for off, asked in (rank["asked_for_batches"][case] for rank in seen):
+            # An epoch of 4 steps in executions of 3 asks once more, to find the end.
+            draws = 5 if "executions" in case else 4
+            assert asked == [[["int64", 2]] * 2 * draws, [["int64", 2]] * draws, [["int64", 2]] * draws]
+            assert off < 1e-6
+
+    def test_one_question_a_batch_where_the_end_is_unknown(self, seen):
+        # One process evaluates a batch of a static size twice when it finds no further one: tests/parity compares.
+        for _, asked in (rank["asked_for_batches"]["of unknown number"] for rank in seen):
+            assert set(map(tuple, sum(asked, []))) == {("int64", 1)}
+
     def test_all_stop_where_a_callback_stops(self, seen):
         assert [rank["epochs_until_the_stop"] for rank in seen] == [1, 1]
 

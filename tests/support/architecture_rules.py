@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),
-    "collectives": frozenset({"compression", "exchange", "internals"}),
+    "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
     "parameter_server": frozenset({"compression", "internals", "load_balancing", "servers", "utils"}),

@@ -118,7 +118,7 @@ class ReplicaReduction:
         else:
             group = self._group(everyone, context.kind, options)
             if context.kind == GRADIENTS:
-                self._count_dense(tensors, group)
+                self._count_dense(tensors, group, context.paths or ())
             reduced = sum_tensors(tensors, group, self._bucket_bytes, context.contributes)
         if ended is not None:
             reduced = list(ended(reduced))
@@ -161,10 +161,9 @@ class ReplicaReduction:
             state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
             group = functools.partial(self._group, cross, options=None)
             return CompressedReduction(self.policy, state, self._counters, self._bucket_bytes, group)(tensors, paths)
-        for tensor, path in zip(tensors, paths, strict=True):
-            self._counters.record_size(GRADIENTS, path, tensor.shape)
-        self._counters.add_dense(GRADIENTS, tensors, 2 * (cross.size - 1) / cross.size)
-        return sum_tensors(tensors, self._group(cross, GRADIENTS, None), self._bucket_bytes)
+        everyone = self._group(cross, GRADIENTS, None)
+        self._count_dense(tensors, everyone, paths)
+        return sum_tensors(tensors, everyone, self._bucket_bytes)
 
     def share_of_worker(self, samples: tf.Tensor) -> tf.Tensor:
         """Returns this worker's share of the samples of all workers, or equal shares if nobody has any.
@@ -190,7 +189,7 @@ class ReplicaReduction:
         group = self._group(self._hierarchy.all, GRADIENTS, options)
         if tensors:
             self._counters.add_update()
-            self._count_dense(tensors, group)
+            self._count_dense(tensors, group, self.context.paths or ())
         return group
 
     def scatter_compressed(self, tensors: Sequence[Any], parts: OwnedParts) -> list[Any]:
@@ -248,12 +247,13 @@ class ReplicaReduction:
         timer = self._timer if label != OTHER and group.size > 1 else None
         return group if timer is None else timer.timed(group, label)
 
-    def _count_dense(self, tensors: Sequence[Any], group: Group) -> None:
-        for tensor, path in zip(tensors, self.context.paths or (), strict=False):
+    def _count_dense(self, tensors: Sequence[Any], group: Group, paths: Sequence[str]) -> None:
+        for tensor, path in zip(tensors, paths, strict=False):
             self._counters.record_size(GRADIENTS, path, tensor.shape)
         slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
         dense = [tf.convert_to_tensor(tensor) for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-        self._counters.add_dense(GRADIENTS, dense, 2 * (group.size - 1) / group.size)
+        for bucket in fill_buckets(dense, self._bucket_bytes):
+            self._counters.add_dense_sum(GRADIENTS, [dense[position] for position in bucket.positions], group)
         if slices:
             parts = [part for rows in slices for part in (rows.values, rows.indices)]
             self._counters.add_dense(GRADIENTS, parts, group.size - 1)

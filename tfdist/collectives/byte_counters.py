@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields
 
 import tensorflow as tf
 
+from tfdist.compression import Group
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.sum_copies import is_short_sum
 
 GRADIENTS = "gradients"
 OTHER = "other"
@@ -22,8 +24,8 @@ class CommunicationStats:
         gradient_collectives: Number of collectives that carried gradients, or of pushes.
         gradient_bytes: Size of the tensors passed to them.
         wire_bytes: Bytes of gradients that this replica has sent. With N replicas an all-reduce sends
-            `2 (N - 1) / N` times its tensor (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"), an
-            all-gather `N - 1` times, an all-to-all `(N - 1) / N` times.
+            `2 (N - 1) / N` times its tensor (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"), one
+            of a short tensor between workers `N - 1` times, as an all-gather; an all-to-all `(N - 1) / N` times.
         dense_bytes: Bytes that it would have sent without compression. Not counted under parameter servers: 0.
         other_collectives: Number of collectives that carried anything else (sample counts, metrics, batch statistics,
             predictions).
@@ -77,6 +79,15 @@ class ByteCounters:
         nbytes = _bytes_of(tensor)
         self._add(label, 1, nbytes, _scaled(nbytes, copies), 0)
 
+    def add_sum(self, label: str, tensor: tf.Tensor, group: Group) -> None:
+        """Counts one sum of `tensor` over `group`."""
+        nbytes = _bytes_of(tensor)
+        self._add(label, 1, nbytes, _sent_in_sum(nbytes, group), 0)
+
+    def add_dense_sum(self, label: str, tensors: Sequence[tf.Tensor], group: Group) -> None:
+        """Counts what an uncompressed sum of `tensors`, in one bucket, would have sent."""
+        self._add(label, 0, 0, 0, _sent_in_sum(sum(_bytes_of(tensor) for tensor in tensors), group))
+
     def add_dense(self, label: str, tensors: Sequence[tf.Tensor], copies: float) -> None:
         """Counts what an uncompressed exchange of `tensors` would have sent: `copies` times their size."""
         self._add(label, 0, 0, 0, _scaled(sum(_bytes_of(tensor) for tensor in tensors), copies))
@@ -124,6 +135,16 @@ class ByteCounters:
 def _bytes_of(tensor: tf.Tensor) -> "int | tf.Tensor":
     elements = tensor.shape.num_elements()
     return (tf.size(tensor, out_type=tf.int64) if elements is None else elements) * tensor.dtype.size
+
+
+def _sent_in_sum(nbytes: "int | tf.Tensor", group: Group) -> "int | tf.Tensor":
+    by_owners = _scaled(nbytes, 2 * (group.size - 1) / group.size)
+    if not group.sends_short_sums_at_once:
+        return by_owners
+    is_short, at_once = is_short_sum(nbytes, group.size), nbytes * (group.size - 1)
+    if isinstance(nbytes, int):
+        return at_once if is_short else by_owners
+    return tf.where(is_short, at_once, by_owners)
 
 
 def _scaled(nbytes: "int | tf.Tensor", copies: float) -> "int | tf.Tensor":

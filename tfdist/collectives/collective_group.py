@@ -30,7 +30,8 @@ class CollectiveGroup(Group):
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         if self.size == 1:
             return tf.identity(tensor)
-        self._count(tensor, 2 * (self.size - 1) / self.size)
+        if self._counters is not None:
+            self._counters.add_sum(self._label, tensor, self)
         return self._launcher.sum(tensor, self._options, shape_is_fixed=self._is_fixed(tensor))
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -51,6 +52,10 @@ class CollectiveGroup(Group):
             return tf.identity(rows)
         self._count(rows, (self.size - 1) / self.size)
         return self._launcher.exchange(rows, self._options)
+
+    @property
+    def sends_short_sums_at_once(self) -> bool:
+        return self._launcher.sends_short_sums_at_once
 
     @property
     def adds_rows(self) -> bool:

@@ -165,7 +165,7 @@ class CompressedReduction:
     def _count_dense(
         self, compressor: Compressor, gradients: Sequence[tf.Tensor], paths: Sequence[str], group: Group
     ) -> None:
-        self._counters.add_dense(method_label(compressor), gradients, 2 * (group.size - 1) / group.size)
+        self._counters.add_dense_sum(method_label(compressor), gradients, group)
         for gradient, path in zip(gradients, paths, strict=True):
             self._counters.record_size(method_label(compressor), path, gradient.shape)
 

@@ -115,6 +115,10 @@ class TimedGroup(Group):
         return self._timed(_EXCHANGE, self._group.exchange_rows(self._timed(_ENCODE, rows)))
 
     @property
+    def sends_short_sums_at_once(self) -> bool:
+        return self._group.sends_short_sums_at_once
+
+    @property
     def adds_rows(self) -> bool:
         return self._group.adds_rows
 

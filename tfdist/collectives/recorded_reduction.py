@@ -78,10 +78,6 @@ class _RecordedGroup(TimedGroup):
         self._recorder.add(EXCHANGE, rows)
         return self._group.exchange_rows(rows)
 
-    @property
-    def adds_rows(self) -> bool:
-        return self._group.adds_rows
-
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
         self._recorder.add(EXCHANGE, rows)
         return self._group.reduce_scatter(rows)

@@ -28,7 +28,15 @@ class Group(ABC):
 
     @abstractmethod
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of the replicas' `tensor`. A replica of N sends `2 (N - 1) / N` times its size."""
+        """Returns the sum of the replicas' `tensor`. A replica of N sends `2 (N - 1) / N` times its size.
+
+        Of a short one it sends `N - 1` copies if `sends_short_sums_at_once`.
+        """
+
+    @property
+    def sends_short_sums_at_once(self) -> bool:
+        """Whether `tfdist.utils.sum_copies` says how much a replica sends in a sum."""
+        return False
 
     @abstractmethod
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:

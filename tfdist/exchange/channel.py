@@ -21,10 +21,9 @@ from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_tex
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
 from tfdist.utils.reused_memory import ReusedMemory
+from tfdist.utils.sum_copies import is_short_sum
 
 _ALIGNMENT_BYTES = 64
-# A worker sends a short array to all others at once: one round, where an all-reduce by owners needs two.
-_SHORT_BYTES = 64 * 2**10
 # Long segments cost less; short ones are added and sent on while the next arrive, which a slow link needs.
 _SHORTEST_SEGMENT_BYTES = 2**18
 _SEGMENTS_OF_ARRAY = 64
@@ -72,7 +71,7 @@ class Channel:
         """
         flat, total = _flat(values), _RESULTS.empty(values.shape, values.dtype)
         result = total.reshape(-1)
-        if flat.nbytes * (self._size - 1) <= _SHORT_BYTES:
+        if is_short_sum(flat.nbytes, self._size):  # to all others at once
             everything = self._gather("all-reduce", values)
             add_in_order([everything[rank] for rank in range(self._size)], result)
             return total

@@ -145,7 +145,7 @@ def extend_epoch_iterator(mixin: type[EpochIteratorMixin]) -> None:
 
 def patch_number_of_batches(
     agree: Callable[[Any, int | None], int | None],
-    prepare: Callable[[Any, Any], Any] = lambda strategy, dataset: dataset,
+    prepare: Callable[[Any, Any, int | None], Any] = lambda strategy, dataset, own_batches: dataset,
 ) -> None:
     """Makes `fit`, `evaluate` and `predict` use `agree(strategy, num_batches)` batches per epoch.
 
@@ -154,7 +154,8 @@ def patch_number_of_batches(
 
     Args:
         agree: Takes the strategy and the worker's number of batches (`None`: unknown), returns the number for all.
-        prepare: Takes the strategy and the distributed dataset, returns the dataset that iterators are created from.
+        prepare: Takes the strategy, the distributed dataset and the worker's number of batches; returns the dataset
+            that iterators are created from.
     """
     stock = trainer.TFEpochIterator
 
@@ -166,8 +167,9 @@ def patch_number_of_batches(
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._num_batches = agree(self._distribute_strategy, self._num_batches)
-            self._distributed_dataset = prepare(self._distribute_strategy, self._distributed_dataset)
+            own_batches = self._num_batches
+            self._num_batches = agree(self._distribute_strategy, own_batches)
+            self._distributed_dataset = prepare(self._distribute_strategy, self._distributed_dataset, own_batches)
 
         def reset(self) -> None:
             super().reset()

@@ -11,7 +11,7 @@ from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, tree
 from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.static_batches import batch_spec
+from tfdist.tensorflow_internals.counted_batches import batch_spec
 
 private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
 

@@ -13,7 +13,7 @@ from tfdist.planning.measurements import (
     ProgramMeasurement,
 )
 from tfdist.planning.overlap import BucketCost
-from tfdist.planning.transfer_costs import TransferCosts, interpolate, is_short
+from tfdist.planning.transfer_costs import TransferCosts, interpolate
 
 SEGMENT_BYTES = 2**19  # of the exchange, which sends and adds segments beside each other; a test compares it
 _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have two phases if there are more members
@@ -49,7 +49,7 @@ def wire_bytes(collectives: Iterable[Collective], members: int) -> float:
     """Returns what each member sends in all of the collectives.
 
     >>> wire_bytes([Collective("sum", 12, 0), Collective("gather", 2, 0)], 4)
-    24.0
+    42.0
     """
     return sum((sent_bytes(one.kind, one.nbytes, members) for one in collectives), 0.0)
 
@@ -111,7 +111,7 @@ def ready_parts(program: ProgramMeasurement, buckets: int) -> list[float]:
 
 def wait_seconds(one: Collective, members: int, link: Link, transfers: TransferCosts) -> float:
     """Returns how long an exchange takes beside the time in which it occupies the link: latencies and one segment."""
-    rounds = messages(GATHER if is_short(one.kind, one.nbytes, members) else one.kind, members)
+    rounds = messages(one.kind, one.nbytes, members)
     segment = min(one.nbytes, SEGMENT_BYTES * members)
     return rounds * link.latency_seconds + transfers.seconds(one.kind, segment, members)
 

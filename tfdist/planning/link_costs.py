@@ -9,6 +9,7 @@ algorithms for clusters of workstations").
 import dataclasses
 
 from tfdist.planning.measurements import EXCHANGE, GATHER, SUM
+from tfdist.utils.sum_copies import is_short_sum, sum_copies
 
 # Of the 1538 bytes that a full Ethernet frame occupies on the wire (IEEE 802.3: preamble, header, checksum, gap) 1448
 # are TCP's payload, after headers of IP (20 bytes) and of TCP with time stamps (32 bytes, RFC 7323).
@@ -46,12 +47,12 @@ class Link:
 
 
 def all_reduce_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends in a sum: `2 (N - 1) / N` times the tensor.
+    """Returns what each member sends in a sum: `2 (N - 1) / N` times the tensor, or a short one to all others.
 
-    >>> all_reduce_bytes(12.0, 1), all_reduce_bytes(12.0, 2), all_reduce_bytes(12.0, 4)
-    (0.0, 12.0, 18.0)
+    >>> all_reduce_bytes(12e6, 1), all_reduce_bytes(12e6, 2), all_reduce_bytes(12e6, 4), all_reduce_bytes(12.0, 4)
+    (0.0, 12000000.0, 18000000.0, 36.0)
     """
-    return 2 * (members - 1) / members * nbytes
+    return sum_copies(nbytes, members) * nbytes
 
 
 def all_gather_bytes(nbytes: float, members: int) -> float:
@@ -78,19 +79,19 @@ _BYTES = {SUM: all_reduce_bytes, GATHER: all_gather_bytes, EXCHANGE: all_to_all_
 def sent_bytes(kind: str, nbytes: float, members: int) -> float:
     """Returns what each member sends in a collective.
 
-    >>> sent_bytes("sum", 12.0, 4), sent_bytes("gather", 12.0, 4), sent_bytes("exchange", 12.0, 4)
-    (18.0, 36.0, 9.0)
+    >>> sent_bytes("sum", 12e6, 4), sent_bytes("gather", 12.0, 4), sent_bytes("exchange", 12.0, 4)
+    (18000000.0, 36.0, 9.0)
     """
     return _BYTES[kind](nbytes, members)
 
 
-def messages(kind: str, members: int) -> int:
+def messages(kind: str, nbytes: float, members: int) -> int:
     """Returns how many messages follow one another: the parts and the sums; those to different members do not wait.
 
-    >>> messages("sum", 4), messages("gather", 4), messages("exchange", 4)
-    (2, 1, 1)
+    >>> messages("sum", 12e6, 4), messages("sum", 12.0, 4), messages("gather", 12e6, 4), messages("exchange", 12e6, 4)
+    (2, 1, 1, 1)
     """
-    return 0 if members == 1 else 2 if kind == SUM else 1
+    return 0 if members == 1 else 2 if kind == SUM and not is_short_sum(nbytes, members) else 1
 
 
 def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:
@@ -101,7 +102,7 @@ def collective_seconds(kind: str, nbytes: float, members: int, link: Link) -> fl
     >>> collective_seconds("exchange", 9e6, 3, Link(1e6, 0.5))
     6.5
     """
-    return messages(kind, members) * link.latency_seconds + occupied_seconds(kind, nbytes, members, link)
+    return messages(kind, nbytes, members) * link.latency_seconds + occupied_seconds(kind, nbytes, members, link)
 
 
 def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> float:

@@ -8,14 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.planning.link_costs import messages, sent_bytes
-from tfdist.planning.measurements import GATHER, MESSAGE, SUM, TransferMeasurement
-
-SHORT_BYTES = 64 * 2**10
-
-
-def is_short(kind: str, nbytes: float, members: int) -> bool:
-    """Whether a sum is so short that each member sends all of it to all others, who add it: one round, not two."""
-    return kind == SUM and nbytes * (members - 1) <= SHORT_BYTES
+from tfdist.planning.measurements import MESSAGE, TransferMeasurement
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -64,7 +57,6 @@ class TransferCosts:
         if members == 1:
             return 0.0
         points = sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
-        sent_as = GATHER if is_short(kind, nbytes, members) else kind
-        of_two = nbytes * sent_bytes(sent_as, 1.0, members) / sent_bytes(sent_as, 1.0, 2)
+        of_two = sent_bytes(kind, nbytes, members) / sent_bytes(kind, 1.0, 2)
         message = sum(getattr(one, name) for one in self.measured if one.kind == MESSAGE)
-        return interpolate(points, of_two) + (members - 2) * messages(sent_as, members) * message
+        return interpolate(points, of_two) + (members - 2) * messages(kind, nbytes, members) * message

@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.counted_batches import draw_optionals
 from tfdist.tensorflow_internals.input_pipeline import pipeline_nodes
-from tfdist.tensorflow_internals.static_batches import draw_optionals
 from tfdist.tensorflow_internals.tensorflow_symbols import regroup
 
 _PerReplica = private("tensorflow.python.distribute.values:PerReplica", "holds the parts of a batch")
@@ -106,16 +106,14 @@ def _or_marked(stock: Callable[..., Any], draw: Callable[[Any], Any]) -> Callabl
 def _get_next(iterator: Any) -> Any:
     if not iterator._enable_get_next_as_optional:
         return _next(iterator)
-    optionals, any_has_value = draw_optionals(iterator)
-    return tf.cond(any_has_value, lambda: _values(iterator, optionals), lambda: _next(iterator))
+    optionals, replicas = draw_optionals(iterator)
+    return tf.cond(replicas > 0, lambda: _values(iterator, optionals), lambda: _next(iterator))
 
 
 def _get_next_as_optional(iterator: Any) -> Any:
-    if not iterator._enable_get_next_as_optional:
-        return tf.experimental.Optional.from_value(_next(iterator))
-    optionals, any_has_value = draw_optionals(iterator)
+    optionals, replicas = draw_optionals(iterator)
     return tf.cond(
-        any_has_value,
+        replicas > 0,
         lambda: tf.experimental.Optional.from_value(_values(iterator, optionals)),
         lambda: tf.experimental.Optional.empty(iterator._element_spec),
     )

@@ -222,7 +222,8 @@ def python_functions(dataset: Any) -> list[Any]:
 def is_per_worker(dataset: Any) -> bool:
     """Whether each worker draws different elements, instead of its part of common batches.
 
-    That is so with `distribute_datasets_from_function`, with sharding by files, and if the pipeline calls `shard`.
+    That is so with `distribute_datasets_from_function`, with sharding by files or by hints, and if the pipeline calls
+    `shard`.
 
     >>> is_per_worker(tf.data.Dataset.range(9)), is_per_worker(tf.data.TextLineDataset(["one", "two"]))
     (False, True)
@@ -235,7 +236,7 @@ def is_per_worker(dataset: Any) -> bool:
         policy = end.options().experimental_distribute.auto_shard_policy
         if policy == tf.data.experimental.AutoShardPolicy.OFF:
             return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([end]))
-        if policy == tf.data.experimental.AutoShardPolicy.FILE:
+        if policy in (tf.data.experimental.AutoShardPolicy.FILE, tf.data.experimental.AutoShardPolicy.HINT):
             return True
         if policy == tf.data.experimental.AutoShardPolicy.AUTO:
             kinds = [type(node).__name__ for node in pipeline_nodes([end])]

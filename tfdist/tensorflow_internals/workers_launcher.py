@@ -16,9 +16,11 @@ class GroupLauncher(CollectiveReplicaLauncher):
 
     Attributes:
         reduces_and_scatters: Whether there is a `reduce_scatter`.
+        sends_short_sums_at_once: Whether each replica sends short tensors to all others, who add them.
     """
 
     reduces_and_scatters = False
+    sends_short_sums_at_once = False
 
     @property
     def size(self) -> int:
@@ -47,6 +49,7 @@ class WorkersLauncher(GroupLauncher):
     """
 
     reduces_and_scatters = True
+    sends_short_sums_at_once = True
 
     def __init__(self, boundary: Any, keys: Any, device: str, options: Any, in_background: int | None = None) -> None:
         super().__init__(0, boundary.size, keys, device, options)
@@ -107,6 +110,7 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
     """
 
     reduces_and_scatters = False
+    sends_short_sums_at_once = False
 
     def __init__(
         self,

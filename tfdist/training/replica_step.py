@@ -18,10 +18,10 @@ from tfdist.keras_internals.model_introspection import (
     set_added_losses,
     step_states,
 )
+from tfdist.tensorflow_internals.counted_batches import CountedPerReplica
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import step_after
-from tfdist.tensorflow_internals.static_batches import samples_of_replicas
 from tfdist.training.balanced_batches import rows_of_shares
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
 from tfdist.training.metric_synchronization import PartialResult, synchronize_results
@@ -54,23 +54,24 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     shared = rows_of_shares(data, strategy)
     parts = local_parts(data if shared is None else shared.own, strategy)
     fillers = parts if shared is None else [*parts, shared.whole]
-    samples = samples_of_replicas(data) or [None] * len(parts)
-    static = [] if samples[0] is not None else [first_input(part) for part in parts]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
-    steps = iter(_static_steps(static, replicas) if shared is None else shared.steps)
+    carrier = first_input(data) if shared is None else None
+    counted = carrier if isinstance(carrier, CountedPerReplica) else None
+    inputs = [first_input(part) for part in parts]
+    steps = iter(_static_steps(inputs, counted, replicas) if shared is None else shared.steps)
     micro_batches = strategy.micro_batches if training else 1
-    counts = [static_samples(first_input(part)) for part in parts] if shared is None else []
+    counts = list(map(static_samples, inputs)) if shared is None else []
     divided = strategy.divided_rows = DividedRows.of(counts, strategy.num_replicas_in_sync, micro_batches)
-    waiting = zip(parts, samples, strict=True)
+    waiting = iter(enumerate(parts))
 
     @tf.autograph.experimental.do_not_convert
     def replica_step(_: Any) -> Any:
-        replica_data, replica_samples = next(waiting)
+        replica, replica_data = next(waiting)
         # At the end of the data TensorFlow still runs the operations of a step that do not depend on the data, such as
         # the count of iterations and the keys of collectives.
         with step_after(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
-            step = next(steps, None) or _dynamic_step(replica_data, replica_samples)
+            step = next(steps, None) or _dynamic_step(inputs[replica], counted, replica, is_within_worker)
             if is_within_worker:
                 step.stay_within_worker(len(parts))
             step.model, step.has_own_loss = model, has_own_loss(model)
@@ -226,23 +227,46 @@ def _is_dense(value: Any) -> bool:
     return not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) and bool(len(value.shape))
 
 
-def _static_steps(inputs: list[Any], replicas: int) -> Iterator[ReplicaStep]:
-    """Yields the local replicas' steps if all replicas are local and the numbers of samples are known while tracing."""
+def _static_steps(inputs: list[Any], counted: CountedPerReplica | None, replicas: int) -> Iterator[ReplicaStep]:
+    """Yields the local replicas' steps if the numbers of samples of all replicas are known while tracing."""
     if any(value is None for value in inputs):
         yield from (ReplicaStep(1, 1 / replicas) for _ in inputs)
         return
     counts = [count for count in map(static_samples, inputs) if count]
-    if len(counts) == len(inputs) == replicas:
+    if counted is not None:
+        yield from (ReplicaStep(count, 1 / replicas) for count in counts if isinstance(counted.total, int))
+    elif len(counts) == len(inputs) == replicas:
         yield from (ReplicaStep(count, count / sum(counts)) for count in counts)
 
 
-def _dynamic_step(replica_data: Any, samples: tf.Tensor | None) -> ReplicaStep:
-    """Returns a replica's step; `samples` is the number of samples among the rows if the others are filled."""
-    value = first_input(replica_data)
-    counted = count_samples(value) if samples is None else samples
-    (total,) = sum_over_replicas([tf.cast(counted, tf.float32)])
-    fraction = tf.math.divide_no_nan(tf.cast(counted, tf.float32), total)
-    static = static_samples(value)
-    if samples is None:
-        return ReplicaStep(counted if static is None else static, fraction)
-    return ReplicaStep(samples, fraction, filled_rows=static)
+def _dynamic_step(value: Any, counted: CountedPerReplica | None, replica: int, is_within_worker: bool) -> ReplicaStep:
+    """Returns the step of a local replica with the input `value`, whose numbers of samples `counted` may carry."""
+    static, rows = static_samples(value), None
+    if counted is None:
+        samples = count_samples(value)
+        (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
+    else:
+        samples = tf.cast(counted.samples[replica], tf.int32)
+        total = tf.cast(tf.add_n(counted.samples) if is_within_worker else counted.total, tf.float32)
+        if counted.is_filled:
+            rows, static = static, None
+        else:
+            _check_rows(value, samples)
+    step = ReplicaStep(
+        samples if static is None else static,
+        tf.math.divide_no_nan(tf.cast(samples, tf.float32), total),
+        filled_rows=rows,
+    )
+    step.samples_of_worker = total
+    return step
+
+
+def _check_rows(value: Any, samples: tf.Tensor) -> None:
+    tf.debugging.assert_equal(
+        count_samples(value),
+        samples,
+        "The rows of a distributed batch have changed since it was drawn. Expected: as many rows as its iterator has "
+        "counted, or a new distributed value. Received: other rows in the same value, as `tf.nest.map_structure` with "
+        "`expand_composites=True` returns it. Change batches in a function that `strategy.run` calls, or in the "
+        "dataset with `map`.",
+    )

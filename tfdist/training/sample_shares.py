@@ -163,10 +163,6 @@ class ReplicaStep(LossStep):
         if isinstance(self.fraction, float):
             self.samples_of_worker = self.samples / self.fraction
             return
-        self.samples_of_worker = tf.math.divide_no_nan(tf.cast(self.samples, tf.float32), self.fraction)
-        if local_replicas > 1:  # one without samples does not know the others'
-            (total,) = sum_over_replicas([tf.cast(self.samples, tf.float32)])
-            self.samples_of_worker = total
         # Statistics that a worker without samples has not changed are averaged.
         has_samples = self.samples_of_worker > 0
         self.fraction = self._fraction_of_samples = tf.where(has_samples, self.fraction, 1 / local_replicas)

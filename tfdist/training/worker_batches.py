@@ -6,13 +6,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.model_introspection import accepts_zeros
+from tfdist.keras_internals.model_introspection import accepts_zeros, first_input
 from tfdist.tensorflow_internals.batch_selection import rows_of_worker
-from tfdist.tensorflow_internals.input_pipeline import constant_batch_size, is_per_worker, reads_files
-from tfdist.tensorflow_internals.static_batches import may_be_filled, replica_spec
+from tfdist.tensorflow_internals.counted_batches import (
+    can_count,
+    carry_counts,
+    carry_static_counts,
+    has_static_sizes,
+    is_carrier,
+    keep_static_sizes,
+    know_ends,
+    replica_spec,
+)
+from tfdist.tensorflow_internals.input_pipeline import (
+    constant_batch_size,
+    is_per_worker,
+    parts_of_dataset,
+    reads_files,
+)
 from tfdist.training.sample_shares import has_rows, rows_of_part
 
 _Policy = tf.data.experimental.AutoShardPolicy
+_UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
+_NEITHER, _ROWS, _ZEROS = range(3)
 
 
 def worker_batches(
@@ -53,21 +69,62 @@ def worker_batches(
     return _own_parts(dataset, first, own, replicas), policy != _Policy.DATA
 
 
-def static_sizes(dataset: Any) -> int:
-    """Returns a number that tells whether workers have batches of the same static sizes; 0 if sizes are not static.
+def batch_traits(dataset: Any, batches: int | None) -> list[int]:
+    """Returns what the workers must know about each other's batches for `counted_batches`, as numbers.
+
+    These are the number of steps after which the data ends (negative: unknown), the sizes of the batches of a replica
+    (0: not static), and how a replica without data can take part in a step: with zeros, or with rows that are counted.
 
     Where workers draw different data, one of them may end before the others, and its replicas compute on zeros. If an
-    input is not a floating-point number, zeros may be invalid: its batches have no static size then.
+    input is not a floating-point number, zeros may be invalid.
 
     Args:
         dataset: A worker's distributed dataset.
+        batches: The number of batches that Keras knows, of arrays also, or `None`.
     """
-    if not may_be_filled(dataset):
-        return 0
-    spec = replica_spec(dataset)
-    if not accepts_zeros(None, spec) and is_per_worker(dataset):
-        return 0
-    return zlib.crc32(repr(tf.nest.flatten(spec)).encode()) + 1
+    if not is_carrier(dataset):
+        return [_UNKNOWN, 0, _NEITHER]
+    sizes, is_divided = 0, not is_per_worker(dataset)
+    kind = _ROWS if can_count(first_input(dataset._element_spec)) else _NEITHER
+    if has_static_sizes(dataset):
+        spec = replica_spec(dataset)
+        sizes = zlib.crc32(repr(tf.nest.flatten(spec)).encode()) + 1
+        kind = _ZEROS if is_divided or accepts_zeros(None, spec) else kind
+    return [_number_of_steps(dataset, batches, is_divided), sizes, kind]
+
+
+def counted_batches(dataset: Any, traits: Sequence[Sequence[int]], replicas: int, *, are_complete: bool) -> Any:
+    """Returns the dataset whose batches carry their numbers of samples, as far as that is possible.
+
+    Args:
+        dataset: A worker's distributed dataset.
+        traits: The `batch_traits` of all workers.
+        replicas: The number of replicas of all workers.
+        are_complete: Whether workers draw complete batches, of whose rows each computes a part.
+    """
+    steps, sizes, kinds = (set(values) for values in zip(*traits, strict=True))
+    end_together = len(steps) == 1 and steps != {_UNKNOWN}
+    have_equal_sizes = len(sizes) == 1 and sizes != {0}
+    if are_complete:
+        return know_ends(dataset) if end_together else dataset
+    if end_together and have_equal_sizes:
+        return carry_static_counts(dataset, replicas)
+    if not dataset._enable_get_next_as_optional:  # without an end: the exchange runs beside the forward pass
+        return dataset
+    if have_equal_sizes and kinds == {_ZEROS}:
+        return keep_static_sizes(dataset)
+    return dataset if _NEITHER in kinds else carry_counts(dataset, first_input(dataset._element_spec))
+
+
+def _number_of_steps(dataset: Any, batches: int | None, is_divided: bool) -> int:
+    """Returns the number of steps after which a worker's data ends, or of the batches of which it draws parts."""
+    devices = len(dataset._input_workers.compute_devices_for_worker(0))
+    (own,) = (int(part.cardinality()) for part in parts_of_dataset(dataset))
+    if own >= 0:
+        return own // devices if own % devices == 0 else _UNKNOWN
+    if own == tf.data.INFINITE_CARDINALITY or not is_divided:
+        return own
+    return int(dataset.cardinality) if batches is None else batches
 
 
 def check_has_batches(dataset: tf.data.Dataset) -> None:

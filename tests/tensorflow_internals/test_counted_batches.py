@@ -7,15 +7,17 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbolic_build import build_for_training
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.distributed_datasets import skip_steps
-from tfdist.tensorflow_internals.static_batches import (
-    FilledPerReplica,
+from tfdist.tensorflow_internals.counted_batches import (
+    CountedPerReplica,
     batch_spec,
+    carry_counts,
+    carry_static_counts,
+    filled_samples,
+    has_static_sizes,
     keep_static_sizes,
-    may_be_filled,
-    samples_of_replicas,
     without_filled_rows,
 )
+from tfdist.tensorflow_internals.distributed_datasets import skip_steps
 
 ROWS = np.arange(24, dtype="float32").reshape(12, 2)
 LABELS = np.arange(12)
@@ -38,7 +40,7 @@ def filled(strategy, kind="function"):
 
 
 def counts(batch):
-    return [int(count) for count in samples_of_replicas(batch)]
+    return [int(count) for count in filled_samples(batch)]
 
 
 @pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional", "in a loop"])
@@ -48,7 +50,7 @@ def test_a_replica_without_data_has_as_many_rows_of_zeros(strategy, drawn):
     def total(batch):
         sizes.update(part.shape[0] for leaf in batch.values() for part in leaf.values)
         parts = [tf.reduce_sum(part) for part in batch["rows"].values]
-        return tf.stack([*parts, *[tf.cast(count, tf.float32) for count in samples_of_replicas(batch)]])
+        return tf.stack([*parts, *[tf.cast(count, tf.float32) for count in filled_samples(batch)]])
 
     iterator = iter(filled(strategy))
     if drawn == "eagerly":
@@ -89,14 +91,14 @@ def test_the_steps_of_both_kinds_of_batches_are_traced_separately(strategy):
     data = filled(strategy)
     for batch in [*data, without_filled_rows(next(iter(data)))]:
         step(batch)
-    assert traced[0] is FilledPerReplica
-    assert len(traced) == 2 and not issubclass(traced[1], FilledPerReplica)
+    assert traced[0] is CountedPerReplica
+    assert len(traced) == 2 and not issubclass(traced[1], CountedPerReplica)
 
 
 def test_without_filled_rows_a_replica_without_data_has_no_rows(strategy):
     last = without_filled_rows(list(filled(strategy))[-1])
     assert [part.shape[0] for part in strategy.experimental_local_results(last["rows"])] == [4, 0]
-    assert samples_of_replicas(last) is None
+    assert filled_samples(last) is None
     seen = strategy.run(lambda batch: tf.shape(batch["rows"])[0], args=(list(filled(strategy))[-1],))
     assert [int(size) for size in strategy.experimental_local_results(seen)] == [4, 0]
 
@@ -111,32 +113,101 @@ def test_a_dataset_without_its_first_steps_keeps_the_sizes(strategy, kind):
     assert counts(last) == ([4, 0] if kind == "function" else [4, 4])
 
 
-def test_sizes_that_are_not_static_are_left_to_tensorflow(strategy):
-    data = filled(strategy)
-    assert not may_be_filled(data)  # replicas of one process
+def counted(strategy):
+    """Steps of 6 and 6 rows, then of 3 and none; the labels carry nothing."""
+    data = tf.data.Dataset.from_tensor_slices((np.arange(15, dtype="float32")[:, np.newaxis], np.ones([15])))
+    own = strategy.distribute_datasets_from_function(lambda _: data.batch(6))
+    own._enable_get_next_as_optional = True
+    return carry_counts(own, own._element_spec[0])
 
-    class TwoWorkers:
-        def __init__(self, spec):
-            self._enable_get_next_as_optional, self._element_spec = True, spec
-            self._strategy, self._input_workers = self, self
-            self.extended, self.worker_devices = self, ["CPU:0"]
 
-        def _in_multi_worker_mode(self):
-            return True
+@pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional"])
+def test_batches_of_any_size_carry_their_samples_and_the_total(strategy, drawn):
+    iterator, steps = iter(counted(strategy)), []
 
-    def spec_of(dataset):
-        return strategy.distribute_datasets_from_function(lambda _: dataset)._element_spec
+    def numbers(batch):
+        assert isinstance(batch[0], CountedPerReplica) and not isinstance(batch[1], CountedPerReplica)
+        rows = [tf.shape(part, out_type=tf.int64)[0] for part in batch[0].values]
+        return tf.stack([*rows, *batch[0].samples, batch[0].total])
+
+    if drawn == "eagerly":
+        steps = [numbers(batch) for batch in iterator]
+    elif drawn == "optional":
+        while (optional := iterator.get_next_as_optional()).has_value():
+            steps.append(tf.function(numbers)(optional.get_value()))
+    else:
+        draw = tf.function(lambda iterator: numbers(next(iterator)))
+        steps = [draw(iterator) for _ in range(2)]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            draw(iterator)
+    assert [step.numpy().tolist() for step in steps] == [[6, 6, 6, 6, 12], [3, 0, 3, 0, 3]]
+
+
+def test_full_batches_carry_numbers_that_are_known_while_tracing(strategy):
+    data = tf.data.Dataset.from_tensor_slices({"rows": ROWS, "label": LABELS}).repeat(2)
+    own = strategy.distribute_datasets_from_function(lambda _: data.batch(4, drop_remainder=True))
+    full, seen = carry_static_counts(own, 6), []  # of three workers
+
+    @tf.function
+    def all_steps(iterator):
+        def body(steps, optional):
+            seen.append([(leaf.samples, leaf.total) for leaf in optional.get_value().values()])
+            return steps + 1, iterator.get_next_as_optional()
+
+        start = 0, iterator.get_next_as_optional()
+        return tf.while_loop(lambda steps, optional: optional.has_value(), body, start)[0]
+
+    assert int(all_steps(iter(full))) == 3
+    assert seen == [[((4, 4), 24)] * 2]
+    assert [batch["rows"].total for batch in full] == [24] * 3
+    assert batch_spec(full) == full._element_spec != own._element_spec
+
+
+def test_what_a_user_computes_from_a_batch_carries_no_numbers(strategy):
+    own = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(8).batch(4, drop_remainder=True))
+    for batch in (next(iter(carry_static_counts(own, 2))), next(iter(counted(strategy)))[0]):
+        assert isinstance(tf.nest.map_structure(lambda leaf: leaf, batch), CountedPerReplica)
+        assert isinstance(tf.function(lambda leaf: leaf)(batch), CountedPerReplica)
+        changed = [
+            strategy.run(lambda rows: rows[:3], args=(batch,)),
+            tf.function(lambda value: strategy.run(lambda rows: rows[::2], args=(value,)))(batch),
+            tf.nest.map_structure(lambda rows: rows[:3], batch, expand_composites=True),
+        ]
+        for value in changed:
+            assert not isinstance(value, CountedPerReplica)
+
+
+def test_rows_that_changed_behind_their_numbers_are_an_error(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = next(iter(counted(strategy)))
+
+    @tf.function
+    def step(x, y, rows):
+        if rows < 6:  # the size is unknown while tracing, as are those of the batches
+            x, y = tf.nest.map_structure(lambda part: part[:rows], (x, y), expand_composites=True)
+        return strategy.run(model.train_step, args=((x, y),))
+
+    step(x, y, tf.constant(6))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rows of a distributed batch have changed"):
+        step(x, y, tf.constant(5))
+
+
+def test_sizes_that_are_not_static_are_recognised(strategy):
+    def of(dataset):
+        return strategy.distribute_datasets_from_function(lambda _: dataset)
 
     numbers = tf.data.Dataset.range(8)
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.range(tf.range(8)))
-    static = numbers.batch(4, drop_remainder=True)
-    assert may_be_filled(TwoWorkers(spec_of(static)))
+    assert has_static_sizes(of(numbers.batch(4, drop_remainder=True)))
     for dynamic in (
+        numbers,
         numbers.batch(4),
         ragged.batch(4, drop_remainder=True),
-        tf.data.Dataset.zip(static, numbers.batch(4)),
+        tf.data.Dataset.zip(numbers.batch(4, drop_remainder=True), numbers.batch(4)),
     ):
-        assert not may_be_filled(TwoWorkers(spec_of(dynamic)))
+        assert not has_static_sizes(of(dynamic))
 
 
 class StaticRows(keras.layers.Layer):
