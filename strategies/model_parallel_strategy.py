@@ -1,38 +1,40 @@
-"""ModelParallelStrategy: a model whose layers are on several devices."""
+"""ModelParallelStrategy: a model whose layers are on several devices, of this process or of several workers."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import cluster
 from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
 from tfdist.model_parallel.column_reduction import ColumnReduction
+from tfdist.model_parallel.layer_costs import measured_costs
 from tfdist.model_parallel.link_counters import UPDATES, LinkCounters
-from tfdist.model_parallel.measured_costs import measured_costs
 from tfdist.model_parallel.pipeline import Pipeline
+from tfdist.model_parallel.pipeline_schedule import schedule_picture
 from tfdist.model_parallel.placed_models import PlacedModels
-from tfdist.model_parallel.schedule_picture import schedule_picture
 from tfdist.model_parallel.shard_creation import ShardCreation
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.shard_table import shard_table
-from tfdist.model_parallel.stage_table import stage_table
+from tfdist.model_parallel.stage_table import stage_table, variable_bytes_by_device
 from tfdist.model_parallel.stages import stages_of
 from tfdist.model_parallel.transfers import DENSE
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
-from tfdist.model_parallel.variable_bytes import variable_bytes_by_device
+from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
+from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
-from tfdist.strategies.column_cpus import compare_cpus_of_columns
-from tfdist.strategies.model_parallel_cluster import connect_to_workers, default_devices
 from tfdist.strategies.model_parallel_patches import patch_keras_once
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
+from tfdist.tensorflow_internals.xla_functions import cpu_instructions_of, leave_xla_to_users
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -298,3 +300,83 @@ def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int, w
             "or start the workers that have them (tfdist run --chief --workers N)."
         )
     return resolved
+
+
+def compare_cpus_of_columns(columns: Sequence[Sequence[str]]) -> None:
+    """Leaves XLA to the users if columns have CPUs with different instructions, and their weights would differ.
+
+    XLA decodes and sums large compressed gradients in each column.
+
+    Args:
+        columns: By column, the devices of its stages.
+    """
+    tasks: dict[tuple[str | None, int | None], str] = {}
+    for device in (device for column in columns for device in column):
+        spec = tf.DeviceSpec.from_string(device)
+        tasks.setdefault((spec.job, spec.task), spec.replace(device_type="CPU", device_index=0).to_string())
+    if len(columns) == 1 or len(tasks) == 1:
+        return
+    numbers = {task: cpu_instructions_of(host) for task, host in tasks.items()}
+    first = next(iter(numbers.values()))
+    if others := [task or 0 for (_, task), number in numbers.items() if number != first]:
+        leave_xla_to_users(others)
+
+
+_connected: tuple[cluster.ClusterSpec, ServerMonitor] | None = None
+
+
+def connect_to_workers(start_timeout_seconds: float) -> ServerMonitor | None:
+    """Connects the chief to its workers. In the process of a worker it serves until the chief has ended, then exits.
+
+    Args:
+        start_timeout_seconds: How long to wait for the workers.
+
+    Returns:
+        What notices that a worker is lost; None if the environment describes no cluster, or one of this process alone.
+
+    Raises:
+        ValueError: The cluster is not one of a chief and its workers.
+        TimeoutError: Workers did not start in time; the message names them.
+    """
+    global _connected
+    config = cluster.detect()
+    if config is None or sum(map(len, config.cluster.jobs.values())) == 1:
+        return None
+    jobs = config.cluster.jobs
+    if set(jobs) != {"chief", "worker"} or len(jobs["chief"]) != 1:
+        raise ValueError(
+            "There is no cluster with a chief for the stages of a model. Received: a cluster of "
+            f"{ {job: len(tasks) for job, tasks in sorted(jobs.items())} }, the number of tasks of each job. Expected: "
+            "one chief, which runs the script, and workers, which hold the stages. Start the script by tfdist run "
+            "--chief --workers N script.py, or correct TF_CONFIG."
+        )
+    if config.task.type == "worker":
+        serve(jobs, config.task.type, config.task.index)
+        sys.exit(0)
+    if _connected is None or _connected[0] != config.cluster:
+        wait_for_servers(jobs, start_timeout_seconds)
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec({job: list(addresses) for job, addresses in jobs.items()}), "chief", 0, protocol="grpc"
+        )
+        _connected = config.cluster, ServerMonitor("worker", jobs["worker"])
+    return _connected[1]
+
+
+def default_devices() -> list[str]:
+    """Returns the devices of all workers in their order, or without a cluster those of this process.
+
+    Of each process these are its GPUs; without GPUs, its CPU devices.
+    """
+    by_task: dict[int, list[tf.config.LogicalDevice]] = {}
+    devices = tf.config.list_logical_devices()
+    specs = {device.name: tf.DeviceSpec.from_string(device.name) for device in devices}
+    is_connected = any(spec.job == "worker" for spec in specs.values())
+    for device in devices:
+        spec = specs[device.name]
+        if device.device_type in ("CPU", "GPU") and (spec.job == "worker" or not is_connected):
+            by_task.setdefault(spec.task or 0, []).append(device)
+    found = []
+    for _, of_task in sorted(by_task.items()):
+        gpus = [device.name for device in of_task if device.device_type == "GPU"]
+        found += gpus or [device.name for device in of_task]
+    return found

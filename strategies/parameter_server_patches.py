@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
+from tfdist.keras_internals.created_parts import patch_variable_creation
 from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
@@ -15,7 +16,6 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_tra
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.scheduled_training import patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
-from tfdist.keras_internals.variable_creation import patch_variable_creation
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import LocalSteps
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts

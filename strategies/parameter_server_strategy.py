@@ -9,8 +9,8 @@ import tensorflow as tf
 from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
+from tfdist.keras_internals.created_parts import keras_creates_variable
 from tfdist.keras_internals.divided_rows import DividedRows
-from tfdist.keras_internals.variable_creation import keras_creates_variable
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.parameter_server.client_datasets import ClientDatasets
 from tfdist.parameter_server.federated_averaging import FederatedAveraging

@@ -34,7 +34,7 @@ def curves() -> Callable[..., dict[str, list[tuple[int, float]]]]:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock by which steps are timed: a test sets `now`, in seconds."""
-    from tfdist.callbacks import scalar_sources
+    from tfdist.callbacks import training_monitor as scalar_sources
 
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from fake_strategy import FakeStrategy
 
-from tfdist.callbacks.link_report import LinkReading
+from tfdist.callbacks.communication_report import LinkReading
 from tfdist.collectives import LinkStats
 
 FIRST, SECOND = "/job:localhost/replica:0/task:0/device:CPU:0", "/job:worker/replica:0/task:1/device:CPU:0"

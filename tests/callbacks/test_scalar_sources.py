@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfdist.callbacks import training_monitor
-from tfdist.callbacks.scalar_sources import SaveStalls, StepTimes
-from tfdist.callbacks.training_monitor import RestartCount
+from tfdist.callbacks.training_monitor import RestartCount, SaveStalls, StepTimes
 
 
 def test_step_times_leave_out_the_step_that_is_traced(clock):

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from tfdist.callbacks.tensorboard_events import EventLog
+from tfdist.callbacks.training_monitor import EventLog
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

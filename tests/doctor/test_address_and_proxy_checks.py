@@ -10,7 +10,7 @@ from machines import context, one, write
 
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task
 from tfdist.doctor import address_and_proxy_checks as checks
-from tfdist.doctor import port_checks
+from tfdist.doctor import address_and_proxy_checks as port_checks
 from tfdist.doctor.address_and_proxy_checks import check_proxy, check_token
 
 

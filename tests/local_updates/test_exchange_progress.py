@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfdist.local_updates import exchange_progress
-from tfdist.local_updates.exchange_progress import ExchangeProgress
+from tfdist.local_updates import local_updates as exchange_progress
+from tfdist.local_updates.local_updates import ExchangeProgress
 
 
 @pytest.fixture

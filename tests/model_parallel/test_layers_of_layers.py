@@ -12,7 +12,7 @@ from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.inner_calls import inner_calls
-from tfdist.model_parallel.combined_results import combined_results
+from tfdist.model_parallel.composite_layers import combined_results
 from tfdist.strategies import auto_layout
 from tfdist.utils.formatting import format_bytes
 

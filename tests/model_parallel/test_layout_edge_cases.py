@@ -11,7 +11,7 @@ import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
-from tfdist.model_parallel.elementwise_functions import is_elementwise_function
+from tfdist.model_parallel.sharded_layers import is_elementwise_function
 
 layers, ops = keras.layers, keras.ops
 pytestmark = pytest.mark.usefixtures("cpus")

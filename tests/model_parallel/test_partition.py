@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tfdist.model_parallel.partition import named_starts
+from tfdist.model_parallel.stages import named_starts
 from tfdist.utils.balanced_starts import balanced_starts
 
 

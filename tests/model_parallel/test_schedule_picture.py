@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist.model_parallel.pipeline import Pipeline
-from tfdist.model_parallel.schedule_picture import schedule_picture, start_times
+from tfdist.model_parallel.pipeline_schedule import schedule_picture, start_times
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tfdist.keras_internals.model_introspection import metric_variables
-from tfdist.parameter_server.metric_sums import MetricSums
+from tfdist.parameter_server.chief import MetricSums
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

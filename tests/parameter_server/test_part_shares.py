@@ -8,7 +8,7 @@ import pytest
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.parameter_server.part_shares import PartShares
-from tfdist.tensorflow_internals import preferred_workers
+from tfdist.tensorflow_internals import cluster_coordinator as preferred_workers
 
 
 def run(shares, seconds_per_row, rounds, rows=64):

@@ -17,7 +17,7 @@ from tfdist.planning.measurements import (
     StepMeasurement,
     TransferMeasurement,
 )
-from tfdist.planning.shared_cores import on_shared_cores
+from tfdist.planning.step_costs import on_shared_cores
 
 GRADIENT_BYTES = 40_083_496
 ROWS = 64  # of a worker, `benchmarks/workloads.py`

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from tfdist.planning.cost_terms import expected_slowest
 from tfdist.planning.failures import FailureCosts, best_interval_seconds, goodput
-from tfdist.planning.stragglers import expected_slowest
 
 SEGMENTS = 4000
 

@@ -9,7 +9,7 @@ from planned_programs import program
 
 import tfdist.strategies
 from tfdist.exchange import links
-from tfdist.planning.conditions import Conditions
+from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.group_exchanges import SEGMENT_BYTES
 from tfdist.planning.link_costs import Link
 from tfdist.planning.search import find_plans

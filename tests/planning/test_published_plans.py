@@ -5,7 +5,7 @@ import statistics
 import pytest
 from planned_programs import results
 
-from tfdist.planning.conditions import Conditions
+from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import Measurements
 from tfdist.planning.search import find_plans

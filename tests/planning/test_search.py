@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from planned_programs import program
 
-from tfdist.planning.conditions import Conditions
+from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.link_costs import Link
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.search import TIE, find_plans

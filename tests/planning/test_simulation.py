@@ -9,7 +9,7 @@ from typing import Any
 import measured_networks
 import pytest
 
-from tfdist.planning.conditions import Conditions
+from tfdist.planning.cost_terms import Conditions
 from tfdist.planning.failures import FailureCosts
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import LayerMeasurement, Measurements

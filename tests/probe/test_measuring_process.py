@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist import cluster
-from tfdist.probe.measuring_process import child_environment
+from tfdist.probe.run_probe import child_environment
 
 SLURM = {
     "SLURM_PROCID": "0",

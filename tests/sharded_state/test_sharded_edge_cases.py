@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import optimizers
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
-from tfdist.keras_internals.state_ownership import owns_whole_variables
+from tfdist.keras_internals.sharded_optimizers import owns_whole_variables
 from tfdist.sharded_state import part_gathers
 from tfdist.strategies import MirroredStrategy
 

@@ -10,10 +10,10 @@ from child_environment import child_environment
 pytest.importorskip("pyspark", reason="needs the extra `spark`")
 
 from tfdist.spark import KerasEstimator, KerasModel
+from tfdist.spark.keras_estimator import RunDirectory, store_path
+from tfdist.spark.keras_model import as_column
 from tfdist.spark.model_tensors import InputSpec, input_specs, ordered_outputs
 from tfdist.spark.portable_objects import portable, restored
-from tfdist.spark.predictions import as_column
-from tfdist.spark.run_directory import RunDirectory, store_path
 
 
 def test_a_driver_without_tensorflow_constructs_an_estimator():

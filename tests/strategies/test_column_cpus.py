@@ -2,8 +2,9 @@
 
 import pytest
 
-from tfdist.strategies import ModelParallelStrategy, Pipeline, column_cpus
-from tfdist.strategies.column_cpus import compare_cpus_of_columns
+from tfdist.strategies import ModelParallelStrategy, Pipeline
+from tfdist.strategies import model_parallel_strategy as column_cpus
+from tfdist.strategies.model_parallel_strategy import compare_cpus_of_columns
 from tfdist.tensorflow_internals import xla_functions
 
 DEVICE = "/job:worker/replica:0/task:{}/device:CPU:{}"

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals import compared_datasets
 from tfdist.training import batch_comparison
-from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError
-from tfdist.training.batch_fingerprints import compare, fingerprint, same
+from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError, compare, fingerprint, same
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

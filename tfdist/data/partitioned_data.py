@@ -149,8 +149,7 @@ class PartitionedData:
         [[1.7, 9.0]] [0]
         >>> folder.cleanup()
         """
-        from tfdist.data.batch_pipeline import batch_pipeline, number_of_readers
-        from tfdist.data.batch_reader import BatchReader
+        from tfdist.data.batch_reader import BatchReader, batch_pipeline, number_of_readers
 
         check_whole_number("batch_size", batch_size, at_least=1, example=32)
         is_flag = isinstance(shuffle, bool | np.bool_)

@@ -1,5 +1,6 @@
 """Creates the `tf.Variable` behind a Keras variable in another way, from the initializer of the variable."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,3 +66,26 @@ def _described(variable: Any, initializer: Any) -> NewValue:
             "synchronization": variable._map_synchronization(variable.synchronization),
         },
     )
+
+
+_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
+
+
+def keras_creates_variable() -> bool:
+    """Whether the `tf.Variable` that is being created is the value of a Keras variable."""
+    return _is_creating.get()
+
+
+def patch_variable_creation() -> None:
+    """Makes Keras variables mark the creation of their `tf.Variable`."""
+    stock = Variable._initialize
+
+    @functools.wraps(stock)
+    def initialize(self: Any, value: Any) -> None:
+        token = _is_creating.set(True)
+        try:
+            stock(self, value)
+        finally:
+            _is_creating.reset(token)
+
+    Variable._initialize = initialize

@@ -1,8 +1,14 @@
-"""Which optimizers update variables by Keras' own code, and on what the operations of such an update depend."""
+"""Which optimizers update variables by Keras' own code, what replaces it, and on what an update's operations depend."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_symbols import TFOptimizer
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.private_symbols import private
 
 # Updates of a variable that use its own slots alone, so that the order of the variables does not matter.
 _UPDATES = tuple(
@@ -53,3 +59,67 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
     """The attributes of an optimizer on which the operations of its update depend, besides its variables."""
     plain = bool | int | float | str | None
     return tuple(pair for pair in sorted(vars(optimizer).items()) if isinstance(pair[1], plain))
+
+
+def overridden_update(optimizer: Any) -> str | None:
+    """Returns the method of an optimizer's class, if any, that updates in another way, as MultiOptimizer does."""
+    names = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
+    return next((name for name in names if getattr(type(optimizer), name) is not getattr(TFOptimizer, name)), None)
+
+
+def has_own_update_step(optimizer: Any) -> bool:
+    """Whether the class of an optimizer changes state once in the update of all variables, as Nadam does."""
+    return type(optimizer)._backend_update_step is not TFOptimizer._backend_update_step
+
+
+def has_own_weight_decay(optimizer: Any) -> bool:
+    """Whether the class of an optimizer decays weights itself, by assigning Keras' variables, as Muon does."""
+    return type(optimizer)._apply_weight_decay is not TFOptimizer._apply_weight_decay
+
+
+_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
+
+for _path, _why in {
+    f"{_OPTIMIZER}._check_variables_are_known": "rejects variables for which an optimizer was not built",
+    f"{_OPTIMIZER}._filter_empty_gradients": "warns of variables without a gradient",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._clip_by_norm": "clips one gradient, where its variable is",
+}.items():
+    private(_path, _why)
+
+
+def positions_of_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+    """Returns the positions of the variables that have a gradient. Warns of the others, as Keras does.
+
+    Raises:
+        ValueError: The optimizer was built for other variables, or no variable has a gradient.
+    """
+    optimizer._check_variables_are_known(variables)
+    optimizer._filter_empty_gradients(list(gradients), list(variables))
+    return [position for position, gradient in enumerate(gradients) if gradient is not None]
+
+
+def count_micro_step(optimizer: Any) -> None:
+    """Counts a step, which may only accumulate; `iterations` counts updates."""
+    optimizer._iterations.assign_add(1)
+
+
+def clip_by_norm(optimizer: Any) -> Callable[[Any], Any]:
+    """Returns the function that clips a gradient by the optimizer's `clipnorm`."""
+    return lambda gradient: optimizer._clip_by_norm(gradient)
+
+
+def decay_weights(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Decays weights in place, also if they are `tf.Variable`s."""
+    optimizer._apply_weight_decay(list(variables))
+
+
+def averaged_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables of which an optimizer keeps moving averages, also those without a gradient; or none."""
+    return list(optimizer._trainable_variables) if optimizer.use_ema else []
+
+
+def averages_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[tf.Variable, tf.Variable]]:
+    """Returns what holds each variable, and its moving average; without those that have none, as scales of float8."""
+    averages = optimizer._model_variables_moving_average
+    pairs = [(one, averages[optimizer._get_variable_index(one)]) for one in variables]
+    return [(held_variable(one), held_variable(average)) for one, average in pairs if average is not None]

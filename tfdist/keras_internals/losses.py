@@ -1,4 +1,4 @@
-"""Losses of a step: scales each replica's loss by its share of the samples of the global batch."""
+"""Scales each replica's losses, and its metrics of losses, by its share of the samples of the global batch."""
 
 import contextlib
 import functools
@@ -11,10 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
-from tfdist.keras_internals.loss_arithmetic import divided, is_scalar, times
-from tfdist.keras_internals.loss_marks import patch_layer_outputs
-from tfdist.keras_internals.loss_scaling import LossStep
-from tfdist.keras_internals.metric_updates import patch_metric_updates
+from tfdist.keras_internals.loss_scaling import LossStep, divided, is_scalar, times
 from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
 from tfdist.tensorflow_internals.sample_degrees import is_symbolic
@@ -221,3 +218,80 @@ def means_of_outputs(model: Any) -> list[tuple[Any, Any]]:
     """Returns the variables (total, count) of the mean of each output's loss, if the model has several outputs."""
     compiled = model._compile_loss
     return [] if compiled is None else [(mean.total, mean.count) for mean in compiled.metrics]
+
+
+def patch_layer_outputs(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes batch normalization and scaled losses known to `current_step()` while a step is running.
+
+    Normalized samples count as values of these samples alone: the statistics of a batch are those of the replica, which
+    Keras documents, or those of all replicas. A scaled loss in a mixed precision is the loss.
+
+    May be called more than once, for different steps.
+    """
+    normalize, scale_loss = keras.layers.BatchNormalization.call, keras.optimizers.LossScaleOptimizer.scale_loss
+
+    @functools.wraps(normalize)
+    def normalize_samples(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        step, outputs = current_step(), normalize(self, inputs, *args, **kwargs)
+        if step is not None:
+            step.mark_samples(outputs, inputs)
+        return outputs
+
+    @functools.wraps(scale_loss)
+    def scale_known_loss(self: Any, loss: Any) -> Any:
+        step, scaled = current_step(), scale_loss(self, loss)
+        return scaled if step is None else step.mark_like(scaled, loss)
+
+    keras.layers.BatchNormalization.call = normalize_samples
+    keras.optimizers.LossScaleOptimizer.scale_loss = scale_known_loss
+
+
+def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
+    """Makes `keras.metrics.Mean` and `Sum` count a scalar once for the global batch while a step is running.
+
+    A step of one process adds its loss to a `Mean` as one value. Each of several replicas adds a part of the loss, or
+    the mean over its own samples; both become the mean, with the replica's fraction of the samples as its weight. So
+    the sums over the replicas are the loss, and a count of 1. Whole numbers and booleans are counted as Keras does. A
+    scalar that cannot be followed counts as a mean in `Mean`, and as a part in `Sum`.
+
+    May be called more than once, for different steps.
+    """
+    update_mean, update_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
+
+    def counts_once(values: Any) -> LossStep | None:
+        step = current_step()
+        if step is None or values is step.unweighted:
+            return None
+        if not (isinstance(values, float) or tf.as_dtype(getattr(values, "dtype", tf.int32)).is_floating):
+            return None
+        shape = getattr(values, "shape", ())
+        is_known_scalar = getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) == 0
+        return step if is_known_scalar and not isinstance(values, (list, tuple)) else None
+
+    @functools.wraps(update_mean)
+    def update_mean_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = counts_once(values)
+        if step is None:
+            return update_mean(self, values, sample_weight)
+        return update_mean(self, step.mean_of(values), _part_of_weight(step, sample_weight))
+
+    @functools.wraps(update_sum)
+    def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = counts_once(values)
+        mean = None if step is None else step.mean_if_known(values)
+        if step is None or mean is None:
+            return update_sum(self, values, sample_weight)
+        return update_sum(self, times(mean, _part_of_weight(step, sample_weight)))
+
+    keras.metrics.Mean.update_state = update_mean_by_share
+    keras.metrics.Sum.update_state = update_sum_by_share
+
+
+def _part_of_weight(step: LossStep, sample_weight: Any) -> Any:
+    """Returns the weight of a scalar as a part: the parts add up to the weight that one process gives the scalar."""
+    if sample_weight is None:
+        return step.weight
+    is_count = isinstance(sample_weight, int) and sample_weight == step.number_of_samples
+    if is_count or not is_scalar(sample_weight) or step.degree(sample_weight) != 0:
+        return sample_weight
+    return times(tf.cast(sample_weight, tf.float32), step.weight)

@@ -1,4 +1,4 @@
-"""Keras optimizers whose slots are split over the replicas: which ones can be, and how their slots are created."""
+"""Optimizers whose slots are split over the replicas: which can be, what a replica owns, moving averages of weights."""
 
 import functools
 import weakref
@@ -10,10 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.sharded_averages import patch_sharded_averages
 from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
-from tfdist.keras_internals.state_ownership import owns_whole_variables
 from tfdist.private_symbols import private
 
 for _path, _why in {
@@ -214,3 +213,88 @@ def _spec(optimizer: Any, variable: Any) -> tf.TensorSpec:
     # What is overwritten by its gradient (float8's scales) has no slots and no update.
     is_value = optimizer._overwrite_variable_with_gradient(variable)
     return tf.TensorSpec([0] if is_value else variable.shape, variable.dtype)
+
+
+# tfdist does these itself, on parts, so that those of a subclass would have no effect.
+_REPLACED = {
+    "_backend_apply_gradients": "the order of an update",
+    "_clip_gradients": "clipping, which needs the gradients of all variables",
+    "_overwrite_model_variables_with_average_value": "the averages of weights",
+    "_update_model_variables_moving_average": "the averages of weights",
+    "add_variable_from_reference": "how slots are created",
+}
+
+
+def owns_whole_variables(optimizer: Any) -> bool | None:
+    """Whether a replica has to own whole variables, because an update of a value may use others of the variable.
+
+    Returns:
+        `None` if the optimizer has no slots, because it leaves updates to other optimizers.
+
+    Raises:
+        ValueError: If its state cannot be split.
+    """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return None
+    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # both with what tfdist has put there
+    own = next((name for name in _REPLACED if getattr(cls, name) is not getattr(stock, name)), None)
+    if own is None:
+        return not is_of_each_value(optimizer)
+    raise ValueError(
+        "`shard_optimizer_state=True` replaces a method that the optimizer's class defines. Received: "
+        f"{type(optimizer).__name__}, which defines {own}: {_REPLACED[own]}. Expected: a class that defines "
+        "`update_step`, `build` or `apply` alone. Create the strategy without `shard_optimizer_state`."
+    )
+
+
+for _path, _why in {
+    "keras.src.callbacks.swap_ema_weights:SwapEMAWeights._tf_swap_variables": "adds to a `tf.Variable` of the average",
+    "keras.src.callbacks.swap_ema_weights:SwapEMAWeights._tf_finalize_ema_values": "assigns to it",
+}.items():
+    private(_path, _why)
+
+
+def patch_sharded_averages(is_split: Callable[[Any], bool]) -> None:
+    """Makes Keras copy whole averages, gathered from all workers, where it copies between weights and averages.
+
+    Args:
+        is_split: Whether the averages of an optimizer are split.
+    """
+    callback = keras.callbacks.SwapEMAWeights
+
+    def unless_split(owner: Any, name: str, copy: Callable[[Any, Any], None]) -> None:
+        stock = getattr(owner, name)
+
+        @functools.wraps(stock)
+        def copy_all(self: Any, argument: Any) -> Any:
+            optimizer = self if owner is TFOptimizer else argument
+            if not is_split(optimizer):
+                return stock(self, argument)
+            variables = argument if owner is TFOptimizer else optimizer._trainable_variables
+            averages = optimizer._model_variables_moving_average
+            for variable in variables:  # without those that were frozen, with those of other optimizers
+                position = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+                average = None if position is None else averages[position]
+                if average is not None:
+                    copy(variable, average)
+            return None
+
+        setattr(owner, name, copy_all)
+
+    unless_split(TFOptimizer, "_overwrite_model_variables_with_average_value", _overwrite)
+    unless_split(callback, "_tf_swap_variables", _swap)
+    unless_split(callback, "_tf_finalize_ema_values", _keep)
+
+
+def _overwrite(variable: Any, average: Any) -> None:
+    variable.assign(average.read_value())
+
+
+def _swap(variable: Any, average: Any) -> None:
+    weight = tf.identity(variable)
+    variable.assign(average.read_value())
+    average.assign(weight)
+
+
+def _keep(variable: Any, average: Any) -> None:
+    average.assign(tf.identity(variable))

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
-from tfdist.keras_internals.placed_updates import decay_weights
+from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.private_symbols import private
 

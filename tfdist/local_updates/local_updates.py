@@ -13,11 +13,11 @@ from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.exchange_progress import ExchangeProgress
 from tfdist.local_updates.fragments import Fragment
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.replica_values import assign, read
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
+from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
 
 _KEPT_FUNCTIONS = 4
 
@@ -229,3 +229,30 @@ class LocalUpdate:
     def update(self, apply: Callable[[], None]) -> None:
         """Runs `apply`, an update of this worker's weights, and the exchanges that follow it."""
         self._synced.update(apply, is_certain=not tf.is_tensor(self._samples_of_step()))
+
+
+_LOOK_SECONDS = 2.0
+
+
+class ExchangeProgress:
+    """The exchanges that workers have started, in the key-value store of the cluster."""
+
+    def __init__(self, name: str, rank: int, num_workers: int) -> None:
+        """Prepares a worker. `name` is unique in the cluster, and the same on all workers."""
+        self._name, self._rank, self._num_workers = name, rank, num_workers
+        self._noted = -1
+
+    def late_workers(self, exchange: int) -> str:
+        """Notes that this worker has started an exchange; called again for it, names the workers that have not."""
+        if exchange > self._noted:
+            set_key_value(self._key(exchange, self._rank), "")
+            if self._noted >= 1:  # all have started the exchange before the last one, which this worker has ended
+                delete_key_value(self._key(self._noted - 1, self._rank))
+            self._noted = exchange
+            return ""
+        others = [rank for rank in range(self._num_workers) if rank != self._rank]
+        late = [rank for rank in others if not wait_for_key_until(self._key(exchange, rank), _LOOK_SECONDS)]
+        return ", ".join(f"worker {rank}" for rank in late)
+
+    def _key(self, exchange: int, rank: int) -> str:
+        return f"{self._name}/{exchange}/{rank}"

@@ -1,4 +1,4 @@
-"""A function of one replica that all columns call in one graph: traced once, and cut at its exchanges into parts.
+"""A function of one replica that all columns call in one graph, cut at its exchanges, and what columns send there.
 
 Each column calls the same parts, which TensorFlow optimizes by themselves, so equal tensors give bit-identical results.
 """
@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compression import Group
-from tfdist.model_parallel.column_exchange import EXCHANGES
+from tfdist.model_parallel.columns import summed_over_columns
+from tfdist.model_parallel.transfers import WEIGHT_GRADIENT, record_transfer
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 _NO_EXCHANGE = -1  # the number of the part for what depends on constants alone, which each part computes itself
@@ -270,3 +271,48 @@ def _operation(name: str) -> str:
 
 def _full_name(name: str) -> str:
     return name if ":" in name else f"{name}:0"
+
+
+def sum_of_columns(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Returns for each column the sum of the columns' tensors."""
+    return summed_over_columns(tensors, devices, [WEIGHT_GRADIENT])
+
+
+def gather_columns(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Returns for each column the tensors of all columns, one after another along axis 0."""
+    gathered = []
+    for device in devices:
+        record_transfer(WEIGHT_GRADIENT, tensors, device)
+        with tf.device(device):
+            gathered.append(tf.concat(list(tensors), 0))
+    return gathered
+
+
+def exchange_slices(slices: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Sends slice `i` of each column to column `i`.
+
+    Args:
+        slices: By column, of shape `[columns, length]`.
+        devices: By column.
+
+    Returns:
+        By column, the slices that it has received, in the order of the columns.
+    """
+    sent = []
+    for tensor, device in zip(slices, devices, strict=True):
+        with tf.device(device):
+            sent.append(tf.unstack(tensor, num=len(devices)))
+    received = []
+    for index, device in enumerate(devices):
+        slices_of_all = [of_column[index] for of_column in sent]
+        record_transfer(WEIGHT_GRADIENT, slices_of_all, device)
+        with tf.device(device):
+            received.append(tf.stack(slices_of_all))
+    return received
+
+
+EXCHANGES: dict[str, Callable[[Sequence[tf.Tensor], Sequence[str]], list[tf.Tensor]]] = {
+    "sum": sum_of_columns,
+    "gather": gather_columns,
+    "exchange": exchange_slices,
+}

@@ -12,9 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.optimizer_overrides import has_own_update_step, has_own_weight_decay
+from tfdist.keras_internals.keras_updates import averages_of, has_own_update_step, has_own_weight_decay
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_updates import averages_of
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
 
 

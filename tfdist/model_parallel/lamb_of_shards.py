@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.model_parallel.columns import Columns

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_arithmetic import times
-from tfdist.keras_internals.loss_scaling import LossStep
+from tfdist.keras_internals.loss_scaling import LossStep, times
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 

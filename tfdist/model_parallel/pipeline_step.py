@@ -1,9 +1,9 @@
-"""One step of a model in stages: training, testing or predicting a batch in micro-batches."""
+"""One step of a model in stages: a batch in micro-batches, their results and gradients, losses of regularizers."""
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,25 +14,23 @@ from tfdist.keras_internals.compiled_loss import overrides_compute_loss, update_
 from tfdist.keras_internals.compiled_outputs import accuracies_of_choices
 from tfdist.keras_internals.keras_symbols import set_mask
 from tfdist.keras_internals.model_introspection import batch_statistics, seed_states
+from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
-from tfdist.model_parallel.batch_rows import are_even, micro_batches_of
-from tfdist.model_parallel.column_gradients import by_column, gradients_of
-from tfdist.model_parallel.column_reduction import ColumnReduction
+from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
+from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
 from tfdist.model_parallel.column_run import ColumnRun, added
 from tfdist.model_parallel.columns import Columns
-from tfdist.model_parallel.joined_rows import JoinedRows
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
 from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
-from tfdist.model_parallel.regularization import regularization_losses
 from tfdist.model_parallel.sharded_run import ShardedColumnRun
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction
 from tfdist.model_parallel.stage_functions import StageFunction, StageKind
 from tfdist.model_parallel.stages import ModelStages
 from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, Transfers, record_transfer
-from tfdist.model_parallel.update import loss_scale_of, update_columns, updates_weights
+from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, WEIGHT_GRADIENT, Transfers, record_transfer
+from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns, updates_weights
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -285,3 +283,109 @@ class _Batch:
                 logs = self._model.compute_metrics(self.x, y, y_pred, sample_weight=sample_weight)
         self._joined.record()
         return logs
+
+
+def regularization_losses(
+    variables: Sequence[keras.Variable], scale: tf.Tensor | None
+) -> Iterator[tuple[int, tf.Tensor, Any]]:
+    """Yields for each regularized variable its index, the loss and, with a `scale`, the gradient of the scaled loss."""
+    for index, variable in enumerate(variables):
+        if getattr(variable, "regularizer", None) is None:
+            continue
+        held = held_variable(variable)
+        with tf.device(held.device):
+            value = held.read_value()
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(value)
+                loss = tf.reduce_sum(variable.regularizer(value))  # Keras adds the elements of other shapes
+            given = None if scale is None else tf.cast(scale, loss.dtype)
+            gradient = None if scale is None else tape.gradient(loss, value, given)
+            loss = tf.cast(loss, tf.float32)
+        yield index, loss, gradient
+
+
+class JoinedRows:
+    """The tensors of a batch that were joined in one step."""
+
+    def __init__(self, parts: Sequence[MicroBatch], rows: int | None, device: str) -> None:
+        """Starts with none.
+
+        Args:
+            parts: All micro-batches, in order.
+            rows: The number of rows of the batch; None if it is not static.
+            device: Where they are joined.
+        """
+        self._parts, self._rows, self._device = parts, rows, device
+        self._joined: list[tuple[str, tf.Tensor, Sequence[tf.Tensor]]] = []
+
+    def join(self, kind: str, of_micro_batches: Sequence[Any]) -> Any:
+        """Returns the rows of the batch; None for None.
+
+        Args:
+            kind: As what `record` records them.
+            of_micro_batches: By micro-batch its rows, or None.
+        """
+        if of_micro_batches[0] is None:
+            return None
+        with tf.device(self._device):
+            own = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
+            tensor = tf.concat(own, 0)
+            if tensor.shape[0] is None and self._rows is not None:
+                tensor = tf.ensure_shape(tensor, [self._rows, *tensor.shape[1:]])
+        self._joined.append((kind, tensor, of_micro_batches))
+        return tensor
+
+    def record(self, returned: Collection[tf.Tensor] = ()) -> None:
+        """Records as sent what is used, or `returned` by the step. TensorFlow removes the rest from the step."""
+        kept = {tensor.ref() for tensor in returned}
+        for kind, tensor, of_micro_batches in self._joined:
+            if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
+                for part, one in zip(self._parts, of_micro_batches, strict=True):
+                    record_transfer(kind, [one], self._device, rows=part.num_rows)
+
+
+def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequence[Any]) -> list[ColumnGradient]:
+    """Returns the gradients of the loss of a batch, for each trainable variable those of the columns that sum them.
+
+    These are all columns. Of columns that share a copy of the model, each sums its own gradients with those of the
+    columns in the same place: first all variables of the first place follow each other, then those of the next one.
+
+    Args:
+        model: The Keras model.
+        stages: Its stages.
+        columns: Its columns.
+        runs: By column, what it has computed.
+    """
+    of_columns = [_of_variables(stages, columns, run, column) for column, run in enumerate(runs)]
+    unscale, gradients = unscaling_of(model.optimizer), []
+    paths = OptimizerUpdate(model.optimizer, model.trainable_variables).paths
+    for place in range(columns.ways):
+        for variable, path in zip(model.trainable_variables, paths, strict=True):
+            devices = columns.devices_of(variable)[place :: columns.ways]
+            found: list[Any] = []
+            for totals, device in zip(of_columns[place :: columns.ways], devices, strict=True):
+                with tf.device(device):
+                    total = totals.get(id(variable))
+                    found.append(None if total is None else unscale(total))
+            replicas, is_split = tuple(range(place, len(columns), columns.ways)), id(variable) in columns.axes
+            shape = columns.shape_of_part(variable)
+            gradients.append(ColumnGradient(path, shape, is_split, replicas, devices, found))
+    return gradients
+
+
+def by_column(sums: Sequence[Sequence[Any]], columns: Columns) -> list[list[Any]]:
+    """Returns by column and variable the sums of the gradients that `gradients_of` returns."""
+    count = len(sums[0]) // columns.ways
+    return [list(of_copy[first : first + count]) for of_copy in sums for first in range(0, len(of_copy), count)]
+
+
+def _of_variables(stages: ModelStages, columns: Columns, run: Any, column: int) -> dict[int, Any]:
+    """Sums a column's gradients over the stages that share a variable, on the device that holds it."""
+    totals: dict[int, Any] = {}
+    for stage, values, gradients in zip(stages.stages, run.values, run.gradients, strict=True):
+        for position, gradient in zip(values.trainable, gradients, strict=True):
+            key, device = id(stage.variables[position]), columns.devices_of(stage.variables[position])[column]
+            record_transfer(WEIGHT_GRADIENT, [gradient], device)
+            with tf.device(device):
+                totals[key] = added(totals.get(key), gradient)
+    return totals

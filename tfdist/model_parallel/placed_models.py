@@ -1,23 +1,34 @@
-"""The models of a strategy: their stages, and where their variables are."""
+"""The models of a strategy: their stages, where their variables are, and which cannot have split variables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import variables_of_own_loss
 from tfdist.keras_internals.functional_graph import graph_of
+from tfdist.keras_internals.placed_variables import (
+    compiled_optimizer,
+    held_variable,
+    hold,
+    holding,
+    identity_of,
+    optimizers_of,
+)
+from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
-from tfdist.model_parallel.placement import place
-from tfdist.model_parallel.shard_columns import ShardColumns
+from tfdist.model_parallel.placement import MovedVariables, optimizer_variables, place
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.stages import ModelStages, stages_of
-from tfdist.model_parallel.unsupported_layouts import check_split_variables
+from tfdist.tensorflow_internals.placed_strategy import variable_like
+from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 _ATTRIBUTE = "_tfdist_stages"
 
@@ -101,3 +112,122 @@ class PlacedModels:
             check_split_variables(model, placed.columns.axes, name)
         options = (self._pipeline, self._chief, self._reduction, self._counters)
         return PipelineStep(model, placed.stages, placed.columns, *options)
+
+
+_OPTIMIZERS = (
+    *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
+    *(keras.optimizers.Nadam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
+    *(keras.optimizers.Ftrl, keras.optimizers.Lion, keras.optimizers.Lamb),
+    *GATHERING,
+)
+_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+def check_split_variables(model: Any, axes: Mapping[int, int], step: str) -> None:
+    """Raises an error if a step would compute something else on parts of variables than on complete ones.
+
+    Args:
+        model: The Keras model.
+        axes: By the id of a split variable its axis.
+        step: "train_step", "test_step" or "predict_step".
+
+    Raises:
+        ValueError: The message gives the reason and the remedy.
+    """
+    if step != "train_step" or not axes:
+        return
+    optimizer, _ = optimizers_of(model.optimizer)
+    if type(optimizer) not in _OPTIMIZERS:
+        name = type(optimizer).__name__
+        raise ValueError(
+            "An optimizer cannot update split variables, because its update of an element may depend on the complete "
+            f"variable. Received: {name} with a layout map; what it needs is not known. "
+            f"Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave out "
+            "`layout_map`."
+        )
+    for variable in model.trainable_variables:
+        if id(variable) not in axes:
+            continue
+        regularizer, constraint = getattr(variable, "regularizer", None), getattr(variable, "constraint", None)
+        is_elementwise = constraint is None or type(constraint) is keras.constraints.NonNeg
+        if not is_elementwise or not (regularizer is None or type(regularizer) in _REGULARIZERS):
+            found = regularizer if is_elementwise else constraint
+            raise ValueError(
+                "A split variable has a regularizer or constraint that needs all of it. Received: "
+                f"{type(found).__name__} of {variable.path!r}. Expected: the regularizers L1, L2 and L1L2 and the "
+                "constraint NonNeg. Exclude this path from the layout map, or replace them."
+            )
+
+
+class ShardColumns(Columns):
+    """The columns of a model with a layout: those with numbers from `g * ways` on are group `g`."""
+
+    def __init__(self, devices: Sequence[Sequence[str]], layout: ShardLayout) -> None:
+        """Creates the columns.
+
+        Args:
+            devices: By column and stage.
+            layout: Which variables are split.
+        """
+        super().__init__(devices)
+        self._layout, self.ways = layout, layout.ways
+        self.axes: Mapping[int, int] = {}
+
+    def move_parts(self, model: Any, stages: ModelStages) -> None:
+        """Moves variables that were created in parts, and their slots, to the devices of their stages."""
+        calls = [call for stage in stages.stages for call in stage.calls]  # not what only the loss uses
+        self.axes = self._layout.axes_of(variable for call in calls for variable in call.variables)
+        self._layout.warn_of_unused_keys()
+        moved, stage_of = MovedVariables(), {}
+        for variable in stages.variables:
+            held = held_variable(variable)
+            stage_of[identity_of(held)] = stages.owner[id(variable)] if id(variable) in self.axes else None
+            self._move(variable, stage_of[identity_of(held)], moved)
+        optimizer = compiled_optimizer(model)
+        for slot in optimizer_variables(optimizer) if optimizer is not None else []:
+            weight = self.weight_of_slot.get(identity_of(held_variable(slot)), "")
+            self._move(slot, stage_of.get(weight), moved)
+        moved.warn_if_used()
+
+    def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
+        held = held_variable(variable)
+        if not isinstance(held, ShardedVariable) or held.is_placed:
+            return
+        if stage is None:  # no layer of a stage uses it: it is complete, as others
+            moved.add(variable, *held.shards)
+            hold(variable, variable_like(held, held.device))
+        else:
+            moved.add(variable, *held.place(self._groups(stage)))
+
+    def copy(self, model: Any, stages: ModelStages) -> None:
+        """Splits variables and their slots, and creates the missing copies of others."""
+        split = {identity_of(held_variable(one)): one for one in stages.variables if id(one) in self.axes}
+        for variable in stages.variables:
+            if id(variable) in self.axes:
+                self._split(variable, self.axes[id(variable)])
+        optimizer = compiled_optimizer(model)
+        for slot in optimizer_variables(optimizer) if optimizer is not None else []:
+            beside = split.get(self.weight_of_slot.get(identity_of(held_variable(slot)), ""))
+            if beside is not None and tuple(slot.shape) == tuple(beside.shape):
+                self._split(slot, self.axes[id(beside)], is_slot=True)
+        super().copy(model, stages)
+
+    def _split(self, variable: Any, axis: int, *, is_slot: bool = False) -> None:
+        held = held_variable(variable)
+        if isinstance(held, ShardedVariable):
+            return
+        groups = self._groups(self.devices[0].index(held.device))
+        hold(variable, ShardedVariable(held, axis, groups, is_slot=is_slot))
+
+    def _groups(self, stage: int) -> list[list[str]]:
+        of_stage = [devices[stage] for devices in self.devices]
+        return [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
+
+    @contextmanager
+    def entered(self, column: int) -> Iterator[None]:
+        """In the body, variables are held by their part or copy in a column."""
+        pairs = [(one, held_variable(one)) for one in self._variables]
+        parts = [(one, held.shards[column]) for one, held in pairs if isinstance(held, ShardedVariable)]
+        copies = [(one, held.copies[column - 1]) for one, held in pairs if not isinstance(held, ShardedVariable)]
+        with holding({id(variable): (variable, held) for variable, held in [*parts, *(copies if column else [])]}):
+            yield

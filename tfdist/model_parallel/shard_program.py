@@ -1,18 +1,16 @@
-"""A stage with its gradient for all devices that share it: traced once, and cut at the exchanges into parts.
+"""A stage with its gradient for all devices that share it: traced once, cut at the exchanges, which it makes.
 
 Each device calls the same parts, which TensorFlow optimizes by themselves, so whole tensors stay bit-identical.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.model_parallel.column_program import keep_alive, parts_of
-from tfdist.model_parallel.shard_exchanges import gathered_from_shards, summed_over_shards
+from tfdist.model_parallel.column_program import keep_alive, part_of, parts_of
 from tfdist.model_parallel.shard_group import SEED, SUM, ShardGroup
-from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT
-from tfdist.model_parallel.urgent_parts import urgent_first
+from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, record_transfer
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -161,3 +159,108 @@ def _name(tensor: Any) -> Any:
 
 def _filled(names: Any, tensors: dict[str, tf.Tensor]) -> Any:
     return tf.nest.map_structure(lambda name: None if name is None else tensors[name], names)
+
+
+def summed_over_shards(tensors: Sequence[tf.Tensor], devices: Sequence[str], kind: str, rows: Any) -> list[tf.Tensor]:
+    """Returns for each device the sum of all tensors, bit-identical.
+
+    Each device adds one slice of all tensors and sends the sum to the others: `2 (k - 1) / k` of the size in total, as
+    in a ring. With two devices, or an axis of features that is not divisible, each sends its tensor to all others.
+
+    Args:
+        tensors: By device, of equal shapes.
+        devices: Their full names.
+        kind: As what the transfers are recorded.
+        rows: The size of the first axis if it is not static.
+    """
+    ways, width = len(devices), tensors[0].shape[-1] if tensors[0].shape.rank else None
+    if ways == 2 or width is None or width % ways:
+        return _for_each(devices, kind, rows, list(tensors), tf.add_n)
+    slices = []
+    for tensor, device in zip(tensors, devices, strict=True):
+        with tf.device(device):
+            slices.append(tf.split(tensor, ways, -1))
+    partial = []
+    for index, device in enumerate(devices):
+        received = [of_device[index] for of_device in slices]
+        record_transfer(kind, received, device, rows=rows)
+        with tf.device(device):
+            partial.append(tf.add_n(received))
+    return _for_each(devices, kind, rows, partial, lambda sums: tf.concat(sums, -1))
+
+
+def gathered_from_shards(tensors: Sequence[tf.Tensor], devices: Sequence[str], kind: str, rows: Any) -> list[tf.Tensor]:
+    """Returns for each device the tensors of all, stacked along a new first axis. Arguments: `summed_over_shards`."""
+    return _for_each(devices, kind, rows, list(tensors), tf.stack)
+
+
+def _for_each(
+    devices: Sequence[str], kind: str, rows: Any, sent: list[tf.Tensor], combine: Callable[..., tf.Tensor]
+) -> list[tf.Tensor]:
+    results = []
+    for device in devices:
+        record_transfer(kind, sent, device, rows=rows)
+        with tf.device(device):
+            results.append(combine(sent))
+    return results
+
+
+# Without one of these a remainder takes no longer than the call of a function.
+_COSTLY = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul", "UnsortedSegmentSum"))
+
+
+def urgent_first(graph: Any, definition: Any, part: Any, sent: str) -> list[Any]:
+    """Returns what a sent tensor needs as one function, and the rest of a part as another one.
+
+    Args:
+        graph: The graph of the traced function.
+        definition: Its `tf.compat.v1.GraphDef`.
+        part: One of its parts, before an exchange; or None.
+        sent: The name of the tensor that the exchange sends.
+
+    Returns:
+        The functions in the order of their calls; the part alone if there is no costly rest.
+    """
+    if part is None or sent not in part.outputs:
+        return [part]
+    inner = part.operations
+    own = [one for one in graph.get_operations() if one.name in inner]
+    given = set(part.inputs)
+    depends: set[str] = set()
+    for one in own:  # the others depend on constants alone
+        if any(tensor.name in given or tensor.op.name in depends for tensor in one.inputs):
+            depends.add(one.name)
+    first = _needed([graph.get_tensor_by_name(sent).op], inner, given)
+    rest = [one for one in own if one.name in depends and one.name not in first]
+    if not any(one.type in _COSTLY for one in rest):
+        return [part]
+    later = {one.name for one in rest}
+    constants = _needed(
+        [tensor.op for one in rest for tensor in one.inputs if tensor.op.name not in depends], inner, given
+    )
+    kept = [one for one in own if one.name not in later]  # also what nothing needs, such as prints
+    passed = {tensor.name for one in rest for tensor in one.inputs if tensor.op.name in depends - later}
+    wanted = {*part.outputs, *passed}
+    return [
+        part_of(definition, {one.name for one in kept}, _inputs(kept, given), _results(kept, wanted)),
+        part_of(definition, later | constants, _inputs(rest, given | passed), _results(rest, wanted)),
+    ]
+
+
+def _needed(operations: Sequence[Any], inner: Collection[str], given: Collection[str]) -> set[str]:
+    """Returns the names of `operations`, and of those in `inner` whose data they need."""
+    found, waiting = set(), list(operations)
+    while waiting:
+        one = waiting.pop()
+        if one.name in inner and one.name not in found:
+            found.add(one.name)
+            waiting += [tensor.op for tensor in one.inputs if tensor.name not in given]
+    return found
+
+
+def _inputs(operations: Sequence[Any], given: Collection[str]) -> list[tf.Tensor]:
+    return list({one.name: one for operation in operations for one in operation.inputs if one.name in given}.values())
+
+
+def _results(operations: Sequence[Any], wanted: Collection[str]) -> list[tf.Tensor]:
+    return [tensor for operation in operations for tensor in operation.outputs if tensor.name in wanted]

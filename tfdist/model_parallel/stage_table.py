@@ -1,10 +1,13 @@
 """Shows the stages of a model as a table."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable
 from tfdist.model_parallel.layer_costs import elements_of, layer_costs
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import most_held
@@ -60,3 +63,19 @@ def _sent_bytes(stages: ModelStages, stage: Stage, tensor: Any) -> int:
     """What a stage sends to others of one sample of a tensor."""
     receivers = sum(any(tensor is given for given in other.inputs) for other in stages.stages[stage.index + 1 :])
     return receivers * elements_of(tensor) * tf.as_dtype(tensor.dtype).size
+
+
+def variable_bytes_by_device(model: Any) -> dict[str, int]:
+    """Returns by the full name of a device the bytes of weights and of the optimizer's variables on it.
+
+    Args:
+        model: A Keras model. Its copies in other columns, and the parts of split variables, count where they are.
+    """
+    optimizer = compiled_optimizer(model)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    found: dict[str, int] = defaultdict(int)
+    for variable in {id(one): one for one in variables}.values():
+        held = held_variable(variable)
+        for one in getattr(held, "shards", None) or (held, *getattr(held, "copies", ())):
+            found[one.device] += math.prod(one.shape) * one.dtype.size
+    return dict(found)

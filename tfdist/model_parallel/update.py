@@ -10,13 +10,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_updates import (
+from tfdist.keras_internals.keras_updates import (
     averaged_variables,
     clip_by_norm,
     count_micro_step,
     positions_of_gradients,
 )
+from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.model_parallel.column_run import added

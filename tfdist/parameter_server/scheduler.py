@@ -6,8 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.cluster_coordinator import is_done
-from tfdist.tensorflow_internals.preferred_workers import preferring
+from tfdist.tensorflow_internals.cluster_coordinator import is_done, preferring
 
 _POLL_SECONDS = 0.0005
 _SLOW_POLL_SECONDS = 0.005

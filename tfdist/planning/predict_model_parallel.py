@@ -4,15 +4,12 @@ import dataclasses
 import functools
 import itertools
 
-from tfdist.planning.conditions import Conditions
+from tfdist.planning.cost_terms import Conditions, Prediction, copy_bytes, expected_slowest
 from tfdist.planning.group_exchanges import exchange_of, wire_bytes
 from tfdist.planning.link_costs import collective_seconds, sent_bytes
 from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
-from tfdist.planning.memory_costs import copy_bytes
 from tfdist.planning.pipeline_costs import live_micro_batches, pipeline_seconds
-from tfdist.planning.prediction import Prediction
 from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
-from tfdist.planning.stragglers import expected_slowest
 from tfdist.planning.transfer_costs import TransferCosts
 from tfdist.utils.balanced_starts import balanced_starts
 

@@ -7,8 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.functional_graph import FunctionalGraph, graph_of
-from tfdist.model_parallel.layer_costs import elements_of, estimated_cost
-from tfdist.model_parallel.measured_costs import measured_costs
+from tfdist.model_parallel.layer_costs import elements_of, estimated_cost, measured_costs
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.planning.measurements import LayerMeasurement
 

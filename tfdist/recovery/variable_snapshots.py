@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.model_state import components
+from tfdist.keras_internals.model_state import components, updating_optimizers
 from tfdist.keras_internals.symbolic_build import build_for_training
 from tfdist.recovery.accumulator_conversion import (
     accumulation_progress,
@@ -23,7 +23,6 @@ from tfdist.recovery.compatibility import (
 )
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.local_state import complete_exchanges, create_anchors, resume_local_updates
 from tfdist.recovery.random_generators import create_generators
 from tfdist.recovery.resharding import group_by_variable, replica_name, reshard
 from tfdist.recovery.variable_names import (
@@ -297,3 +296,21 @@ class VariableSnapshots:
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
+
+
+def create_anchors(model: Any) -> None:
+    """Creates the variables of local updates, which the first update would create."""
+    if (updates := training_strategy(model.distribute_strategy).local_updates) is not None:
+        updates.prepare(updating_optimizers(model))
+
+
+def complete_exchanges(strategy: Any) -> None:
+    """Waits for exchanges that are under way, which change residuals and whose sums are saved."""
+    if (updates := training_strategy(strategy).local_updates) is not None:
+        updates.hold()
+
+
+def resume_local_updates(strategy: Any, *, same_workers: bool) -> None:
+    """Continues with restored variables; on other workers from the last exchange."""
+    if (updates := training_strategy(strategy).local_updates) is not None:
+        updates.resume(same_workers=same_workers)

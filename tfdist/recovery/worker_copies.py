@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.recovery.host_copies import HostCopies
-from tfdist.recovery.tensor_slices import TensorSlice, slice_spec
 from tfdist.recovery.worker_calls import call_workers, host_of, own_task, task_of
-from tfdist.recovery.worker_tensors import parts_of
+from tfdist.recovery.worker_tensors import TensorSlice, parts_of, slice_spec
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 Json = dict[str, Any]

@@ -15,7 +15,6 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
 from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import shared_operations
-from tfdist.training.accumulators import add, added
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step, current_timing
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
@@ -293,3 +292,19 @@ def _contributes() -> Any:
     if step is None or step.contributes is True:
         return None
     return tf.convert_to_tensor(step.contributes)
+
+
+def add(accumulator: tf.Variable, gradient: Any) -> None:
+    """Adds a gradient, dense or `tf.IndexedSlices`, to an accumulator."""
+    if isinstance(gradient, tf.IndexedSlices):
+        accumulator.scatter_add(gradient)
+    else:
+        accumulator.assign_add(tf.cast(gradient, accumulator.dtype))
+
+
+def added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
+    """Returns the sum of an accumulator and a gradient, and leaves the accumulator unchanged."""
+    total = tf.convert_to_tensor(accumulator)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], gradient.values)
+    return total + tf.cast(gradient, total.dtype)

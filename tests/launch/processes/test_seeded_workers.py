@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tfdist.launch.processes.seeded_environment import seeded_environment
+from tfdist.launch.processes.worker_process import seeded_environment
 
 # NumPy is imported late, and a library of the program's own draws while it is imported.
 DRAWS = """

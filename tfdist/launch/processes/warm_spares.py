@@ -6,8 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.launch.processes.seeded_environment import has_started
-from tfdist.launch.processes.worker_process import WorkerProcess
+from tfdist.launch.processes.worker_process import WorkerProcess, has_started
 
 _PROGRAM = str(Path(__file__).with_name("warm_spare_main.py"))
 _MAX_FAILURES = 3

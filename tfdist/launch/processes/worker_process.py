@@ -9,11 +9,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tfdist.cluster import ClusterConfig
+from tfdist.cluster import SEED_VARIABLE, ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
 from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
 from tfdist.launch.processes.run_policy import AttemptStart
-from tfdist.launch.processes.seeded_environment import seeded_environment
 from tfdist.launch.run_config import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
@@ -195,3 +194,29 @@ class WorkerEnvironments:
         return {
             rank: {**common, **hidden[rank], "TF_CONFIG": config.to_tf_config()} for rank, config in configs.items()
         }
+
+
+_START_UP = str(Path(__file__).with_name("start_up"))
+_HASH_SEED = "PYTHONHASHSEED"
+
+
+def seeded_environment(environ: Mapping[str, str], seed: int) -> dict[str, str]:
+    """Returns `environ` for a process whose generators start from `seed`; see `start_up/sitecustomize.py`.
+
+    Python's hashes of strings, and so the order of sets, follow from the seed, too, unless PYTHONHASHSEED is set.
+
+    >>> seeded = seeded_environment({"PYTHONPATH": "/mine", "PYTHONHASHSEED": "random"}, 7)
+    >>> seeded["TFDIST_SEED"], seeded["PYTHONHASHSEED"], seeded["PYTHONPATH"].endswith("start_up:/mine")
+    ('7', 'random', True)
+    >>> has_started(seeded)["PYTHONPATH"]
+    '/mine'
+    """
+    path = os.pathsep.join(filter(None, [_START_UP, environ.get("PYTHONPATH")]))
+    return {_HASH_SEED: str(seed), **environ, SEED_VARIABLE: str(seed), "PYTHONPATH": path}
+
+
+def has_started(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment of `seeded_environment` as it is in the process once Python has started."""
+    rest = environ["PYTHONPATH"].removeprefix(_START_UP).removeprefix(os.pathsep)
+    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return {**others, "PYTHONPATH": rest} if rest else others

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import count_workers, run_roles
-from tfdist.launch.processes.active_clock import ActiveClock
+from tfdist.launch.processes.heartbeat_monitor import ActiveClock
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
