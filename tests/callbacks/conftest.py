@@ -1,6 +1,7 @@
 """Reads TensorBoard's event files; replaces the clock of step times."""
 
 import pathlib
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -34,9 +35,9 @@ def curves() -> Callable[..., dict[str, list[tuple[int, float]]]]:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock by which steps are timed: a test sets `now`, in seconds."""
-    from tfdist.callbacks import training_monitor as scalar_sources
+    from tfdist.callbacks import training_monitor
 
-    clock = SimpleNamespace(now=0.0)
+    clock = SimpleNamespace(now=0.0, time=time.time, time_ns=time.time_ns)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr(scalar_sources, "time", clock)
+    monkeypatch.setattr(training_monitor, "time", clock)
     return clock

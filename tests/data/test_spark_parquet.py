@@ -4,6 +4,7 @@ import gc
 import shutil
 
 import pytest
+from local_spark import spark_session
 
 from tfdist.data import from_spark
 
@@ -18,13 +19,12 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def rows():
     from pyspark.ml.feature import VectorAssembler
-    from pyspark.sql import SparkSession, functions
+    from pyspark.sql import functions
 
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-    columns = ["id", (functions.col("id") * 0.5).alias("a"), functions.timestamp_seconds("id").alias("t")]
-    frame = session.range(0, 50, 1, 3).select(*columns)
-    yield VectorAssembler(inputCols=["a", "id"], outputCol="features").transform(frame)
-    session.stop()
+    with spark_session("local[2]") as session:
+        columns = ["id", (functions.col("id") * 0.5).alias("a"), functions.timestamp_seconds("id").alias("t")]
+        frame = session.range(0, 50, 1, 3).select(*columns)
+        yield VectorAssembler(inputCols=["a", "id"], outputCol="features").transform(frame)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

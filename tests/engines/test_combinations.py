@@ -7,7 +7,7 @@ from pathlib import Path
 
 import engine_functions as functions
 import pytest
-from engine_runs import assert_identical, engine_environment, weights_of_run
+from engine_runs import assert_identical, engine_environment, ray_directory, weights_of_run
 from local_spark import require_spark, spark_environment, spark_session
 
 from tfdist.launch import on_dask, on_ray, on_spark
@@ -40,7 +40,10 @@ REFERENCES = {}
 @contextlib.contextmanager
 def local_ray(directory):
     ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-    with engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
+    with (
+        ray_directory() as variables,
+        engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables),
+    ):
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, logging_level="warning")
         try:
             yield on_ray
