@@ -26,6 +26,7 @@ _KINDS = {"one process": 1, "two workers": 2}
 _BATCH_SIZE, _FEATURES = 32, 64
 _HIDDEN = {"thread": 6000}
 _EPOCH_STEPS = 2000  # the data of longer trainings would be counted as their memory
+_SHORTEST_GROWTH_STEPS = 40_000  # a process reaches its size in the first 10,000
 _FIRST_PORT = 24_300
 _RESULTS = Path(__file__).parent / "results" / "tiny_model.json"
 
@@ -40,8 +41,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank is not None:
         return _serve(arguments.rank)
-    if 0 < arguments.memory_steps < 3 * _EPOCH_STEPS:
-        parser.error(f"--memory-steps: {3 * _EPOCH_STEPS} at least")
+    if 0 < arguments.memory_steps < _SHORTEST_GROWTH_STEPS:
+        parser.error(f"--memory-steps: {_SHORTEST_GROWTH_STEPS} at least")
     kinds = {kind: _start(kind, size) for kind, size in _KINDS.items()}
     try:
         started = {kind: [_read(worker) for worker in workers] for kind, workers in kinds.items()}
