@@ -152,6 +152,13 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         """The number of micro-batches into which each replica splits its part of a training step."""
         return self._micro_batches
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(
+            "MultiWorkerMirroredStrategy cannot be deep copied: it is connected with the other workers. Received: "
+            "`copy.deepcopy` of it, or of an object that holds it. Expected: one strategy for all uses. Pass it on, or "
+            "copy the weights of a model, with `keras.models.clone_model` and `set_weights`."
+        )
+
     def synchronize(self, *models: Any) -> None:
         """Makes weights and batch statistics equal on all workers under `LocalSGD` and `DiLoCo`; else does nothing.
 

@@ -4,6 +4,7 @@ They are for `test_multi_worker_strategy.py` and `test_shared_paths.py`, then fo
 """
 
 import contextlib
+import copy
 import json
 import random
 import sys
@@ -145,6 +146,10 @@ def main(folder: Path) -> None:
         model.fit(data, verbose=0)
     seen["second_digest"] = digest(other)
 
+    try:
+        copy.deepcopy(strategy)
+    except ValueError as error:
+        seen["error_of_a_copy"] = str(error)
     if strategy.rank == 0:  # saving takes no other worker
         model.save(folder / "chief.keras")
     seen["error_of_different_graphs"] = updates_of_different_graphs(strategy)

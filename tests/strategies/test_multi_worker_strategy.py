@@ -54,6 +54,9 @@ class TestOnWorkers:
     def test_one_exchange_an_update(self, seen):
         assert [rank["exchanges_of_an_update"] for rank in seen] == [1, 1]
 
+    def test_a_strategy_cannot_be_copied(self, seen):
+        assert all("cannot be deep copied" in rank["error_of_a_copy"] for rank in seen)
+
     def test_reduce_takes_structures(self, seen):
         assert [rank["reduced"] for rank in seen] == [[4.0, [4.0, 8.0]]] * 2
 
