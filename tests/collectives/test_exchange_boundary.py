@@ -55,6 +55,19 @@ def test_every_dtype_and_shape_is_sent_as_it_is(boundaries, dtype):
             assert gathered.numpy().tobytes() == expected.numpy().tobytes() + other.numpy().tobytes()
 
 
+def test_bits_of_a_shorter_dtype(boundaries):
+    def body(boundary, rank):
+        @tf.function
+        def gather(halves):  # TensorFlow makes one cast, to bytes and back, of these and those of the boundary
+            return tf.bitcast(boundary.all_gather(tf.bitcast(halves, tf.int32)), tf.bfloat16)
+
+        return gather(tf.reshape(cast(np.arange(12) + rank, tf.bfloat16), [1, 6, 2]))
+
+    expected = b"".join(cast(np.arange(12) + rank, tf.bfloat16).numpy().tobytes() for rank in range(2))
+    for gathered in of_workers(boundaries, body):
+        assert gathered.shape == [2, 6, 2] and gathered.numpy().tobytes() == expected
+
+
 def test_rows(boundaries):
     rows = [np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank for rank in range(2)]
 

@@ -277,7 +277,7 @@ class _Lane:
         """Exchanges values of a dtype, as bytes `[..., bytes of the dtype]`; returns the bytes of the result."""
         channel, shape = self._channel, data.shape
         values = data.reshape(-1).view(dtype)
-        values = values.reshape(shape if values.itemsize == 1 else shape[:-1])
+        values = values.reshape(_shape_of_values(shape, values.size))
         if kind == "all-reduce":
             result = channel.all_reduce(values)
         elif kind == "all-gather":
@@ -289,6 +289,12 @@ class _Lane:
         else:
             result = channel.broadcast(values)
         return result.reshape(-1).view(np.uint8).reshape(shape)
+
+
+def _shape_of_values(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Returns the shape of values from that of their bytes: `[..., 2, 2]` where TensorFlow joins casts of bits."""
+    ends = range(len(shape), -1, -1)
+    return next((shape[:end] for end in ends if math.prod(shape[:end]) == count), (count,))
 
 
 def _packed(kind: str, dtype: tf.DType, limit_seconds: float) -> int:
