@@ -131,7 +131,7 @@ def test_other_dtypes_and_unknown_shapes_are_summed_exactly():
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32), tf.TensorSpec([4000], tf.float64)])
     def step(unknown, double):
         class Twice:
-            size = 2
+            size, sends_short_sums_at_once = 2, False
 
             def sum(self, tensor):
                 return tensor * 2
