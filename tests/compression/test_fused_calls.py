@@ -8,8 +8,7 @@ import tensorflow as tf
 from methods import METHODS
 from replica_threads import on_replicas
 
-from tfdist.compression import ErrorFeedback
-from tfdist.compression import block_compressor as fused_calls
+from tfdist.compression import ErrorFeedback, fused_calls
 from tfdist.compression.block_compressor import BlockCompressor
 from tfdist.tensorflow_internals import xla_functions
 

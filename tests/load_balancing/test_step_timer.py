@@ -8,7 +8,7 @@ import tensorflow as tf
 from graph_ancestors import ancestors
 
 from tfdist.load_balancing.step_timer import StepTimer
-from tfdist.tensorflow_internals import independent_operations as graph_clock
+from tfdist.tensorflow_internals import graph_clock
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -3,8 +3,8 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.graph_walks import user_line
 from tfdist.tensorflow_internals.loss_terms import loss_terms
+from tfdist.tensorflow_internals.operation_origins import user_line
 from tfdist.tensorflow_internals.sample_degrees import SampleDegrees
 
 pytestmark = pytest.mark.usefixtures("cpus")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import tensorflow as tf
 
 from tfdist.compression import Group
-from tfdist.tensorflow_internals.independent_operations import after_clocks, read_clock
+from tfdist.tensorflow_internals.graph_clock import after_clocks, read_clock
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _ENCODE, _EXCHANGE, _DECODE = range(3)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.block_compressor import fused
 from tfdist.compression.compressor import Compressor, Group, Payload, Reduced, State, num_elements
+from tfdist.compression.fused_calls import fused
 from tfdist.compression.gradient_tensors import all_finite, flatten, unflatten
 from tfdist.utils.argument_checks import check_whole_number
 

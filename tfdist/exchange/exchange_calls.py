@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 _FORMAT = struct.Struct("!4sBB2xQ24s24s")
 HEADER_BYTES = _FORMAT.size
@@ -18,9 +18,16 @@ def shape_text(shape: Sequence[int]) -> str:
     return text if len(text) <= _TEXT_BYTES else str(math.prod(shape))
 
 
-def differ_in_shape(calls: Iterable[str]) -> bool:
-    """Whether calls, as text, are the same but for the shapes."""
-    return len({tuple(word for place, word in enumerate(call.split()) if place != 3) for call in calls}) == 1
+def differ_in_shape(calls: Collection[str]) -> bool:
+    """Whether calls, as text, are the same but for the shapes.
+
+    >>> differ_in_shape(["all-reduce 7 of 2x3 int32 values", "all-reduce 7 of 3x2 int32 values"])
+    True
+    >>> differ_in_shape(["broadcast 7 of 2x3 int32 values", "broadcast 7 of 2x3 int32 values"])  # of other roots
+    False
+    """
+    without_shapes = {tuple(word for place, word in enumerate(call.split()) if place != 3) for call in calls}
+    return len(without_shapes) == 1 < len(set(calls))
 
 
 @dataclasses.dataclass(frozen=True)

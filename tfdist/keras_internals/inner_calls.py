@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import tree
-from tfdist.keras_internals.layer_calls import LayerCall, initial_scope, layers_inside, replaced_calls
+from tfdist.keras_internals.layer_attributes import layers_inside
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.replaced_calls import initial_scope, replaced_calls
 
 
 @dataclass(frozen=True)

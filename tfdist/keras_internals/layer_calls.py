@@ -1,7 +1,6 @@
-"""LayerCall: one call of a layer or operation in the graph of a model; replaced calls, and attributes of layers."""
+"""LayerCall: one call of a layer or operation in the graph of a model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,75 +89,3 @@ def _constants(operation: Any) -> str:
 
 def _shown(leaf: Any) -> Any:
     return id(leaf) if isinstance(leaf, keras.Variable) else repr(leaf)
-
-
-private("keras.src.layers.layer:Layer._flatten_layers", "the layers inside of a layer")
-
-
-def kernel_of(layer: Any) -> keras.Variable:
-    """Returns the variable of the kernel of a Dense or EinsumDense, whose `kernel` is a value that LoRA may change."""
-    return layer._kernel
-
-
-def table_of(embedding: Any) -> keras.Variable:
-    """Returns the variable of an embedding's table, whose `embeddings` is a value that LoRA may change."""
-    return embedding._embeddings
-
-
-def projections_of(attention: Any) -> list[Any]:
-    """Returns the layers of an attention whose results have an axis of heads: query, key, value and, if any, gate."""
-    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
-    return [vars(attention)[name] for name in names if name in vars(attention)]
-
-
-def output_projection_of(attention: Any) -> Any:
-    """Returns the layer of an attention that joins the heads."""
-    return attention._output_dense
-
-
-def dropout_of(attention: Any) -> Any:
-    """Returns the layer that drops scores of an attention."""
-    return attention._dropout_layer
-
-
-def is_rematerialized(layer: Any) -> bool:
-    """Whether a layer is computed again in the backward pass."""
-    return bool(getattr(layer, "_remat_mode", None))
-
-
-def layers_inside(layer: Any) -> list[Any]:
-    """Returns the layers inside of a layer, also those inside of these, without the layer itself."""
-    return list(layer._flatten_layers(include_self=False))
-
-
-@contextmanager
-def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """In the body, each layer of `calls` computes by the given function instead of its `call`, for inputs of any shape.
-
-    Args:
-        calls: By layer, a function with the arguments of its `call`.
-    """
-    specs = {layer: layer.input_spec for layer in calls}
-    try:
-        for layer, call in calls.items():
-            # Not by `setattr`, which Keras forbids for built layers.
-            vars(layer).update(call=call, _input_spec=None)
-        yield
-    finally:
-        for layer, spec in specs.items():
-            vars(layer).pop("call", None)
-            vars(layer)["_input_spec"] = spec
-
-
-def initial_scope(variables: Any, values: Any) -> Any:
-    """Returns a `keras.StatelessScope` in which variables have values, also of other shapes, such as parts of them.
-
-    It collects losses.
-    """
-    pairs = list(zip(variables, values, strict=True))
-    equal = [(one, value) for one, value in pairs if tuple(one.shape) == tuple(value.shape)]
-    scope = keras.StatelessScope(equal, collect_losses=True)
-    for variable, value in pairs:
-        if tuple(variable.shape) != tuple(value.shape):
-            scope.add_update((variable, value))
-    return scope

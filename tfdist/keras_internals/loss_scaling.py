@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.graph_walks import describe, is_of_keras
 from tfdist.tensorflow_internals.loss_terms import Term, divides_by, loss_terms
+from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
 from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, is_symbolic
 from tfdist.tensorflow_internals.sample_kinds import ZERO
 

@@ -1,7 +1,6 @@
 """The models of a strategy: their stages, where their variables are, and which cannot have split variables."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,25 +9,17 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import variables_of_own_loss
 from tfdist.keras_internals.functional_graph import graph_of
-from tfdist.keras_internals.placed_variables import (
-    compiled_optimizer,
-    held_variable,
-    hold,
-    holding,
-    identity_of,
-    optimizers_of,
-)
+from tfdist.keras_internals.placed_variables import optimizers_of
 from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_step import PipelineStep
-from tfdist.model_parallel.placement import MovedVariables, optimizer_variables, place
+from tfdist.model_parallel.placement import place
+from tfdist.model_parallel.shard_columns import ShardColumns
 from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.stages import ModelStages, stages_of
-from tfdist.tensorflow_internals.placed_strategy import variable_like
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 _ATTRIBUTE = "_tfdist_stages"
 
@@ -157,77 +148,3 @@ def check_split_variables(model: Any, axes: Mapping[int, int], step: str) -> Non
                 f"{type(found).__name__} of {variable.path!r}. Expected: the regularizers L1, L2 and L1L2 and the "
                 "constraint NonNeg. Exclude this path from the layout map, or replace them."
             )
-
-
-class ShardColumns(Columns):
-    """The columns of a model with a layout: those with numbers from `g * ways` on are group `g`."""
-
-    def __init__(self, devices: Sequence[Sequence[str]], layout: ShardLayout) -> None:
-        """Creates the columns.
-
-        Args:
-            devices: By column and stage.
-            layout: Which variables are split.
-        """
-        super().__init__(devices)
-        self._layout, self.ways = layout, layout.ways
-        self.axes: Mapping[int, int] = {}
-
-    def move_parts(self, model: Any, stages: ModelStages) -> None:
-        """Moves variables that were created in parts, and their slots, to the devices of their stages."""
-        calls = [call for stage in stages.stages for call in stage.calls]  # not what only the loss uses
-        self.axes = self._layout.axes_of(variable for call in calls for variable in call.variables)
-        self._layout.warn_of_unused_keys()
-        moved, stage_of = MovedVariables(), {}
-        for variable in stages.variables:
-            held = held_variable(variable)
-            stage_of[identity_of(held)] = stages.owner[id(variable)] if id(variable) in self.axes else None
-            self._move(variable, stage_of[identity_of(held)], moved)
-        optimizer = compiled_optimizer(model)
-        for slot in optimizer_variables(optimizer) if optimizer is not None else []:
-            weight = self.weight_of_slot.get(identity_of(held_variable(slot)), "")
-            self._move(slot, stage_of.get(weight), moved)
-        moved.warn_if_used()
-
-    def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
-        held = held_variable(variable)
-        if not isinstance(held, ShardedVariable) or held.is_placed:
-            return
-        if stage is None:  # no layer of a stage uses it: it is complete, as others
-            moved.add(variable, *held.shards)
-            hold(variable, variable_like(held, held.device))
-        else:
-            moved.add(variable, *held.place(self._groups(stage)))
-
-    def copy(self, model: Any, stages: ModelStages) -> None:
-        """Splits variables and their slots, and creates the missing copies of others."""
-        split = {identity_of(held_variable(one)): one for one in stages.variables if id(one) in self.axes}
-        for variable in stages.variables:
-            if id(variable) in self.axes:
-                self._split(variable, self.axes[id(variable)])
-        optimizer = compiled_optimizer(model)
-        for slot in optimizer_variables(optimizer) if optimizer is not None else []:
-            beside = split.get(self.weight_of_slot.get(identity_of(held_variable(slot)), ""))
-            if beside is not None and tuple(slot.shape) == tuple(beside.shape):
-                self._split(slot, self.axes[id(beside)], is_slot=True)
-        super().copy(model, stages)
-
-    def _split(self, variable: Any, axis: int, *, is_slot: bool = False) -> None:
-        held = held_variable(variable)
-        if isinstance(held, ShardedVariable):
-            return
-        groups = self._groups(self.devices[0].index(held.device))
-        hold(variable, ShardedVariable(held, axis, groups, is_slot=is_slot))
-
-    def _groups(self, stage: int) -> list[list[str]]:
-        of_stage = [devices[stage] for devices in self.devices]
-        return [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
-
-    @contextmanager
-    def entered(self, column: int) -> Iterator[None]:
-        """In the body, variables are held by their part or copy in a column."""
-        pairs = [(one, held_variable(one)) for one in self._variables]
-        parts = [(one, held.shards[column]) for one, held in pairs if isinstance(held, ShardedVariable)]
-        copies = [(one, held.copies[column - 1]) for one, held in pairs if not isinstance(held, ShardedVariable)]
-        with holding({id(variable): (variable, held) for variable, held in [*parts, *(copies if column else [])]}):
-            yield

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.layer_calls import (
+from tfdist.keras_internals.layer_attributes import (
     dropout_of,
     is_rematerialized,
     kernel_of,

@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_outputs import logits_behind, replaced_losses
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope
-from tfdist.keras_internals.layer_calls import LayerCall, kernel_of, replaced_calls
+from tfdist.keras_internals.layer_attributes import kernel_of
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.composite_layers import aware_layers_of
 from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup, is_differentiable
 from tfdist.model_parallel.shard_program import ShardProgram
@@ -27,8 +29,8 @@ from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outp
 from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
-from tfdist.tensorflow_internals.graph_walks import tables_of_fixed_rows
 from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class ShardedStageFunction(StageFunction):

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import set_mask
-from tfdist.keras_internals.layer_calls import table_of
+from tfdist.keras_internals.layer_attributes import table_of
 from tfdist.model_parallel.shard_group import ShardGroup
 from tfdist.tensorflow_internals.split_variables import part_size
 

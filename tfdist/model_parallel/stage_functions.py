@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
-from tfdist.keras_internals.layer_calls import initial_scope
+from tfdist.keras_internals.replaced_calls import initial_scope
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
 from tfdist.model_parallel.stages import ModelStages, Stage
-from tfdist.tensorflow_internals.graph_walks import tables_of_fixed_rows
+from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class StageInputs(NamedTuple):

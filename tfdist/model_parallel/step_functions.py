@@ -12,7 +12,7 @@ from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.model_parallel.micro_batch_loss import DivisorRecording
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages
-from tfdist.tensorflow_internals.graph_walks import PrunedFunction
+from tfdist.tensorflow_internals.pruned_function import PrunedFunction
 
 
 class StepFunctions:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.tensorflow_internals.function_methods import inlined
-from tfdist.tensorflow_internals.graph_walks import PrunedFunction
+from tfdist.tensorflow_internals.pruned_function import PrunedFunction
 
 
 class _Step(LossStep):

@@ -1,96 +1,18 @@
-"""The plans that make sense for a number of workers, each with its prediction, also for local updates and servers."""
+"""The plans that make sense for a number of workers, each with its prediction."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist.planning.cost_terms import Conditions, Prediction, exchange_bytes, expected_slowest, replica_bytes
-from tfdist.planning.group_exchanges import bucket_costs, exchange_of, wire_bytes
-from tfdist.planning.measurements import DENSE, GATHER, Measurements
-from tfdist.planning.overlap import exchanged_seconds
+from tfdist.planning.cost_terms import Conditions, Prediction
+from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_code import planned_object
 from tfdist.planning.plans import PlannedStrategy
-from tfdist.planning.predict_data_parallel import DataParallel, data_seconds, predict_data_parallel, rows_of_workers
+from tfdist.planning.predict_data_parallel import DataParallel, predict_data_parallel
+from tfdist.planning.predict_local_updates import LocalTraining, predict_local_updates
 from tfdist.planning.predict_model_parallel import ModelParallel, predict_model_parallel, stage_layers
-from tfdist.planning.step_costs import is_measured, scaled, step_of
-from tfdist.planning.transfer_costs import TransferCosts
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalTraining:
-    """The options of local updates.
-
-    Attributes:
-        sync_every: Updates from one exchange of a variable to the next.
-        has_outer_optimizer: Whether an outer optimizer with one slot applies the differences (DiLoCo).
-        fragments: In how many parts, one after another, variables are exchanged.
-        overlap_steps: Updates that are made while an exchange is under way.
-        method: The compression of differences, or `DENSE`.
-        compiled: Whether XLA compiles the step.
-    """
-
-    sync_every: int
-    has_outer_optimizer: bool = False
-    fragments: int = 1
-    overlap_steps: int = 0
-    method: str = DENSE
-    compiled: bool = False
-
-
-def exchanges_of_epoch(steps: int, sync_every: float) -> float:
-    """Returns how often all variables are exchanged in an epoch: at its end, too, except just after an exchange.
-
-    >>> exchanges_of_epoch(200, 100), exchanges_of_epoch(250, 100)
-    (2, 3)
-    """
-    return math.ceil(steps / sync_every)
-
-
-def predict_local_updates(
-    measured: Measurements, conditions: Conditions, workers: int, options: LocalTraining
-) -> Prediction:
-    """Returns what is predicted of a step.
-
-    An exchange costs what gradients of one update cost, `1 / sync_every` as often, and once more at the end of an
-    epoch. Behind steps, the link is free for it, and workers wait only for what takes longer than `overlap_steps`.
-    Workers meet once in `sync_every` steps, in which most of the differences of single steps cancel out.
-    """
-    program = measured.program
-    steps = [
-        (rows, scaled(step_of(program, rows / conditions.devices, compiled=options.compiled), slowness))
-        for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=False)
-    ]
-    rows, step = max(steps, key=lambda pair: pair[1].seconds)
-    alone = step.seconds + data_seconds(measured, conditions)
-    dense, exchange = exchange_of(program, DENSE, workers), exchange_of(program, options.method, workers)
-    costs = bucket_costs(exchange, dense, conditions.link, TransferCosts(measured.machine.transfers), conditions.cores)
-    whole = exchanged_seconds(0.0, [0.0] * len(costs), costs)
-    core = sum(cost.core_seconds for cost in costs)
-    link = sum(cost.link_seconds for cost in costs)
-    # Updates are counted, of which a program that accumulates gradients makes fewer than steps.
-    rounds = per_step = min(program.exchanges_per_step, 1.0) / options.sync_every
-    if program.samples:
-        steps_of_epoch = max(program.samples // program.rows, 1)
-        rounds = exchanges_of_epoch(steps_of_epoch, 1 / per_step) / steps_of_epoch
-    waited = whole
-    if options.overlap_steps:
-        meanwhile = options.overlap_steps * alone * options.fragments
-        waited = core + max(whole - core - meanwhile, 0.0)
-    seconds = alone + waited * per_step + whole * max(rounds - per_step, 0.0)
-    deviation = step.deviation_seconds / math.sqrt(options.sync_every)
-    memory = replica_bytes(program, rows / conditions.devices, conditions.devices) + exchange_bytes(exchange, dense)
-    memory += program.gradient_bytes * (2 if options.has_outer_optimizer else 1)  # anchors, and the outer slot
-    memory += measured.machine.connection_bytes
-    return Prediction(
-        max(expected_slowest(seconds, deviation, workers), program.data_seconds),
-        alone,
-        core * rounds,
-        link * rounds,
-        wire_bytes(exchange.collectives, workers) * rounds,
-        memory,
-    )
-
+from tfdist.planning.predict_parameter_servers import ParameterServers, predict_parameter_servers
+from tfdist.planning.step_costs import is_measured
 
 _MICRO_BATCHES = (2, 4, 8)
 _PIPELINE_MICRO_BATCHES = (4, 8, 16, 32)
@@ -298,84 +220,3 @@ def _divisors(number: int) -> list[int]:
 
 def _compressed(method: str) -> dict[str, Any]:
     return {} if method == DENSE else {"compression": method}
-
-
-# Of a round: the chief calls, the worker pulls, pushes and returns, the chief calls the servers, and they answer.
-_MESSAGES_IN_TURN = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterServers:
-    """The options of parameter servers.
-
-    Attributes:
-        servers: Their number.
-        asynchronous: Whether each worker's batch is a separate update.
-        method: How gradients are encoded, or `DENSE`.
-    """
-
-    servers: int = 1
-    asynchronous: bool = False
-    method: str = DENSE
-
-
-def server_seconds(nbytes: float, workers: int, servers: int, bytes_per_second: float) -> float:
-    """Returns how long links are busy until each worker has all variables of a model, or has pushed all gradients.
-
-    >>> server_seconds(1e6, workers=8, servers=2, bytes_per_second=1e6)
-    4.0
-    >>> server_seconds(1e6, workers=2, servers=4, bytes_per_second=1e6)  # the workers' links
-    1.0
-    """
-    return max(workers / servers, 1.0) * nbytes / bytes_per_second
-
-
-def variables(measured: Measurements) -> int:
-    """Returns how many messages carry the variables of a model: each is sent by itself, of a layer two (with the bias).
-
-    Without a graph of layers at least one for each bucket.
-    """
-    program = measured.program
-    return max(2 * sum(layer.parameters > 0 for layer in program.layers), len(program.bucket_ready))
-
-
-def predict_parameter_servers(
-    measured: Measurements, conditions: Conditions, workers: int, options: ParameterServers
-) -> Prediction:
-    """Returns what is predicted of a global batch.
-
-    Synchronous workers pull, compute their rows, push, and wait for the update of the servers. Asynchronous ones
-    compute whole batches of the program, each at its own pace: the slower of workers and servers determines how many
-    are computed. Pulls and pushes of different workers then overlap with computation.
-    """
-    program, link = measured.program, conditions.link
-    transfers = TransferCosts(measured.machine.transfers)
-    pushed = exchange_of(program, options.method, 2)
-    share = sum(one.nbytes for one in pushed.collectives) if options.method != DENSE else program.gradient_bytes
-    pull = program.variable_bytes
-    copies = transfers.core_seconds(GATHER, pull, 2) + transfers.core_seconds(GATHER, share, 2)
-    calls = _MESSAGES_IN_TURN * (transfers.seconds(GATHER, 0.0, 2) + link.latency_seconds)
-    copies += 2 * variables(measured) * transfers.core_seconds(GATHER, 0.0, 2)
-    code = pushed.compute_seconds if options.method != DENSE else 0.0
-    steps = [
-        (rows, scaled(step_of(program, rows), slowness))
-        for rows, slowness in rows_of_workers(
-            program.rows * (workers if options.asynchronous else 1), workers, conditions.speeds, is_balanced=False
-        )
-    ]
-    rows, step = max(steps, key=lambda pair: pair[1].seconds)
-    gradients = step.forward_seconds + step.backward_seconds
-    core = (copies + code) / conditions.cores
-    link_seconds = server_seconds(pull + share, workers, options.servers, link.bytes_per_second)
-    served = max(workers / options.servers, 1.0) * copies / conditions.cores
-    memory = replica_bytes(program, rows) - program.slot_bytes + pushed.state_bytes + share
-    memory += measured.machine.connection_bytes
-    if options.asynchronous:
-        own = gradients + core + calls + (pull + share) / link.bytes_per_second
-        update = step.update_seconds / options.servers  # the servers apply the pushes of all workers
-        seconds = max(own / workers, link_seconds / workers, served / workers, update)
-        return Prediction(seconds, gradients / workers, core / workers, link_seconds / workers, share / workers, memory)
-    update = step.update_seconds / options.servers
-    seconds = gradients + max(core, served) + calls + link_seconds + update
-    seconds = expected_slowest(seconds, step.deviation_seconds, workers)
-    return Prediction(seconds, gradients + update, max(core, served), link_seconds, share, memory)

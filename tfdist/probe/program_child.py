@@ -15,7 +15,7 @@ import keras
 
 from tfdist.probe.probe_strategy import ProbeStrategy, stand_in_for_all
 from tfdist.probe.program_probe import ProbeRequest, ProgramProbe
-from tfdist.probe.step_clock import resident_bytes
+from tfdist.probe.resident_memory import resident_bytes
 
 # What this process writes to its parent: one JSON object a line, with one of these keys.
 STAGE, RESULT, RAISED, NO_FIT = "stage", "result", "raised", "no_fit"

@@ -22,7 +22,7 @@ from tfdist.probe.exchange_costs import bucket_ready, measure_exchange
 from tfdist.probe.first_batches import FirstBatches, first_batches
 from tfdist.probe.layer_table import graph_of_stages, layer_table
 from tfdist.probe.probe_strategy import ProbeStrategy
-from tfdist.probe.step_clock import resident_bytes
+from tfdist.probe.resident_memory import resident_bytes
 from tfdist.probe.worker_steps import WorkerSteps
 
 # Of the time limit: what may be left out is left out after it.

@@ -22,7 +22,7 @@ private(
 # The first batch of a pass, and those whose numbers, from 1, are powers of 8. Batches are numbered from 0.
 _SHOWN = [8**exponent - 1 for exponent in range(21)]
 _ROWS_AT_LEAST = 4
-_VALUES = 1 << 14  # of an input, to look at
+_VALUES = 1 << 16  # of an input, to look at
 _ENDLESS = 1 << 62
 _Policy = tf.data.experimental.AutoShardPolicy
 

@@ -1,8 +1,7 @@
-"""Operations that automatic control dependencies leave unordered, and a clock of such operations."""
+"""Operations that automatic control dependencies leave unordered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import tensorflow as tf
 
@@ -39,36 +38,3 @@ def independent_calls() -> Iterator[None]:
         holds_resource = any(given.dtype == tf.resource for given in operation.inputs)
         if operation.type == "StatefulPartitionedCall" and not holds_resource:
             manager.run_independently(operation)
-
-
-def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
-    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar.
-
-    Args:
-        ready: Tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
-        host: The CPU device of a worker.
-    """
-    with tf.control_dependencies(_values(ready)), tf.device(host):
-        seconds = _seconds()
-        # Later operations, including other replicas' collectives, would wait for it.
-        leave_unordered(seconds)
-        return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
-
-
-def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[Any]:
-    """Returns `tensors`, dense or `tf.IndexedSlices`, such that what uses them waits for all `readings`."""
-    with tf.control_dependencies(readings):
-        return [
-            tf.IndexedSlices(tf.identity(one.values), one.indices, one.dense_shape)
-            if isinstance(one, tf.IndexedSlices)
-            else tf.identity(one)
-            for one in tensors
-        ]
-
-
-def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
-    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in tensors]
-
-
-def _seconds() -> tf.Tensor:
-    return tf.timestamp()

@@ -129,15 +129,14 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
         self._position = sum(counts[:rank]) + index
 
     def sum(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
-        total = of_workers = self._within(tensor, shape_is_fixed)
-        if self._index:
-            of_workers = tf.zeros_like(total)
-        else:
-            try:
-                of_workers = super().sum(total, options, shape_is_fixed=shape_is_fixed)
-            except tf.errors.OpError:
-                self._within(total, shape_is_fixed)  # eagerly, the other devices wait for this one, each in a thread
-                raise
+        total = self._within(tensor, shape_is_fixed)
+        try:
+            of_workers = (
+                tf.zeros_like(total) if self._index else super().sum(total, options, shape_is_fixed=shape_is_fixed)
+            )
+        except tf.errors.OpError:
+            self._within(total, shape_is_fixed)  # eagerly, the other devices wait for this one, each in a thread
+            raise
         return self._within(tf.ensure_shape(of_workers, tensor.shape), shape_is_fixed)
 
     def gather(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:

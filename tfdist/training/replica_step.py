@@ -257,7 +257,8 @@ def _dynamic_step(value: Any, counted: CountedPerReplica | None, replica: int, i
         tf.math.divide_no_nan(tf.cast(samples, tf.float32), total),
         filled_rows=rows,
     )
-    step.samples_of_worker = total
+    if is_within_worker:
+        step.samples_of_worker = total
     return step
 
 

@@ -9,9 +9,8 @@ import pytest
 from machines import context, one, write
 
 from tfdist.cluster import ClusterConfig, ClusterSpec, Task
-from tfdist.doctor import address_and_proxy_checks as checks
-from tfdist.doctor import address_and_proxy_checks as port_checks
-from tfdist.doctor.address_and_proxy_checks import check_proxy, check_token
+from tfdist.doctor import network_checks as checks
+from tfdist.doctor.network_checks import check_proxy, check_token
 
 
 @pytest.mark.parametrize(
@@ -101,24 +100,24 @@ def test_addresses_are_own_where_they_can_be_bound():
 def test_own_port_in_the_ephemeral_range(tmp_path):
     root = write(tmp_path, {"proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n"})
     machine = context("a:40000", "b:1", root=root)
-    assert port_checks.free_port(machine, "a", 40000).level == "warning"
-    assert port_checks.free_port(machine, "a", 2222).level == "ok"
-    assert port_checks.free_port(machine, "127.0.0.1", 40000).level == "ok"
+    assert checks.free_port(machine, "a", 40000).level == "warning"
+    assert checks.free_port(machine, "a", 2222).level == "ok"
+    assert checks.free_port(machine, "127.0.0.1", 40000).level == "ok"
     started = context("a:40000", "b:1", root=root, environ={"TFDIST_RUN_ID": "1"})
-    assert port_checks.free_port(started, "a", 40000).level == "ok"
-    assert port_checks.free_port(context("a:40000", root=root / "unknown"), "a", 40000).level == "ok"
+    assert checks.free_port(started, "a", 40000).level == "ok"
+    assert checks.free_port(context("a:40000", root=root / "unknown"), "a", 40000).level == "ok"
 
 
 def test_who_holds_a_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert any(f"process {os.getpid()} (" in holder for holder in port_checks.holders_of(port))
+        assert any(f"process {os.getpid()} (" in holder for holder in checks.holders_of(port))
         with socket.create_connection(("127.0.0.1", port)) as client:
-            assert port_checks.holders_of(client.getsockname()[1]) == []  # connected, not listening
+            assert checks.holders_of(client.getsockname()[1]) == []  # connected, not listening
 
 
 def test_a_port_of_another_user(monkeypatch):
-    monkeypatch.setattr(port_checks, "holders_of", lambda port, root: [])
+    monkeypatch.setattr(checks, "holders_of", lambda port, root: [])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    finding = port_checks.taken_port(context(), 2222, OSError(errno.EADDRINUSE, "long story"))
+    finding = checks.taken_port(context(), 2222, OSError(errno.EADDRINUSE, "long story"))
     assert finding.found == "2222: Address already in use" and "sudo ss -ltnp 'sport = :2222'" in finding.remedy

@@ -1,0 +1,46 @@
+"""Reads the clock in a graph, and orders what is timed after the reading.
+
+TensorFlow executes what is ready in any order. So it may read a clock that waits for some tensors long after these are
+there, and first compute what uses them: once it has learned how long operations take, it does so in each step, if it
+has one thread. Nothing is timed unless it waits for the clock.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.independent_operations import leave_unordered
+
+
+def read_clock(ready: Sequence[Any], host: str) -> tf.Tensor:
+    """Returns the time, in nanoseconds, when all of `ready` is computed, an int64 scalar.
+
+    Args:
+        ready: Tensors, with an earlier reading if there is one, or `tf.IndexedSlices`.
+        host: The CPU device of a worker.
+    """
+    with tf.control_dependencies(_values(ready)), tf.device(host):
+        seconds = _seconds()
+        # Later operations, including other replicas' collectives, would wait for it.
+        leave_unordered(seconds)
+        return tf.cast(seconds * 1e9, tf.int64)  # to 256 ns
+
+
+def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[Any]:
+    """Returns `tensors`, dense or `tf.IndexedSlices`, such that what uses them waits for all `readings`."""
+    with tf.control_dependencies(readings):
+        return [
+            tf.IndexedSlices(tf.identity(one.values), one.indices, one.dense_shape)
+            if isinstance(one, tf.IndexedSlices)
+            else tf.identity(one)
+            for one in tensors
+        ]
+
+
+def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
+    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in tensors]
+
+
+def _seconds() -> tf.Tensor:
+    return tf.timestamp()
