@@ -192,7 +192,7 @@ def test_workers_print_above_the_line_and_nothing_is_left_of_it(start, terminal,
     assert [row for row in shown if "tfdist" in row] == shown[:1], "what the launcher says at the start"
     of_0 = [row for row in shown if row.startswith("[0] ")]
     assert of_0 == [f"[0] line {step}" for step in (300, 600, 900, 1200)] + ["[0] 1230/1230", "[0] bye 0"]
-    assert sorted(row for row in shown[2:] if not row.startswith("[0] ")) == ["", "[1] bye 1", "[1] " + "x" * 100]
+    assert sorted(row for row in shown[1:] if not row.startswith("[0] ")) == ["", "[1] bye 1", "[1] " + "x" * 100]
 
 
 def test_a_file_gets_no_status_line_though_errors_go_to_a_terminal(start, terminal):
