@@ -5,6 +5,7 @@
 # make docs    the documentation as a site, into build/site
 # make matrix  the representative tests with the oldest and the newest TensorFlow and Keras, in build/matrix
 # make parity  N replicas against one process, case by case, as a table
+# make gpu     the cases of the GPU kit on this machine's GPUs, as a file of results; one line where there is none
 #
 # Each target creates an environment in .venv first. It needs make and Python 3.11 to 3.13, for which TensorFlow 2.21,
 # which it installs, has wheels. `make PYTHON=/path/to/python ...` selects one.
@@ -41,7 +42,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test test-long browser slurm lint doctest format matrix parity notebooks docs clean
+.PHONY: help install demo test test-long browser slurm lint doctest format matrix parity gpu notebooks docs clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -111,6 +112,11 @@ matrix:
 
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py
+
+# Some of them, beside PyTorch: `make gpu GPU='--cases parity,recovery --torch-python /path/to/python'`.
+GPU ?=
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

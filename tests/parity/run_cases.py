@@ -32,20 +32,23 @@ from comparison import largest_difference, plain
 
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-_DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of this worker.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "Logical devices of this worker.")
+_DEVICE_TYPE = flags.DEFINE_enum("device_type", "CPU", ["CPU", "GPU"], "What computes.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the differences.", required=True)
 _REFERENCES = flags.DEFINE_string("references", None, "Folder of the outcomes of one process, for later runs.")
 _JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "Whether XLA compiles the models of the strategy.")
 _CASES = flags.DEFINE_list("cases", [], "Names of the cases to run; all if empty.")
 
+_MEGABYTES_OF_A_GPU = 3072
+
 
 def main(_: list[str]) -> None:
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * _DEVICES.value)
+    kind = _DEVICE_TYPE.value
+    parts = [tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_GPU if kind == "GPU" else None)] * _DEVICES.value
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices(kind)[0], parts)
     workers = "TF_CONFIG" in os.environ
-    strategy = (
-        MultiWorkerMirroredStrategy() if workers else MirroredStrategy([f"CPU:{i}" for i in range(_DEVICES.value)])
-    )
+    devices = [f"{kind}:{index}" for index in range(_DEVICES.value)]
+    strategy = MultiWorkerMirroredStrategy() if workers else MirroredStrategy(devices)
     one_process = tf.distribute.get_strategy()
     if _JIT_COMPILE.value:
         _compile_by_xla(type(strategy))

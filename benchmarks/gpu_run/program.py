@@ -1,0 +1,154 @@
+"""Trains under one strategy and writes the outcome: the program of the kit's processes and workers.
+
+Started by `gpu_run.cases`, for several workers through `tfdist run`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+_MEGABYTES_OF_A_LOGICAL_GPU = 3072
+
+
+def main() -> int:
+    """Trains all of `--trainings`; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trainings", required=True, help="names, separated by commas")
+    parser.add_argument("--strategy", required=True, choices=sorted(_STRATEGIES))
+    parser.add_argument("--kind", required=True, choices=("CPU", "GPU"), help="the devices that compute")
+    parser.add_argument("--logical", type=int, default=1, help="logical devices of this process")
+    parser.add_argument("--compression")
+    parser.add_argument("--sharded", action="store_true", help="shard_optimizer_state")
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--gpu-of-rank", action="store_true", help="each worker takes the GPU of its rank")
+    parser.add_argument("--kill-at-step", type=int, default=0)
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    if options.gpu_of_rank and "TF_CONFIG" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    return _train(options)
+
+
+def _train(options: argparse.Namespace) -> int:
+    import keras
+    import tensorflow as tf
+
+    from gpu_run.outcomes import write
+    from gpu_run.trainings import TRAININGS, recovered
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(1)
+    _divide_devices(options)
+    strategy = _STRATEGIES[options.strategy](options)
+    rank, failed = getattr(strategy, "rank", 0), 0
+    names = options.trainings.split(",")
+    for name in names:
+        try:
+            if name == "recovered":
+                arrays, facts = recovered(strategy, options.folder, options.kill_at_step)
+            else:
+                arrays, facts = TRAININGS[name](strategy)
+            write(options.folder, rank, name, arrays, facts)
+        except Exception:
+            if len(names) == 1:
+                raise
+            traceback.print_exc()
+            failed = 1
+    return failed
+
+
+def _divide_devices(options: argparse.Namespace) -> None:
+    import tensorflow as tf
+
+    if options.strategy == "servers":  # the chief does not compute
+        return
+    found = tf.config.list_physical_devices(options.kind)
+    if not found:
+        raise SystemExit(f"Error: TensorFlow sees no {options.kind}. It sees: {tf.config.list_physical_devices()}")
+    if options.logical > 1:
+        limit = _MEGABYTES_OF_A_LOGICAL_GPU if options.kind == "GPU" else None
+        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)] * options.logical
+        tf.config.set_logical_device_configuration(found[0], parts)
+
+
+def _devices(options: argparse.Namespace) -> list[str]:
+    return [f"{options.kind}:{index}" for index in range(options.logical)]
+
+
+def _communication(options: argparse.Namespace) -> Any:
+    import tensorflow as tf
+
+    communication = tf.distribute.experimental
+    nccl = communication.CommunicationImplementation.NCCL
+    return communication.CommunicationOptions(implementation=nccl) if options.nccl else None
+
+
+def _replicated_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    from tfdist.compression import Policy
+
+    compression = Policy(options.compression, dense_below=0) if options.compression else None
+    return {"compression": compression, "shard_optimizer_state": options.sharded}
+
+
+def _none(options: argparse.Namespace) -> Any:
+    import tensorflow as tf
+
+    return tf.distribute.get_strategy()
+
+
+def _mirrored(options: argparse.Namespace) -> Any:
+    from tfdist.strategies import MirroredStrategy
+
+    return MirroredStrategy(_devices(options), **_replicated_arguments(options))
+
+
+def _workers(options: argparse.Namespace) -> Any:
+    from tfdist.strategies import MultiWorkerMirroredStrategy
+
+    return MultiWorkerMirroredStrategy(communication_options=_communication(options), **_replicated_arguments(options))
+
+
+def _servers(options: argparse.Namespace) -> Any:
+    from tfdist.strategies import ParameterServerStrategy, Synchronous
+
+    return ParameterServerStrategy(mode=Synchronous())
+
+
+def _pipeline(options: argparse.Namespace) -> Any:
+    from tfdist.strategies import ModelParallelStrategy, Pipeline
+
+    return ModelParallelStrategy(devices=_devices(options), pipeline=Pipeline(stages=options.logical, micro_batches=2))
+
+
+def _tensor(options: argparse.Namespace) -> Any:
+    import keras
+
+    from tfdist.strategies import ModelParallelStrategy, Pipeline
+
+    devices = _devices(options)
+    mesh = keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
+    layout = keras.distribution.LayoutMap(mesh)
+    layout[".*up/kernel"] = (None, "model")
+    layout[".*up/bias"] = ("model",)
+    layout[".*down/kernel"] = ("model", None)
+    return ModelParallelStrategy(devices, pipeline=Pipeline(stages=1), layout_map=layout)
+
+
+_STRATEGIES = {
+    "none": _none,
+    "mirrored": _mirrored,
+    "workers": _workers,
+    "servers": _servers,
+    "pipeline": _pipeline,
+    "tensor": _tensor,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
