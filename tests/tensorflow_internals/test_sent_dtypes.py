@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sent_dtypes import SUMMED, as_sum, as_values, as_words, from_words, to_words
+from tfdist.tensorflow_internals.sent_dtypes import (
+    SUMMED,
+    SUMMED_BY_GPUS,
+    as_sum,
+    as_values,
+    as_words,
+    from_words,
+    to_words,
+)
 
 INTEGERS = "int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
 FLOATS = "float8_e4m3fn float8_e5m2 bfloat16 float16 float32 float64".split()
@@ -42,11 +50,12 @@ def test_rows_keep_their_places(dtype):
     assert from_words(words, rows.dtype, 3, 5).numpy().tobytes() == rows.numpy().tobytes()
 
 
-def test_sums_are_those_of_the_dtype():
+@pytest.mark.parametrize(("by_gpus", "dtypes"), [(False, SUMMED), (True, SUMMED_BY_GPUS)], ids=["CPUs", "GPUs"])
+def test_sums_are_those_of_the_dtype(by_gpus, dtypes):
     for dtype in NUMBERS:
         tensor = numbers(dtype, (4,))
-        sent, restored = as_sum(tensor)
-        assert sent.dtype in SUMMED
+        sent, restored = as_sum(tensor, by_gpus=by_gpus)
+        assert sent.dtype in dtypes
         assert restored(sent + sent).numpy().tobytes() == numbers_doubled(dtype).numpy().tobytes(), dtype
 
 
@@ -55,12 +64,14 @@ def numbers_doubled(dtype):
     return tf.cast(tf.cast(values, tf.int8 if dtype in INTEGERS else tf.float32), dtype)
 
 
+@pytest.mark.parametrize("by_gpus", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "largest"), [("int8", 127), ("uint8", 255), ("uint32", 2**32 - 1), ("int16", 2**15 - 1)]
+    ("dtype", "largest"),
+    [("int8", 127), ("uint8", 255), ("uint32", 2**32 - 1), ("int16", 2**15 - 1), ("int32", 2**31 - 1)],
 )
-def test_sums_of_whole_numbers_wrap_around(dtype, largest):
+def test_sums_of_whole_numbers_wrap_around(dtype, largest, by_gpus):
     tensor = tf.constant([largest], dtype)
-    sent, restored = as_sum(tensor)
+    sent, restored = as_sum(tensor, by_gpus=by_gpus)
     assert restored(sent + sent).numpy() == (tensor + tensor).numpy()
 
 

@@ -115,7 +115,8 @@ def _to_float8(values: tf.Tensor) -> tf.Tensor:
     bits = tf.bitcast(tf.cast(values, tf.float16), tf.int16)
     magnitude = tf.bitwise.bitwise_and(bits, 0x7FFF)
     odd = tf.bitwise.bitwise_and(tf.bitwise.right_shift(magnitude, 7), 1)
-    rounded = tf.bitwise.right_shift(magnitude + 63 + odd, 7)
+    # `magnitude + 63 + odd`. Of two sums TensorFlow would make an `AddN`, which has no kernel for int16 on GPUs.
+    rounded = tf.bitwise.right_shift(magnitude + 62 - tf.bitwise.invert(odd), 7)
     sign = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bits, 8), 128)
     return tf.cast(tf.bitwise.bitwise_or(rounded, sign), tf.uint8)
 

@@ -51,7 +51,7 @@ class ReplicaLauncher(GroupLauncher):
 
     def __init__(self, group_key: int, group_size: int, keys: Any, device: str, options: Any) -> None:
         super().__init__(group_key, group_size, keys, device, options)
-        self.reduces_and_scatters = tf.DeviceSpec.from_string(device).device_type == "GPU"
+        self._is_gpu = self.reduces_and_scatters = tf.DeviceSpec.from_string(device).device_type == "GPU"
         with tf.init_scope(), tf.device(device):
             self._token = ResourceVariable(0.0, trainable=False, name="ordering_token")
         self._instance_keys = InstanceKeys(self.host, self._token)
@@ -69,7 +69,7 @@ class ReplicaLauncher(GroupLauncher):
 
     def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> tf.Tensor:
         """Sums tensors of any numeric dtype; see TensorFlow's method."""
-        sent, restored = as_sum(tf.convert_to_tensor(input_tensor))
+        sent, restored = as_sum(tf.convert_to_tensor(input_tensor), by_gpus=self._is_gpu)
         return restored(super().all_reduce(sent, control_input, options))
 
     def all_gather(self, input_tensor: Any, axis: Any, options: Any = None) -> tf.Tensor:

@@ -8,6 +8,8 @@ import tensorflow as tf
 # Of the kernels for CPUs and GPUs alike.
 GATHERED = (tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 SUMMED = (tf.bfloat16, *GATHERED)
+# TensorFlow's executor of collectives refuses to reduce int32 on GPUs, where its kernels keep int32 on the host.
+SUMMED_BY_GPUS = tuple(dtype for dtype in SUMMED if dtype != tf.int32)
 
 # `tf.bitcast` does not take these; what it takes holds each of their values.
 AS_VALUES = {
@@ -56,8 +58,20 @@ def from_words(words: tf.Tensor, dtype: tf.DType, count: Any, length: Any) -> tf
     return _cast(tf.reshape(rows, [count, length]), dtype)
 
 
-def as_sum(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Returns a tensor that can be summed over replicas, and a function from this sum to that of `tensor`."""
+def as_sum(tensor: tf.Tensor, *, by_gpus: bool) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Returns a tensor that can be summed over replicas, and a function from this sum to that of `tensor`.
+
+    Args:
+        tensor: Of any numeric dtype.
+        by_gpus: Whether GPUs compute the sum.
+    """
+    sent, restored = _as_sum(tensor)
+    if by_gpus and sent.dtype == tf.int32:
+        return tf.cast(sent, tf.int64), lambda total: restored(tf.cast(total, tf.int32))
+    return sent, restored
+
+
+def _as_sum(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     dtype = tensor.dtype
     if dtype.name in _SUMMED_AS_VALUES:
         return _cast(tensor, _SUMMED_AS_VALUES[dtype.name]), lambda total: _cast(total, dtype)
