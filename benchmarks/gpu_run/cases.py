@@ -22,7 +22,7 @@ _KILL_AT_STEP = 5
 _DEVICES_OF_PARITY = {"GPU": "--device_type=GPU", "CPU": "--device_type=CPU"}
 PARITY_CASES = (
     "everything_on_arrays accumulation_with_clipping_ema_decay_and_schedule convolutions_without_samples "
-    "loss_scale_overflow_on_one_replica loss_scale_overflow_in_an_accumulation static_sizes embedding_with_global_clipnorm "
+    "loss_scale_overflow_on_one_replica loss_scale_overflow_in_an_accumulation embedding_with_global_clipnorm "
     "steps_per_execution masked_sequences synchronized_batch_normalization float8 sum_reduction custom_loop"
 ).split()
 

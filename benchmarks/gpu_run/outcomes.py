@@ -9,9 +9,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "parity"))
 
-from comparison import TOLERANCE, largest_difference  # noqa: E402
+from comparison import TOLERANCE, largest_difference
 
-from gpu_run.limited_processes import CaseError  # noqa: E402
+from gpu_run.limited_processes import CaseError
 
 __all__ = ["TOLERANCE", "largest_difference"]
 
