@@ -110,6 +110,25 @@ def test_exchanges_of_a_function_have_one_order_whatever_is_ready_first(boundari
     assert of_workers(boundaries, body) == [[[2.0, 20.0]] * 20] * 2
 
 
+def test_assertions_do_not_wait_for_an_exchange_before_them(boundaries):
+    """Those of another replica of this worker would, to whose sum of gradients this exchange contributes."""
+
+    @tf.function
+    def step(tensor):
+        total = boundaries[0].all_reduce(tensor)
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=tensor[0] > 0, data=["negative"])]):
+            return total, tf.identity(tensor)
+
+    graph = step.get_concrete_function(tf.TensorSpec([2])).graph
+    *_, assertion = (operation for operation in graph.get_operations() if operation.type == "Assert")
+    assert b"negative" in [tensor.op.get_attr("value").string_val[0] for tensor in assertion.inputs[1:]]
+    found = [assertion]
+    for operation in found:
+        inputs = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+        found += [other for other in inputs if other not in found]
+    assert not any(operation.type == "QueueDequeueV2" for operation in found)
+
+
 def test_large_and_small_tensors_use_different_channels(boundaries):
     """A small sum passes while a large one waits for the other worker."""
 

@@ -43,8 +43,8 @@ _ON_WORKERS = set(
 )
 
 _OF_SEVERAL_DEVICES_A_WORKER = set(
-    "accumulation_with_clipping_ema_decay_and_schedule everything_on_arrays static_sizes uneven_workers_of_known_size "
-    "uneven_workers_of_static_size".split()
+    "accumulation_with_clipping_ema_decay_and_schedule custom_loop everything_on_arrays masked_sequences static_sizes "
+    "synchronized_batch_normalization uneven_workers_of_known_size uneven_workers_of_static_size".split()
 )
 # By default two local replicas have these, and tests/strategies/test_xla.py compiles.
 _LONG_ON_WORKERS = set(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import ExchangeError
 from tfdist.exchange.worker_exchange import BACKGROUND, SMALL, STEPS, Exchange
+from tfdist.tensorflow_internals.independent_operations import leave_unordered
 from tfdist.tensorflow_internals.runtime import reject_graphs_of_tensorflow_1
 from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
@@ -236,6 +237,7 @@ class _Lane:
             # An assertion, because `fit` takes the error of a closed queue for the end of the data. A step that ended
             # between its request and the result leaves that result in the queue.
             check = tf.raw_ops.Assert(condition=tf.equal(answered, number), data=[error])
+            leave_unordered(check)
             with tf.control_dependencies([check] if check is not None else []):
                 return _from_bytes(received, tensor.dtype)
 
