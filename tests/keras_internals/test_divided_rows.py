@@ -115,6 +115,10 @@ def test_rows_for_the_global_batch_are_named_once(make, monkeypatch):
     assert f", in {make.__name__}. Expected: as many rows as the data has." in message
 
 
-@pytest.mark.parametrize("make", [weights, two_parts])
+def like_features(samples, transposed):
+    tf.random.normal(tf.shape(transposed))
+
+
+@pytest.mark.parametrize("make", [weights, two_parts, like_features])
 def test_rows_that_are_not_for_the_global_batch(make, monkeypatch):
     assert warnings_of(make, monkeypatch) == []

@@ -46,7 +46,8 @@ def test_workers_get_the_rows_that_tensorflow_gives_them(cpus):
     strategy = MirroredStrategy(cpus[:1])
     workers = strategy.extended._input_workers_with_options(None)
     data = tf.data.Dataset.range(12).batch(5)  # the last batch has two rows
-    shown = shown_batches(data, [0], lambda *_: None)
+    seen = []
+    shown = shown_batches(data, [0], lambda name, batch, parts: seen.append((batch, parts[0].tolist())))
 
     def rows(drawn, rank):
         context = tf.distribute.InputContext(2, rank, 2)
@@ -55,4 +56,5 @@ def test_workers_get_the_rows_that_tensorflow_gives_them(cpus):
 
     expected = [rows(data, rank) for rank in range(2)]
     assert [rows(shown, rank) for rank in range(2)] == expected
+    assert seen == [(0, [0, 1, 2, 3, 4])] * 2  # each worker draws whole batches
     assert sorted(row for of_rank in expected for batch in of_rank for row in batch) == list(range(12))
