@@ -26,11 +26,18 @@ def patch_files_once(strategy_class: Any) -> None:
 
     patch_saved_files(replacing_all)
     patch_checkpoint_files(replacing_all)
-    patch_callback_files(has_workers, _share_paths, _compare_starts)
+    patch_callback_files(has_workers, share_paths, compare_starts)
     _is_patched = True
 
 
-def _share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:
+def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:
+    """Exchanges the paths of the callbacks of all workers; all call this when `fit` begins.
+
+    Args:
+        strategy: The strategy, on several workers.
+        paths: Of this worker.
+        has_backups: Whether this worker has a callback that restores a backup.
+    """
     numbers = {path: _number_of(path) for path in paths}
     rows = _rows_of_workers(strategy, [[int(has_backups), 0], *([0, number] for number in numbers.values())])
     earlier = {number for rank, _, number in rows if rank < strategy.rank}
@@ -44,7 +51,12 @@ def _number_of(path: str) -> int:
     return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def _compare_starts(strategy: Any, epoch: int, updates: int) -> None:
+def compare_starts(strategy: Any, epoch: int, updates: int) -> None:
+    """Compares where the workers begin, after their callbacks have read backups. All workers call this.
+
+    Raises:
+        ValueError: They do not begin in the same epoch, after the same number of updates.
+    """
     starts = {rank: tuple(start) for rank, *start in _rows_of_workers(strategy, [[epoch, updates]])}
     others = [rank for rank, start in sorted(starts.items()) if start != starts[0]]
     if others:

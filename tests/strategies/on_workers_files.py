@@ -159,7 +159,7 @@ def write_files(strategy, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     model = compiled(strategy)
     model.fit(INPUTS, TARGETS, batch_size=12, verbose=0)
-    seen = {"saves": saves(strategy, model, folder), "fits": fits(strategy, folder)}
+    seen = {"saves": saves(strategy, model, folder), "fits": fits(strategy, folder), "process": os.getpid()}
     model.save(folder / f"model-{strategy.rank}.keras")
     if strategy.rank == 1:  # saving takes no other worker
         model.save(folder / "alone.keras")

@@ -49,11 +49,13 @@ def test_all_workers_continue_from_the_backup_which_is_removed_at_the_end(seen, 
     assert not (folder / "backup").exists()
 
 
-def test_one_worker_writes_a_log(folder):
+def test_the_chief_writes_a_log(seen, folder):
     rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["0", "1", "2", "3"]
-    # One for each of four trainings.
-    assert len(list((folder / "board" / "train").glob("events.out.tfevents.*"))) == 4
+    # One for each of four trainings; the name contains the host and the process.
+    events = [path.name for path in (folder / "board" / "train").glob("events.out.tfevents.*")]
+    assert len(events) == 4
+    assert all(f".{seen[0]['process']}." in name for name in events)
 
 
 def test_paths_of_one_worker_are_written_by_it(folder):

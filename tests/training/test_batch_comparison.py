@@ -256,6 +256,23 @@ def test_elements_without_values_are_left_out():
     assert [each[1] for each in shown] == [0, 0]
 
 
+def test_rows_that_fingerprints_tell_apart():
+    zeros = np.zeros((2, 3), "int64")
+    assert not same(fingerprint(zeros), fingerprint(zeros.T))
+    blocks = np.random.default_rng(0).normal(size=(2, 4096)).astype("float32")  # the sums of each block are taken alike
+    assert not same(fingerprint(blocks), fingerprint(blocks[::-1]))
+    names = np.array([b"one", b"two"], object)
+    assert not same(fingerprint(names), fingerprint(names[::-1]))
+
+
+def test_pixels_may_be_rounded_to_the_next_number():
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 1000), "uint8")
+    rounded = pixels.copy()
+    rounded[3, 500] += 1
+    assert same(fingerprint(pixels), fingerprint(rounded))
+    assert not same(fingerprint(pixels), fingerprint(pixels[::-1]))
+
+
 def test_rounding_is_no_difference_and_other_rows_are():
     rng = np.random.default_rng(0)
     for size in (8, 500, 60_000):

@@ -64,3 +64,17 @@ def test_failed_writer_of_a_path_changes_nothing(tmp_path):
         Path(f"{unfinished}.data").write_text("a part")
         raise OSError("full")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_that_lists_others_is_replaced_last(tmp_path, monkeypatch):
+    path = str(tmp_path / "state")
+    replaced, replace = [], os.replace
+    monkeypatch.setattr(atomic_files.os, "replace", lambda one, other: (replaced.append(other), replace(one, other)))
+    with atomic_files.replacing_all(path) as unfinished:
+        _export(unfinished, "values")
+        for number, name in enumerate(("b", "c", "a")):
+            Path(unfinished, name).touch()
+            os.utime(os.path.join(unfinished, name), (number + 1, number + 1))
+        os.utime(os.path.join(unfinished, "model"), (4, 4))
+        os.utime(os.path.join(unfinished, "variables"), (5, 5))
+    assert [os.path.relpath(each, path) for each in replaced] == ["variables/values", "b", "c", "a", "model"]
