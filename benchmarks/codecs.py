@@ -40,6 +40,7 @@ class Timed:
         self._decode = tf.function(lambda payload: compressor.decode(payload, shape), autograph=False)
         self._payload, _ = self._encode(self.gradient, self.state)
         self._decode(self._payload)
+        tf.test.experimental.sync_devices()
         self.seconds: dict[str, list[float]] = {"encode": [], "decode": []}
 
     def measure(self) -> None:
@@ -50,6 +51,7 @@ class Timed:
         ):
             start = time.perf_counter()
             function(*arguments)
+            tf.test.experimental.sync_devices()  # kernels of a GPU end later
             self.seconds[name].append(time.perf_counter() - start)
 
     def median(self, name: str) -> float:

@@ -1,7 +1,7 @@
 """Runs tfdist on the GPUs of this machine, case by case, and writes what it finds to a file.
 
     make gpu
-    python benchmarks/gpu.py --cases parity_workers,recovery --out gpu.json --torch-python /opt/torch/.venv/bin/python
+    python benchmarks/gpu.py --cases parity_workers,compression_* --out gpu.json --torch-python .../bin/python
     python benchmarks/gpu.py --devices cpu --parallel 1          the same cases, on logical CPUs
 
 Each case runs in processes of its own with a time limit. The file is written after every case; a case that fails is a
@@ -10,6 +10,7 @@ row with its error. Without a GPU nothing is run.
 
 import argparse
 import concurrent.futures
+import fnmatch
 import json
 import os
 import sys
@@ -25,21 +26,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_run.cases import CASES, REFERENCE_CASES, Case, Machine
 from gpu_run.gpu_machine import describe, visible_gpus
 from gpu_run.limited_processes import CaseError
+from gpu_run.speed_cases import SPEED_CASES
 
 _RESULTS = Path(__file__).parent / "results" / "gpu.json"
-_WITHOUT_REFERENCE = ("suite_", "compression_", "recovery")
-_ALL = {case.name: case for case in (*REFERENCE_CASES, *CASES)}
+_WITHOUT_REFERENCE = ("suite_", "compression_", "recovery", "doctor", "speed_")
+_ALL = {case.name: case for case in (*REFERENCE_CASES, *CASES, *SPEED_CASES)}
 
 
 def main() -> int:
     """Runs the cases, prints a line for each, and returns the number of those that failed, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="names or beginnings of names, separated by commas (default: all)")
+    parser.add_argument("--cases", default="", help="names, or a beginning and *, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="file of the results")
     parser.add_argument("--devices", choices=("gpu", "cpu"), default="gpu", help="cpu: logical CPUs in place of GPUs")
     parser.add_argument("--torch-python", help="an interpreter with PyTorch, for the cases beside it")
     parser.add_argument("--parallel", type=int, help="cases at a time (default: one for each three cores)")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds of a process")
+    parser.add_argument("--small", action="store_true", help="small models in the speed cases: tries the path only")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     options = parser.parse_args()
     if options.list:
@@ -52,21 +55,26 @@ def main() -> int:
     chosen = _chosen(parser, options.cases)
     parallel = options.parallel or max(len(os.sched_getaffinity(0)) // 3, 1)
     with tempfile.TemporaryDirectory(prefix="tfdist-gpu-") as folder:
-        machine = Machine(options.devices.upper(), gpus, options.limit, Path(folder), options.torch_python)
+        kind, torch_python = options.devices.upper(), options.torch_python
+        machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, options.small)
         report = _Report(options.out, describe(options.torch_python))
-        needed = () if all(case.name.startswith(_WITHOUT_REFERENCE) for case in chosen) else REFERENCE_CASES
-        for together in (needed, chosen):  # the others are compared with the first ones
-            with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+        timed = [case for case in chosen if case in SPEED_CASES]
+        others = [case for case in chosen if case in CASES]
+        needed = () if all(case.name.startswith(_WITHOUT_REFERENCE) for case in others) else REFERENCE_CASES
+        # The others are compared with the first ones; what is timed has the machine for itself.
+        for together, at_once in ((needed, parallel), (others, parallel), (timed, 1)):
+            with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
                 list(pool.map(lambda case: report.add(case, machine), together))
     return report.finish()
 
 
 def _chosen(parser: argparse.ArgumentParser, names: str) -> list[Case]:
-    beginnings = [name for name in names.split(",") if name]
-    unknown = [name for name in beginnings if not any(case.startswith(name) for case in _ALL)]
+    patterns = [name for name in names.split(",") if name]
+    unknown = [pattern for pattern in patterns if not fnmatch.filter(_ALL, pattern)]
     if unknown:
         parser.error(f"--cases: no case is named {', '.join(unknown)}. There are {', '.join(_ALL)}.")
-    return [case for case in CASES if not beginnings or any(case.name.startswith(name) for name in beginnings)]
+    selected = {name for pattern in patterns or ["*"] for name in fnmatch.filter(_ALL, pattern)}
+    return [case for name, case in _ALL.items() if name in selected]
 
 
 class _Report:
@@ -118,7 +126,9 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_value(one)}" for name, one in value.items()) + "}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

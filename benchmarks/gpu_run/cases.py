@@ -19,6 +19,7 @@ _IN_FLOAT32 = {"mixed_float16": "convolutions", "mixed_bfloat16": "convolutions"
 _FLOORS = {"overflow": 8 * 2.0**-11}  # the rounding unit of float16, times the layers and updates
 _NOISE_FACTOR = 2.0
 _KILL_AT_STEP = 5
+_SUITE_FACTOR = 1.5  # of the limit, for the cases of `tests/parity`
 _DEVICES_OF_PARITY = {"GPU": "--device_type=GPU", "CPU": "--device_type=CPU"}
 PARITY_CASES = (
     "everything_on_arrays accumulation_with_clipping_ema_decay_and_schedule convolutions_without_samples "
@@ -37,6 +38,7 @@ class Machine:
         limit_seconds: Of a process.
         folder: Where programs write, and which is empty.
         torch_python: An interpreter with PyTorch, if there is one.
+        is_small: Whether models and numbers of steps are small, where only the path is of interest and not the speed.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Machine:
     limit_seconds: float
     folder: Path
     torch_python: str | None = None
+    is_small: bool = False
 
     def train(
         self,
@@ -271,7 +274,7 @@ def _parity_suite(workers: int, logical: int) -> Any:
             finished = finish(
                 command,
                 environment(uses_gpu=machine.kind == "GPU"),
-                limit_seconds=2 * machine.limit_seconds,
+                limit_seconds=_SUITE_FACTOR * machine.limit_seconds,
                 may_fail=True,
             )
             error = finished.last_lines() if finished.code else ""

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOREIGN = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMP_NUM_THREADS", "TF_NUM_")
 _LAST_CHARACTERS = 1500
 _MARKS = ("Error", "error:", "failed", "Aborted", "Duplicate GPU", "FAILED")
-# Exact float32 in the libraries of CUDA, also in processes that run TensorFlow's server and not the program; kernels
-# whose results do not depend on the order of threads; and memory for several processes on one card.
-_EXACT = {
-    "NVIDIA_TF32_OVERRIDE": "0",
-    "TF_DETERMINISTIC_OPS": "1",
+# Exact float32 in the libraries of CUDA, also in processes that run TensorFlow's server and not the program; and
+# kernels whose results do not depend on the order of threads.
+_EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "TF_DETERMINISTIC_OPS": "1"}
+# Memory for several processes on one card.
+_ALWAYS = {
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     "KERAS_BACKEND": "tensorflow",
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -46,16 +46,17 @@ class Finished:
         return " | ".join(line[:400] for line in kept)[-_LAST_CHARACTERS:]
 
 
-def environment(*, uses_gpu: bool, **variables: str) -> dict[str, str]:
+def environment(*, uses_gpu: bool, is_exact: bool = True, **variables: str) -> dict[str, str]:
     """Returns the environment of a program.
 
     Args:
         uses_gpu: Whether it sees the GPUs.
+        is_exact: Whether float32 is exact and kernels are deterministic, where the speed is not of interest.
         variables: Further ones, which replace others.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     hidden = {} if uses_gpu else {"CUDA_VISIBLE_DEVICES": "-1"}
-    return {**kept, **_EXACT, **hidden, **variables}
+    return {**kept, **_ALWAYS, **(_EXACT if is_exact else {}), **hidden, **variables}
 
 
 def finish(
