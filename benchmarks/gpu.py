@@ -3,6 +3,7 @@
     make gpu
     python benchmarks/gpu.py --cases parity_workers,compression_* --out gpu.json --torch-python .../bin/python
     python benchmarks/gpu.py --devices cpu --parallel 1          the same cases, on logical CPUs
+    python benchmarks/gpu.py --table                             writes the results into docs/gpu.md
 
 Each case runs in processes of its own with a time limit. The file is written after every case; a case that fails is a
 row with its error. Without a GPU nothing is run.
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu_run import result_tables
 from gpu_run.cases import CASES, REFERENCE_CASES, Case, Machine
 from gpu_run.gpu_machine import describe, visible_gpus
 from gpu_run.limited_processes import CaseError
@@ -43,10 +45,15 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, help="cases at a time (default: one for each three cores)")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds of a process")
     parser.add_argument("--small", action="store_true", help="small models in the speed cases: tries the path only")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other cases in the file")
+    parser.add_argument("--table", action="store_true", help="write the file into the tables of docs/gpu.md")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     options = parser.parse_args()
     if options.list:
         print("\n".join(_ALL))
+        return 0
+    if options.table:
+        result_tables.write(result_tables.read(options.out))
         return 0
     gpus = visible_gpus()
     if options.devices == "gpu" and not gpus:
@@ -57,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tfdist-gpu-") as folder:
         kind, torch_python = options.devices.upper(), options.torch_python
         machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, options.small)
-        report = _Report(options.out, describe(options.torch_python))
+        report = _Report(options.out, describe(torch_python), options.keep)
         timed = [case for case in chosen if case in SPEED_CASES]
         others = [case for case in chosen if case in CASES]
         needed = () if all(case.name.startswith(_WITHOUT_REFERENCE) for case in others) else REFERENCE_CASES
@@ -80,9 +87,11 @@ def _chosen(parser: argparse.ArgumentParser, names: str) -> list[Case]:
 class _Report:
     """The rows so far, in a file."""
 
-    def __init__(self, file: Path, machine: dict[str, Any]) -> None:
+    def __init__(self, file: Path, machine: dict[str, Any], keeps_others: bool) -> None:
         self._file, self._machine = file, machine
         self._rows: dict[str, dict[str, Any]] = {}
+        if keeps_others and file.exists():
+            self._rows = json.loads(file.read_text())["cases"]
         self._lock, self._began = threading.Lock(), time.monotonic()
         self._write()
 
