@@ -25,13 +25,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_run import result_tables
-from gpu_run.cases import CASES, REFERENCE_CASES, Case, Machine
+from gpu_run.cases import CASES, EXACT_REFERENCES, REFERENCE_CASES, Case, Machine
 from gpu_run.gpu_machine import describe, visible_gpus
 from gpu_run.limited_processes import CaseError
 from gpu_run.speed_cases import SPEED_CASES
 
 _RESULTS = Path(__file__).parent / "results" / "gpu.json"
-_WITHOUT_REFERENCE = ("suite_", "compression_", "recovery", "doctor", "speed_")
 _ALL = {case.name: case for case in (*REFERENCE_CASES, *CASES, *SPEED_CASES)}
 
 
@@ -47,10 +46,11 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small models in the speed cases: tries the path only")
     parser.add_argument("--keep", action="store_true", help="keep the rows of other cases in the file")
     parser.add_argument("--table", action="store_true", help="write the file into the tables of docs/gpu.md")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--list", action="store_true", help="print the names of the chosen cases")
     options = parser.parse_args()
+    chosen = _chosen(parser, options.cases)
     if options.list:
-        print("\n".join(_ALL))
+        print("\n".join(case.name for case in chosen))
         return 0
     if options.table:
         result_tables.write(result_tables.read(options.out))
@@ -59,20 +59,24 @@ def main() -> int:
     if options.devices == "gpu" and not gpus:
         print("make gpu: this machine has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; nothing was run.")
         return 0
-    chosen = _chosen(parser, options.cases)
     parallel = options.parallel or max(len(os.sched_getaffinity(0)) // 3, 1)
     with tempfile.TemporaryDirectory(prefix="tfdist-gpu-") as folder:
         kind, torch_python = options.devices.upper(), options.torch_python
-        machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, options.small)
+        references = tuple(dict.fromkeys(name for case in chosen for name in _trained_by(case)))
+        machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, references, options.small)
         report = _Report(options.out, describe(torch_python), options.keep)
         timed = [case for case in chosen if case in SPEED_CASES]
         others = [case for case in chosen if case in CASES]
-        needed = () if all(case.name.startswith(_WITHOUT_REFERENCE) for case in others) else REFERENCE_CASES
+        needed = REFERENCE_CASES if references else ()
         # The others are compared with the first ones; what is timed has the machine for itself.
         for together, at_once in ((needed, parallel), (others, parallel), (timed, 1)):
             with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
                 list(pool.map(lambda case: report.add(case, machine), together))
     return report.finish()
+
+
+def _trained_by(case: Case) -> tuple[str, ...]:
+    return tuple(filter(None, (case.reference, EXACT_REFERENCES.get(case.reference))))
 
 
 def _chosen(parser: argparse.ArgumentParser, names: str) -> list[Case]:

@@ -62,7 +62,7 @@ def uuids_of_gpus() -> list[str]:
 
 
 def _uuids_of_driver() -> list[str]:
-    """Returns the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves, in CUDA's order, as `nvidia-smi -L` prints them."""
+    """Returns the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves, in CUDA's order, as `nvidia-smi -L` has them."""
     driver = ctypes.CDLL(_DRIVER)
     count, device = ctypes.c_int(), ctypes.c_int()
     uuid = (ctypes.c_ubyte * _UUID_BYTES)()
