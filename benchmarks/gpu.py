@@ -3,6 +3,7 @@
     make gpu
     python benchmarks/gpu.py --cases parity_workers,compression_* --out gpu.json --torch-python .../bin/python
     python benchmarks/gpu.py --devices cpu --parallel 1          the same cases, on logical CPUs
+    python benchmarks/gpu.py --table                             writes the results into docs/gpu.md
 
 Each case runs in processes of its own with a time limit. The file is written after every case; a case that fails is a
 row with its error. Without a GPU nothing is run.
@@ -23,13 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_run.cases import CASES, REFERENCE_CASES, Case, Machine
+from gpu_run import result_tables
+from gpu_run.cases import CASES, EXACT_REFERENCES, REFERENCE_CASES, Case, Machine
 from gpu_run.gpu_machine import describe, visible_gpus
 from gpu_run.limited_processes import CaseError
 from gpu_run.speed_cases import SPEED_CASES
 
 _RESULTS = Path(__file__).parent / "results" / "gpu.json"
-_WITHOUT_REFERENCE = ("suite_", "compression_", "recovery", "doctor", "speed_")
 _ALL = {case.name: case for case in (*REFERENCE_CASES, *CASES, *SPEED_CASES)}
 
 
@@ -43,29 +44,39 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, help="cases at a time (default: one for each three cores)")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds of a process")
     parser.add_argument("--small", action="store_true", help="small models in the speed cases: tries the path only")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other cases in the file")
+    parser.add_argument("--table", action="store_true", help="write the file into the tables of docs/gpu.md")
+    parser.add_argument("--list", action="store_true", help="print the names of the chosen cases")
     options = parser.parse_args()
+    chosen = _chosen(parser, options.cases)
     if options.list:
-        print("\n".join(_ALL))
+        print("\n".join(case.name for case in chosen))
+        return 0
+    if options.table:
+        result_tables.write(result_tables.read(options.out))
         return 0
     gpus = visible_gpus()
     if options.devices == "gpu" and not gpus:
         print("make gpu: this machine has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; nothing was run.")
         return 0
-    chosen = _chosen(parser, options.cases)
     parallel = options.parallel or max(len(os.sched_getaffinity(0)) // 3, 1)
     with tempfile.TemporaryDirectory(prefix="tfdist-gpu-") as folder:
         kind, torch_python = options.devices.upper(), options.torch_python
-        machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, options.small)
-        report = _Report(options.out, describe(options.torch_python))
+        references = tuple(dict.fromkeys(name for case in chosen for name in _trained_by(case)))
+        machine = Machine(kind, gpus, options.limit, Path(folder), torch_python, references, options.small)
+        report = _Report(options.out, describe(torch_python), options.keep)
         timed = [case for case in chosen if case in SPEED_CASES]
         others = [case for case in chosen if case in CASES]
-        needed = () if all(case.name.startswith(_WITHOUT_REFERENCE) for case in others) else REFERENCE_CASES
+        needed = REFERENCE_CASES if references else ()
         # The others are compared with the first ones; what is timed has the machine for itself.
         for together, at_once in ((needed, parallel), (others, parallel), (timed, 1)):
             with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
                 list(pool.map(lambda case: report.add(case, machine), together))
     return report.finish()
+
+
+def _trained_by(case: Case) -> tuple[str, ...]:
+    return tuple(filter(None, (case.reference, EXACT_REFERENCES.get(case.reference))))
 
 
 def _chosen(parser: argparse.ArgumentParser, names: str) -> list[Case]:
@@ -80,9 +91,11 @@ def _chosen(parser: argparse.ArgumentParser, names: str) -> list[Case]:
 class _Report:
     """The rows so far, in a file."""
 
-    def __init__(self, file: Path, machine: dict[str, Any]) -> None:
+    def __init__(self, file: Path, machine: dict[str, Any], keeps_others: bool) -> None:
         self._file, self._machine = file, machine
         self._rows: dict[str, dict[str, Any]] = {}
+        if keeps_others and file.exists():
+            self._rows = json.loads(file.read_text())["cases"]
         self._lock, self._began = threading.Lock(), time.monotonic()
         self._write()
 

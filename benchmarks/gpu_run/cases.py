@@ -15,10 +15,11 @@ from gpu_run.limited_processes import ROOT, CaseError, Finished, environment, fi
 PROGRAM = Path(__file__).with_name("program.py")
 METHODS = ("bf16", "fp16", "fp8", "int8", "int4", "qsgd", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
 # What computes the same in float32: the difference is what the rounding of a policy changes.
-_IN_FLOAT32 = {"mixed_float16": "convolutions", "mixed_bfloat16": "convolutions"}
+EXACT_REFERENCES = {"mixed_float16": "convolutions", "mixed_bfloat16": "convolutions"}
 _FLOORS = {"overflow": 8 * 2.0**-11}  # the rounding unit of float16, times the layers and updates
 _NOISE_FACTOR = 2.0
 _KILL_AT_STEP = 5
+_REFUSED = "With NCCL each worker needs GPUs of its own."
 _SUITE_FACTOR = 1.5  # of the limit, for the cases of `tests/parity`
 _DEVICES_OF_PARITY = {"GPU": "--device_type=GPU", "CPU": "--device_type=CPU"}
 PARITY_CASES = (
@@ -38,6 +39,7 @@ class Machine:
         limit_seconds: Of a process.
         folder: Where programs write, and which is empty.
         torch_python: An interpreter with PyTorch, if there is one.
+        references: The names of the trainings in one process that the cases need.
         is_small: Whether models and numbers of steps are small, where only the path is of interest and not the speed.
     """
 
@@ -46,6 +48,7 @@ class Machine:
     limit_seconds: float
     folder: Path
     torch_python: str | None = None
+    references: tuple[str, ...] = ()
     is_small: bool = False
 
     def train(
@@ -86,10 +89,17 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A case and how it is run; `run` returns its figures, among them `ok`."""
+    """A case and how it is run; `run` returns its figures, among them `ok`.
+
+    Attributes:
+        name: Of the case.
+        run: Runs it.
+        reference: The name of the training in one process that it is compared with.
+    """
 
     name: str
     run: Callable[[Machine], dict[str, Any]]
+    reference: str = ""
 
 
 WORKERS = ("--workers", "2")
@@ -97,10 +107,8 @@ WORKERS = ("--workers", "2")
 
 def references(machine: Machine) -> dict[str, Any]:
     """Trains in one process, on a device of the machine's kind: what all cases are compared with."""
-    from gpu_run.reference_names import REFERENCES
-
-    folder, finished = machine.train("reference", ",".join(REFERENCES), "none", may_fail=True)
-    missing = [name for name in REFERENCES if not (folder / f"{name}-0.npz").exists()]
+    folder, finished = machine.train("reference", ",".join(machine.references), "none", may_fail=True)
+    missing = [name for name in machine.references if not (folder / f"{name}-0.npz").exists()]
     row: dict[str, Any] = {"ok": not missing}
     if missing:
         row["error"] = f"no {', '.join(missing)}: {finished.last_lines()}"
@@ -109,11 +117,9 @@ def references(machine: Machine) -> dict[str, Any]:
 
 def references_on_cpu(machine: Machine) -> dict[str, Any]:
     """Trains the same on a CPU: how much two devices that are both right differ."""
-    from gpu_run.reference_names import REFERENCES
-
     if machine.kind == "CPU":
         return {"ok": True, "note": "the devices are CPUs"}
-    folder, finished = machine.train("reference-cpu", ",".join(REFERENCES), "none", kind="CPU", may_fail=True)
+    folder, finished = machine.train("reference-cpu", ",".join(machine.references), "none", kind="CPU", may_fail=True)
     row: dict[str, Any] = {"ok": finished.code == 0}
     if finished.code:
         row["error"] = finished.last_lines()
@@ -137,8 +143,8 @@ def _compared(
     difference = outcomes.largest_difference(ours, expected)
     noise = _noise(machine, reference)
     allowed = max(_FLOORS.get(reference, outcomes.TOLERANCE), _NOISE_FACTOR * noise)
-    if reference in _IN_FLOAT32:
-        exact = outcomes.arrays_of(machine.folder / "reference", _IN_FLOAT32[reference])
+    if reference in EXACT_REFERENCES:
+        exact = outcomes.arrays_of(machine.folder / "reference", EXACT_REFERENCES[reference])
         # Both round, so each may be as far from the exact result.
         allowed = max(allowed, 2 * outcomes.largest_difference(expected, exact))
     equal = all(
@@ -254,7 +260,8 @@ def _nccl_of_two(machine: Machine) -> dict[str, Any]:
     if has_two or not finished.code:
         return _compared(machine, folder, "convolutions", "convolutions", ranks=2)
     note = "an error, as there is " + ("one card" if machine.kind == "GPU" else "no GPU")
-    return {"ok": True, "note": note, "message": finished.last_lines()}
+    message = finished.last_lines()
+    return {"ok": machine.kind == "CPU" or _REFUSED in message, "note": note, "message": message}
 
 
 def _parity_suite(workers: int, logical: int) -> Any:
@@ -298,27 +305,27 @@ def _parity_suite(workers: int, logical: int) -> Any:
 
 REFERENCE_CASES = (Case("reference", references), Case("reference_cpu", references_on_cpu))
 CASES = (
-    Case("parity_replicas", _replicas("convolutions")),
-    Case("parity_workers", _workers("convolutions")),
-    Case("parity_workers_x2", _workers("convolutions", logical=2)),
-    Case("parity_servers", _servers),
+    Case("parity_replicas", _replicas("convolutions"), "convolutions"),
+    Case("parity_workers", _workers("convolutions"), "convolutions"),
+    Case("parity_workers_x2", _workers("convolutions", logical=2), "convolutions"),
+    Case("parity_servers", _servers, "adam"),
     Case("suite_replicas", _parity_suite(1, 2)),
     Case("suite_workers", _parity_suite(2, 1)),
     Case("suite_workers_x2", _parity_suite(2, 2)),
-    Case("mixed_float16_replicas", _replicas("mixed_float16")),
-    Case("mixed_float16_workers", _workers("mixed_float16")),
-    Case("overflow_replicas", _replicas("overflow", facts=("scales", "updates"))),
-    Case("overflow_workers", _workers("overflow", facts=("scales", "updates"))),
-    Case("mixed_bfloat16_replicas", _replicas("mixed_bfloat16")),
-    Case("mixed_bfloat16_workers", _workers("mixed_bfloat16")),
-    Case("jit_compile_replicas", _replicas("jit_compile", "convolutions")),
-    Case("jit_compile_workers", _workers("jit_compile", "convolutions")),
+    Case("mixed_float16_replicas", _replicas("mixed_float16"), "mixed_float16"),
+    Case("mixed_float16_workers", _workers("mixed_float16"), "mixed_float16"),
+    Case("overflow_replicas", _replicas("overflow", facts=("scales", "updates")), "overflow"),
+    Case("overflow_workers", _workers("overflow", facts=("scales", "updates")), "overflow"),
+    Case("mixed_bfloat16_replicas", _replicas("mixed_bfloat16"), "mixed_bfloat16"),
+    Case("mixed_bfloat16_workers", _workers("mixed_bfloat16"), "mixed_bfloat16"),
+    Case("jit_compile_replicas", _replicas("jit_compile", "convolutions"), "convolutions"),
+    Case("jit_compile_workers", _workers("jit_compile", "convolutions"), "convolutions"),
     *(Case(f"compression_{method.partition(':')[0]}", _compression(method)) for method in METHODS),
     Case("recovery", _recovery),
-    Case("sharded_state_replicas", _replicas("adam", None, "--sharded")),
-    Case("sharded_state_workers", _workers("adam", None, "--sharded")),
-    Case("pipeline", _model_parallel("pipeline")),
-    Case("tensor_parallel", _model_parallel("tensor")),
-    Case("nccl_one_worker", _nccl_of_one),
-    Case("nccl_two_workers", _nccl_of_two),
+    Case("sharded_state_replicas", _replicas("adam", None, "--sharded"), "adam"),
+    Case("sharded_state_workers", _workers("adam", None, "--sharded"), "adam"),
+    Case("pipeline", _model_parallel("pipeline"), "adam"),
+    Case("tensor_parallel", _model_parallel("tensor"), "adam"),
+    Case("nccl_one_worker", _nccl_of_one, "convolutions"),
+    Case("nccl_two_workers", _nccl_of_two, "convolutions"),
 )

@@ -88,9 +88,9 @@ def _torch(machine: Machine, workers: int) -> dict[str, Any]:
 def _speed_workers(machine: Machine) -> dict[str, Any]:
     """Two workers on one card, of the same global batch as one process, PyTorch and TensorFlow's own strategy."""
     ours = ["mlp:tfdist-workers", "mlp:tfdist-workers+xla", *(f"mlp:tfdist-workers:{method}" for method in _METHODS)]
-    ours += ["cnn:tfdist-workers", "cnn:tfdist-workers+xla"]
+    ours += ["cnn:tfdist-workers", "cnn:tfdist-workers+xla", "mlp:tfdist-workers+loop", "cnn:tfdist-workers+loop"]
     alone = ["mlp:none", "mlp:none+xla", "cnn:none", "cnn:none+xla"]
-    stock = ["mlp:stock-workers", "cnn:stock-workers"]
+    stock = ["mlp:stock-workers+loop", "cnn:stock-workers+loop"]
     row = _Row(_fitted(machine, "speed-workers", ours, launcher=WORKERS))
     row.add("", lambda: _fitted(machine, "speed-one", alone))
     row.add("stock workers, RING", lambda: _fitted(machine, "speed-stock", stock, launcher=WORKERS))
@@ -99,7 +99,7 @@ def _speed_workers(machine: Machine) -> dict[str, Any]:
     for model in ("mlp", "cnn"):
         us = f"{model}:tfdist-workers"
         row.divide(f"{model} / PyTorch DDP", us, f"{model}:torch-ddp")
-        row.divide(f"{model} / stock, RING", us, f"{model}:stock-workers")
+        row.divide(f"{model} / stock, RING, a loop both", f"{us}+loop", f"{model}:stock-workers+loop")
         row.divide(f"{model} / one process", us, f"{model}:none")
         row.divide(f"{model} / one process, XLA both", f"{us}+xla", f"{model}:none+xla")
         row.divide(f"{model}, PyTorch DDP / PyTorch's one process", f"{model}:torch-ddp", f"{model}:torch-none")

@@ -6,6 +6,7 @@ Started by `gpu_run.speed_cases`, for several workers through `tfdist run`.
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ _TINY_BATCH, _TINY_FEATURES, _TINY_WIDTH = 32, 64, 300  # 20,000 parameters
 def main() -> int:
     """Trains all variants in turns, and writes the milliseconds of a step of each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--variants", required=True, help="as `model:strategy[:method]`, separated by commas")
+    parser.add_argument("--variants", required=True, help="as `model:strategy[:method][+xla|+loop]`, with commas")
     parser.add_argument("--kind", required=True, choices=("CPU", "GPU"), help="the devices that compute")
     parser.add_argument("--logical", type=int, default=1, help="logical devices of this process")
     parser.add_argument("--sizes", required=True, help="JSON: features, width, side, batch (of all replicas)")
@@ -42,7 +43,8 @@ def main() -> int:
         tf.config.set_logical_device_configuration(found[0], parts)
     sizes = json.loads(options.sizes)
     strategies: dict[str, Any] = {}
-    trained = {name: _Trained(name, sizes, options, strategies) for name in options.variants.split(",")}
+    names = options.variants.split(",")
+    trained = {name: (_Loop if name.endswith("+loop") else _Fit)(name, sizes, options, strategies) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in trained}
     for turn in range(options.rounds + 1):
         for name, one in trained.items():
@@ -63,32 +65,28 @@ def _is_first() -> bool:
     return not (tf.distribute.cluster_resolver.TFConfigClusterResolver().task_id or 0)
 
 
-class _Trained:
-    """A model under a strategy."""
+class _Fit:
+    """A model under a strategy, trained by `fit`."""
 
     def __init__(self, name: str, sizes: dict[str, int], options: Any, strategies: dict[str, Any]) -> None:
-        kind, _, strategy_name = name.partition(":")
-        strategy_name, _, flag = strategy_name.partition("+")  # "+xla"
-        if strategy_name not in strategies:
-            strategies[strategy_name] = _strategy(strategy_name, options)
-        self._strategy = strategies[strategy_name]
-
         import keras
         import numpy as np
 
-        random = np.random.default_rng(0)
+        kind, _, rest = name.partition(":")
+        strategy_name, _, flag = rest.partition("+")
+        if strategy_name not in strategies:
+            strategies[strategy_name] = _strategy(strategy_name, options)
+        self.strategy, random = strategies[strategy_name], np.random.default_rng(0)
         layers, shape, batch = _MODELS[kind](sizes)
-        with self._strategy.scope() if self._strategy else contextlib.nullcontext():
+        with self.strategy.scope() if self.strategy else contextlib.nullcontext():
             keras.utils.set_random_seed(1)
             self.model = keras.Sequential([keras.Input(shape), *layers])
-            self.model.compile(
-                keras.optimizers.SGD(1e-3, momentum=0.9),
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                jit_compile=flag == "xla",
-            )
-        self._inputs = random.normal(size=(batch, *shape)).astype("float32")
-        self._labels = random.integers(0, 10, size=batch).astype("int32")
-        self._is_stock = strategy_name.startswith("stock")
+            self.optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+            self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            self.model.compile(self.optimizer, self.loss, jit_compile=flag == "xla")
+            self.optimizer.build(self.model.trainable_variables)
+        self.inputs = random.normal(size=(batch, *shape)).astype("float32")
+        self.labels = random.integers(0, 10, size=batch).astype("int32")
 
     def seconds_of_a_step(self, steps: int) -> float:
         """Trains for some steps after one that is not timed."""
@@ -105,12 +103,52 @@ class _Trained:
                 tf.test.experimental.sync_devices()
                 self.seconds = time.perf_counter() - self.began
 
-        data = tf.data.Dataset.from_tensors((self._inputs, self._labels))
-        # TensorFlow gives each worker batches of its own, so that a number of batches does not divide evenly.
-        data = data.repeat() if self._is_stock else data.repeat(steps + 1)
-        clock, limit = Clock(), steps + 1 if self._is_stock else None
-        self.model.fit(data, steps_per_epoch=limit, verbose=0, shuffle=False, callbacks=[clock])
+        data = tf.data.Dataset.from_tensors((self.inputs, self.labels)).repeat(steps + 1)
+        clock = Clock()
+        self.model.fit(data, verbose=0, shuffle=False, callbacks=[clock])
         return clock.seconds / steps
+
+
+class _Loop(_Fit):
+    """The same in a loop: under TensorFlow's own strategy `fit` of Keras 3 fails with several workers."""
+
+    _step: Any = None
+
+    def seconds_of_a_step(self, steps: int) -> float:
+        """Trains for some steps after one that is not timed."""
+        import tensorflow as tf
+
+        if self._step is None:
+            self._step = self._traced_step()
+        replicas, is_worker = self.strategy.num_replicas_in_sync, "TF_CONFIG" in os.environ
+        rows = len(self.inputs) // (replicas if is_worker else 1)
+        with tf.device("CPU:0"):
+            batch = tf.constant(self.inputs[:rows]), tf.constant(self.labels[:rows])
+        self._step(*batch)
+        self._synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._step(*batch)
+        self._synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def _synchronize(self) -> None:
+        """Waits for the kernels: the last variable is short. `sync_devices` fails with several tasks."""
+        self.model.trainable_variables[-1].numpy()
+
+    def _traced_step(self) -> Any:
+        import tensorflow as tf
+
+        replicas = self.strategy.num_replicas_in_sync
+
+        def replica_step(inputs: Any, labels: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = self.loss(labels, self.model(inputs, training=True)) / replicas
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+            return loss
+
+        return tf.function(lambda *batch: self.strategy.run(replica_step, args=batch), autograph=False)
 
 
 def _mlp(sizes: dict[str, int]) -> tuple[list[Any], tuple[int, ...], int]:

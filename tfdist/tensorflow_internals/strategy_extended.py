@@ -22,6 +22,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     regroup,
     simple_broadcast,
 )
+from tfdist.tensorflow_internals.worker_devices import described, numbers_of_devices, uuids_of_gpus
 
 ReductionFactory = Callable[..., Any]
 
@@ -168,15 +169,9 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
     def _exchange_devices(self, kind: str, number: int) -> tuple[int, ...]:
         """Returns the number of devices of each worker."""
         name = f"tfdist/devices/{self._collective_key_base}"
-        found = exchange_key_values(name, f"{number} {kind}", self._id_in_cluster, self._num_workers)
-        if len({devices.partition(" ")[2] for devices in found}) > 1:
-            raise ValueError(
-                "All workers must compute on devices of one type. Received: "
-                f"{', '.join(f'worker {rank}: {devices}' for rank, devices in enumerate(found))}. Expected: CPUs only "
-                "or GPUs only. Hide the GPUs by CUDA_VISIBLE_DEVICES='' on all workers, or leave out the workers "
-                "without GPUs."
-            )
-        return tuple(int(devices.partition(" ")[0]) for devices in found)
+        uuids = uuids_of_gpus() if kind == "GPU" and self._communication_options.implementation == _NCCL else ()
+        line = described(kind, number, uuids)
+        return numbers_of_devices(exchange_key_values(name, line, self._id_in_cluster, self._num_workers))
 
     def _get_variable_creator_initial_value(self, replica_id: Any, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """Returns the function that creates the initial value of a replica's copy, which is that of the chief."""
