@@ -39,7 +39,7 @@ def leave_unordered(operation: Any) -> None:
 
 
 def in_order_of_replica(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that replicas call one after another while a step is traced, each with an order of its own.
+    """Returns a function that replicas call one after another while a step is traced, each with a separate order.
 
     A `tf.function` runs assertions, prints and Python functions in the order in which they were added to the graph. A
     replica that reduces is traced to its end before the next one. So what it does with a sum would come before what the
