@@ -110,11 +110,13 @@ def _speed_workers(machine: Machine) -> dict[str, Any]:
 
 def _speed_replicas(machine: Machine) -> dict[str, Any]:
     """Two logical GPUs of one card, in one process with TensorFlow's own strategy and without a strategy."""
-    strategies = ("none", "stock-replicas", "tfdist-replicas", "tfdist-replicas+xla")
+    both = ("stock-replicas", "tfdist-replicas")
+    strategies = ("none", *both, "tfdist-replicas+xla", *(f"{name}+loop" for name in both))
     variants = [f"{model}:{name}" for model in ("mlp", "cnn") for name in strategies]
     row = _Row(_fitted(machine, "speed-replicas", variants, logical=2))
     for model in ("mlp", "cnn"):
         row.divide(f"{model} / stock", f"{model}:tfdist-replicas", f"{model}:stock-replicas")
+        row.divide(f"{model} / stock, a loop both", f"{model}:tfdist-replicas+loop", f"{model}:stock-replicas+loop")
         row.divide(f"{model} / one device", f"{model}:tfdist-replicas", f"{model}:none")
     return row.finished()
 

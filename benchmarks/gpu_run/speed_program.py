@@ -6,7 +6,6 @@ Started by `gpu_run.speed_cases`, for several workers through `tfdist run`.
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
 import time
@@ -120,8 +119,7 @@ class _Loop(_Fit):
 
         if self._step is None:
             self._step = self._traced_step()
-        replicas, is_worker = self.strategy.num_replicas_in_sync, "TF_CONFIG" in os.environ
-        rows = len(self.inputs) // (replicas if is_worker else 1)
+        rows = len(self.inputs) // self.strategy.num_replicas_in_sync
         with tf.device("CPU:0"):
             batch = tf.constant(self.inputs[:rows]), tf.constant(self.labels[:rows])
         self._step(*batch)
