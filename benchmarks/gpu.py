@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --devices cpu --parallel 1          the same cases, on logical CPUs
     python benchmarks/gpu.py --table                             writes the results into docs/gpu.md
 
-Each case runs in processes of its own with a time limit. The file is written after every case; a case that fails is a
+Each case runs in new processes with a time limit. The file is written after every case; a case that fails is a
 row with its error. Without a GPU nothing is run.
 """
 

@@ -19,7 +19,7 @@ EXACT_REFERENCES = {"mixed_float16": "convolutions", "mixed_bfloat16": "convolut
 _FLOORS = {"overflow": 8 * 2.0**-11}  # the rounding unit of float16, times the layers and updates
 _NOISE_FACTOR = 2.0
 _KILL_AT_STEP = 5
-_REFUSED = "With NCCL each worker needs GPUs of its own."
+_REFUSED = "With NCCL workers cannot share a GPU."
 _SUITE_FACTOR = 1.5  # of the limit, for the cases of `tests/parity`
 _DEVICES_OF_PARITY = {"GPU": "--device_type=GPU", "CPU": "--device_type=CPU"}
 PARITY_CASES = (

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tfdist.doctor.tensorflow_checks import nvidia_devices
-
 _PACKAGES = ("tensorflow", "keras", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
 _QUERY = "name,memory.total,driver_version,compute_cap"
 _LIMIT_SECONDS = 20.0
@@ -19,7 +17,7 @@ _TORCH = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.
 
 def visible_gpus() -> int:
     """Returns the number of NVIDIA GPUs that a program of this process may use; 0 if they are hidden from it."""
-    present = len(nvidia_devices(Path("/")))
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present

@@ -1,4 +1,4 @@
-"""Runs programs in processes of their own, each with a time limit, and keeps what they printed."""
+"""Runs programs in new processes, each with a time limit, and keeps what they printed."""
 
 import contextlib
 import os

@@ -163,10 +163,13 @@ def _errors(cases: dict[str, Any], name: str) -> dict[str, str]:
 
 def _ratios(cases: dict[str, Any]) -> str:
     places = {"speed_workers": "two workers", "speed_replicas": "two logical GPUs", "speed_tiny": "tiny model"}
-    rows = [["tfdist /", "", "ratio"], ["---", "---", "---:"]]
+    rows = [["a step of", "relative to", "ratio"], ["---", "---", "---:"]]
     for name, place in places.items():
         for ratio, value in cases.get(name, {}).get("ratios", {}).items():
-            rows.append([place, ratio, f"{value:.2f}"])
+            ours, _, other = ratio.partition(" / ")
+            model, _, rest = ours.partition(", ")
+            label = ", ".join(filter(None, (place, _MODELS.get(model, model), rest)))
+            rows.append([label, other, f"{value:.2f}"])
     return _table(rows) if len(rows) > 2 else "Not measured.\n"
 
 

@@ -39,7 +39,7 @@ def numbers_of_devices(lines: Sequence[str]) -> tuple[int, ...]:
         for uuid in filter(None, names.split(",")):
             if uuid in users:
                 raise ValueError(
-                    f"With NCCL each worker needs GPUs of its own. Received: workers {users[uuid]} and {rank} both use "
+                    f"With NCCL workers cannot share a GPU. Received: workers {users[uuid]} and {rank} both use "
                     f"the GPU {uuid}. Expected: no GPU is used by two workers. Give each worker another one by "
                     "CUDA_VISIBLE_DEVICES, or leave NCCL out of `communication_options`: workers may share a GPU with "
                     "tfdist's own exchange."
