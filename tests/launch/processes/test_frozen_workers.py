@@ -5,7 +5,7 @@ import signal
 import time
 
 QUICK = ("--heartbeat-timeout", "1", "--grace", "0.5")
-# Less than by default, which is 10 s, though more than a quiet machine takes; test_heartbeat_monitor.py has exact times.
+# Less than by default, 10 s, though more than a quiet machine takes; test_heartbeat_monitor.py has the exact times.
 SOON_SECONDS = 8
 
 
