@@ -14,7 +14,6 @@ import tensorflow as tf
 INPUTS = np.random.default_rng(0).normal(size=(24, 64)).astype("float32")
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
 ROUNDS = 4
-ROUNDS_OF_TRACES = 2  # of the ways that trace functions
 
 
 def compiled(strategy, seed=1):
@@ -43,10 +42,10 @@ def saves(strategy, model, folder):
     other = keras.models.clone_model(model)
     weights = model.get_weights()
 
-    def reload(save, load, rounds=ROUNDS):
+    def reload(save, load):
         def check():
             wrong = []
-            for _ in range(rounds):
+            for _ in range(ROUNDS):
                 save()
                 if (found := load()) != 0.0:
                     wrong.append(found)
@@ -93,11 +92,10 @@ def saves(strategy, model, folder):
             of("parts.weights.json", other.load_weights),
         ),
         "directory": reload(lambda: model.save(folder / "unzipped", zipped=False), whole("unzipped")),
-        "export": reload(lambda: model.export(folder / "exported", verbose=False), served, ROUNDS_OF_TRACES),
+        "export": reload(lambda: model.export(folder / "exported", verbose=False), served),
         "saved_model": reload(
             lambda: tf.saved_model.save(module, str(folder / "saved")),
             lambda: float(tf.saved_model.load(str(folder / "saved")).value) - 2.0,
-            ROUNDS_OF_TRACES,
         ),
         "checkpoint": reload(
             lambda: checkpoint.write(str(folder / "written")), lambda: restore(str(folder / "written"))
