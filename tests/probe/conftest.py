@@ -12,7 +12,7 @@ def measured(tmp_path):
     def run(source, **options):
         script = tmp_path / "train.py"
         script.write_text(textwrap.dedent(source))
-        defaults = {"workers": [2], "methods": [], "with_xla": False, "timeout_seconds": 150}
+        defaults = {"workers": [2], "methods": [], "with_xla": False, "timeout_seconds": 600}
         return measure([str(script)], **defaults | options)
 
     return run

@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import selectors
 
 import pytest
 
 from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Measurements
+from tfdist.probe import run_probe
 from tfdist.probe.probe_errors import ProbeError
 from tfdist.probe.run_probe import measure
 
@@ -111,13 +113,29 @@ def test_programs_that_cannot_be_measured_say_why(measured, tmp_path, capfd):
         measure([str(tmp_path / "missing.py")], workers=[2], methods=[], with_xla=False, timeout_seconds=9)
 
 
-def test_a_slow_program_is_ended(measured, tmp_path):
+def test_a_slow_program_is_ended(measured, tmp_path, monkeypatch):
     source = """
         import os, pathlib, time
-        pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
-        time.sleep(99)
+        part = pathlib.Path(__file__).with_name("part")
+        part.write_text(str(os.getpid()))
+        part.rename(part.with_name("pid"))
+        time.sleep(999)
     """
-    with pytest.raises(ProbeError, match="longer than its limit.*15 s.*up to its first `fit`"):
-        measured(source, timeout_seconds=15)
+    limits = []
+
+    class Selector(selectors.DefaultSelector):
+        """Its time is over once the program sleeps, however long that takes."""
+
+        def select(self, timeout):
+            limits.append(timeout)
+            sent = []
+            while not sent and not (tmp_path / "pid").exists():
+                sent = super().select(0.02)
+            return sent or super().select(0.0)
+
+    monkeypatch.setattr(run_probe.selectors, "DefaultSelector", Selector)
+    with pytest.raises(ProbeError, match="longer than its limit.*100 s.*up to its first `fit`"):
+        measured(source, timeout_seconds=100)
+    assert limits and all(0 < limit <= 100 for limit in limits)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

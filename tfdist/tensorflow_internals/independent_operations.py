@@ -1,10 +1,8 @@
 """Operations that automatic control dependencies leave unordered."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
@@ -17,9 +15,8 @@ private(
 _is_ordered = private(
     "tensorflow.python.framework.auto_control_deps:op_is_stateful", "tells which operations a function orders"
 )
-private(
-    "tensorflow.python.framework.ops:Operation._add_control_inputs",
-    "orders the operations of a replica that its function leaves unordered",
+_resources_of = private(
+    "tensorflow.python.framework.auto_control_deps:_get_resource_inputs", "tells which operations use a resource"
 )
 
 _LEFT_UNORDERED = "_independent_side_effects"
@@ -38,43 +35,12 @@ def leave_unordered(operation: Any) -> None:
         manager.run_independently(getattr(operation, "op", operation))
 
 
-def in_order_of_replica(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that replicas call one after another while a step is traced, each with a separate order.
+def is_in_common_order(operation: Any) -> bool:
+    """Whether a function runs it after all other such operations: not those that use a resource, which have its order.
 
-    A `tf.function` runs assertions, prints and Python functions in the order in which they were added to the graph. A
-    replica that reduces is traced to its end before the next one. So what it does with a sum would come before what the
-    next replica does to compute its part of this sum, and the two would wait for each other. Here a replica's
-    operations follow each other, and what stood in the graph before the first replica.
+    A dataset that is reduced uses the variables of the functions that it maps, though no input is a resource.
     """
-    before_replicas: WeakKeyDictionary[tf.Graph, list[Any]] = WeakKeyDictionary()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        manager = getattr(graph, "experimental_acd_manager", None)
-        if tf.executing_eagerly() or manager is None:
-            return function(*args, **kwargs)
-        if graph not in before_replicas:  # the first replica
-            before_replicas[graph] = list(itertools.islice(filter(_is_in_common_order, _backwards(graph)), 1))
-            return function(*args, **kwargs)
-        before = len(graph.get_operations())
-        result = function(*args, **kwargs)
-        last = before_replicas[graph]
-        for operation in filter(_is_in_common_order, graph.get_operations()[before:]):
-            manager.run_independently(operation)
-            operation._add_control_inputs(last)
-            last = [operation]
-        return result
-
-    return call
-
-
-def _backwards(graph: tf.Graph) -> Iterator[Any]:
-    return reversed(graph.get_operations())
-
-
-def _is_in_common_order(operation: Any) -> bool:
-    """Whether a function runs it after all other such operations: not those of a resource, which have their own."""
-    if not _is_ordered(operation) or any(given.dtype == tf.resource for given in operation.inputs):
+    if not _is_ordered(operation) or any(True for _ in _resources_of(operation)):
         return False
     return _LEFT_UNORDERED not in operation.node_def.attr
 
@@ -94,6 +60,5 @@ def independent_calls() -> Iterator[None]:
     if manager is None:
         return
     for operation in graph.get_operations()[before:]:
-        holds_resource = any(given.dtype == tf.resource for given in operation.inputs)
-        if operation.type == "StatefulPartitionedCall" and not holds_resource:
+        if operation.type == "StatefulPartitionedCall" and is_in_common_order(operation):
             manager.run_independently(operation)

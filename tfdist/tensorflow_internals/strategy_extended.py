@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
 from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
 from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
-from tfdist.tensorflow_internals.independent_operations import in_order_of_replica
+from tfdist.tensorflow_internals.replica_order import OrdersReplicas
 from tfdist.tensorflow_internals.runtime import exchange_key_values
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
@@ -62,12 +62,7 @@ def _merge_call_is_needed(extended: Any) -> bool:
     return tf.executing_eagerly() or not in_function or replica_is_eager or is_between_replicas
 
 
-def _in_order_of_replica(fn: Callable[..., Any], extended: Any) -> Callable[..., Any]:
-    is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)  # which TensorFlow traces by itself
-    return fn if is_function or len(extended.worker_devices) == 1 else in_order_of_replica(fn)
-
-
-class ReplicaMirroredExtended(MirroredExtended):
+class ReplicaMirroredExtended(OrdersReplicas, MirroredExtended):
     """`MirroredExtended` that reduces in the replica context."""
 
     def __init__(
@@ -80,9 +75,6 @@ class ReplicaMirroredExtended(MirroredExtended):
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed(self)
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return super()._call_for_each_replica(_in_order_of_replica(fn, self), args, kwargs)
 
     def _make_collective_ops_with_fallbacks(self) -> Any:
         stock = super()._make_collective_ops_with_fallbacks()
@@ -102,7 +94,7 @@ class ReplicaMirroredExtended(MirroredExtended):
         return self._collective_ops
 
 
-class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
+class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker."""
 
     _cross_device_ops: Any
@@ -146,9 +138,6 @@ class ReplicaMultiWorkerExtended(CollectiveAllReduceExtended):
 
     def _use_merge_call(self) -> bool:
         return _merge_call_is_needed(self)
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return super()._call_for_each_replica(_in_order_of_replica(fn, self), args, kwargs)
 
     def _initialize_local(self, cluster_resolver: Any, devices: Any = None) -> None:
         if devices:  # after the constructor, by `_from_local_devices`: of other groups than the constructor's

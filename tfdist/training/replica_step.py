@@ -71,7 +71,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
         # the count of iterations and the keys of collectives.
         with step_after(_tensors(replica_data)):
             # Replicas are traced, or run eagerly, one after another in their order.
-            step = next(steps, None) or _dynamic_step(inputs[replica], counted, replica, is_within_worker)
+            step = next(steps, None) or _dynamic_step(inputs, replica, replicas, counted, is_within_worker)
             if is_within_worker:
                 step.stay_within_worker(len(parts))
             step.model, step.has_own_loss = model, has_own_loss(model)
@@ -239,12 +239,18 @@ def _static_steps(inputs: list[Any], counted: CountedPerReplica | None, replicas
         yield from (ReplicaStep(count, count / sum(counts)) for count in counts)
 
 
-def _dynamic_step(value: Any, counted: CountedPerReplica | None, replica: int, is_within_worker: bool) -> ReplicaStep:
-    """Returns the step of a local replica with the input `value`, whose numbers of samples `counted` may carry."""
+def _dynamic_step(
+    inputs: Sequence[Any], replica: int, replicas: int, counted: CountedPerReplica | None, is_within_worker: bool
+) -> ReplicaStep:
+    """Returns the step of a local replica with one of the `inputs`; `counted` may carry their numbers of samples."""
+    value = inputs[replica]
     static, rows = static_samples(value), None
     if counted is None:
         samples = count_samples(value)
-        (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
+        if len(inputs) == replicas:
+            total = tf.cast(tf.add_n([count_samples(each) for each in inputs]), tf.float32)
+        else:
+            (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
     else:
         samples = tf.cast(counted.samples[replica], tf.int32)
         total = tf.cast(tf.add_n(counted.samples) if is_within_worker else counted.total, tf.float32)

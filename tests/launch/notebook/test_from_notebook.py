@@ -1,5 +1,6 @@
 """`from_notebook`: values, output and errors of the workers."""
 
+import atexit
 import functools
 import glob
 import linecache
@@ -181,7 +182,7 @@ def test_error_about_a_lost_worker_is_one_line_and_not_the_cause(cell, tmp_path,
 
     def lose():
         if rank() == 0:
-            raised.touch()
+            atexit.register(raised.touch)  # when the error has been printed
             raise RuntimeError("Graph execution error:\n\nCollective ops is aborted by: Socket closed\nMore words")
         end = time.monotonic() + LIMIT_SECONDS
         while not raised.exists() and time.monotonic() < end:

@@ -5,6 +5,8 @@ import signal
 import time
 
 QUICK = ("--heartbeat-timeout", "1", "--grace", "0.5")
+# Less than by default, 10 s, though more than a quiet machine takes; test_heartbeat_monitor.py has the exact times.
+SOON_SECONDS = 8
 
 
 def test_silent_worker_is_frozen(run, tmp_path):
@@ -22,7 +24,7 @@ def test_silent_worker_is_frozen(run, tmp_path):
     assert "worker 1 is frozen: no heartbeat for 1 s (last step 41)" in ended.said
     assert ended.said[-1] == ("worker 1 failed first: frozen: no heartbeat for 1 s (last step 41). It printed nothing.")
     assert "worker 0 ended after that: killed by SIGTERM" in ended.said
-    assert took < 1 + 1 + 0.5
+    assert took < SOON_SECONDS
 
 
 def test_stopped_worker_is_reported_at_once_and_frozen_in_time(start):
@@ -31,7 +33,7 @@ def test_stopped_worker_is_reported_at_once_and_frozen_in_time(start):
     stopped = time.monotonic()
     os.kill(run.pids()["pid-1"], signal.SIGSTOP)
     ended = run.end()
-    assert time.monotonic() - stopped < 1 + 1 + 0.5
+    assert time.monotonic() - stopped < SOON_SECONDS
     assert ended.code == 137
     assert "worker 1 is stopped (as by SIGSTOP): frozen unless it continues within 1 s (last step 3)" in ended.said
     # It was stopped just after a heartbeat: whichever is seen to last for a second first.

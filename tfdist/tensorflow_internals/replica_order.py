@@ -1,0 +1,145 @@
+"""The order in which a `tf.function` runs the assertions, prints and Python functions of several replicas."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.independent_operations import is_in_common_order, leave_unordered
+
+private(
+    "tensorflow.python.framework.ops:Operation._add_control_inputs",
+    "orders the operations of a replica that its function leaves unordered",
+)
+_autograph_status = private(
+    "tensorflow.python.autograph.core.ag_ctx:control_status_ctx", "whether AutoGraph converts what is being traced"
+)
+_with_autograph = private(
+    "tensorflow.python.autograph.impl.api:tf_convert", "lets AutoGraph convert a function that replicas call"
+)
+private(
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._clone",
+    "calls all replicas in a function with the options of the given one",
+)
+
+_BETWEEN_REPLICAS = -1
+
+
+class OrdersReplicas:
+    """A `StrategyExtended` whose replicas have each an order of its own; see `call_in_order_of_replica`."""
+
+    def _call_for_each_replica(self: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        call = super()._call_for_each_replica  # type: ignore[misc]
+        if len(self.worker_devices) == 1:
+            return call(fn, args, kwargs)
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            is_compiled_alone = fn._jit_compile and "GPU" in self.worker_devices[0]  # for each replica, by TensorFlow
+            return call(fn, args, kwargs) if is_compiled_alone else self._function_of_replicas(fn)(*args, **kwargs)
+        return call_in_order_of_replica(lambda function: call(function, args, kwargs), fn)
+
+    def _function_of_replicas(self: Any, fn: Any) -> Any:
+        """Returns a `tf.function` like `fn` that calls all replicas, as TensorFlow's `call_for_each_replica` does."""
+        functions = self.__dict__.setdefault("_functions_of_replicas", WeakKeyDictionary())
+        if fn not in functions:
+            on_replica = fn.python_function
+
+            def of_replicas(*args: Any, **kwargs: Any) -> Any:
+                converted = _with_autograph(on_replica, _autograph_status())  # as this function is
+                return self._call_for_each_replica(converted, args, kwargs)
+
+            functions[fn] = fn._clone(python_function=of_replicas)
+        return functions[fn]
+
+
+def call_in_order_of_replica(call_replicas: Callable[[Callable[..., Any]], Any], function: Any) -> Any:
+    """Returns `call_replicas(function)`; in a graph each replica's operations have an order of their own.
+
+    A `tf.function` runs assertions, prints and Python functions in the order in which they were added to the graph. A
+    replica that reduces is traced to its end before the next one. So what it does with a sum would come before what the
+    next replica does to compute its part of this sum, and the two would wait for each other. Here a replica's
+    operations follow each other. They come after what stood in the graph before the replicas, those of a merge call
+    come after all that replicas did before it, and what is added to the graph afterwards comes after all of them.
+
+    Args:
+        call_replicas: Calls a function once for each replica of this process, in threads that take turns.
+        function: What each replica calls.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or getattr(graph, "experimental_acd_manager", None) is None:
+        return call_replicas(function)
+    tracing = _Tracing(graph)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with tracing.next_replica():
+            return function(*args, **kwargs)
+
+    result = call_replicas(call)
+    tracing.order()
+    return result
+
+
+class _Tracing:
+    """Which replica has added which operations to a graph."""
+
+    def __init__(self, graph: tf.Graph) -> None:
+        self._graph, self._replicas = graph, 0
+        # Ascending numbers of operations, and the replica that adds those from there on.
+        self._turns = [(len(graph.get_operations()), _BETWEEN_REPLICAS)]
+
+    def next_replica(self) -> "_Replica":
+        self._replicas += 1
+        return _Replica(self, self._replicas - 1)
+
+    def take_turn(self, replica: int) -> None:
+        self._turns.append((len(self._graph.get_operations()), replica))
+
+    def order(self) -> None:
+        """Orders the operations of all replicas but the first, which keep the function's order."""
+        operations = self._graph.get_operations()
+        before = next(filter(is_in_common_order, reversed(operations[: self._turns[0][0]])), None)
+        last = dict.fromkeys(range(1, self._replicas), before)
+        ends = [*(start for start, _ in self._turns[1:]), len(operations)]
+        for (start, replica), end in zip(self._turns, ends, strict=True):
+            for operation in filter(is_in_common_order, operations[start:end]):
+                if replica in last:
+                    leave_unordered(operation)
+                    _run_after(operation, [last[replica]])
+                    last[replica] = operation
+                elif replica == _BETWEEN_REPLICAS:
+                    _run_after(operation, last.values())
+                    last = dict.fromkeys(last, operation)
+        independent = [operation for operation in last.values() if operation and not is_in_common_order(operation)]
+        if independent:
+            with tf.control_dependencies(None), tf.device("CPU:0"):
+                after = tf.raw_ops.Assert(condition=True, data=["the replicas' operations have run"])
+            _run_after(after, independent)
+
+
+class _Replica:
+    """The part of a replica in the tracing, which merge calls interrupt."""
+
+    def __init__(self, tracing: _Tracing, number: int) -> None:
+        self._tracing, self._number = tracing, number
+
+    def __enter__(self) -> None:
+        self._context = context = tf.distribute.get_replica_context()
+        merge_call = context.merge_call
+
+        def merge(*args: Any, **kwargs: Any) -> Any:
+            self._tracing.take_turn(_BETWEEN_REPLICAS)
+            merged = merge_call(*args, **kwargs)
+            self._tracing.take_turn(self._number)
+            return merged
+
+        context.merge_call = merge  # this object is of this thread and call
+        self._tracing.take_turn(self._number)
+
+    def __exit__(self, *_: Any) -> None:
+        del self._context.merge_call
+        self._tracing.take_turn(_BETWEEN_REPLICAS)
+
+
+def _run_after(operation: Any, others: Any) -> None:
+    operation._add_control_inputs([other for other in dict.fromkeys(others) if other is not None])
