@@ -28,7 +28,7 @@ _BETWEEN_REPLICAS = -1
 
 
 class OrdersReplicas:
-    """A `StrategyExtended` whose replicas have each an order of its own; see `call_in_order_of_replica`."""
+    """A `StrategyExtended` whose replicas have each a separate order; see `call_in_order_of_replica`."""
 
     def _call_for_each_replica(self: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         call = super()._call_for_each_replica  # type: ignore[misc]
