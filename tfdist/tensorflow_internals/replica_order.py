@@ -54,7 +54,7 @@ class OrdersReplicas:
 
 
 def call_in_order_of_replica(call_replicas: Callable[[Callable[..., Any]], Any], function: Any) -> Any:
-    """Returns `call_replicas(function)`; in a graph each replica's operations have an order of their own.
+    """Returns `call_replicas(function)`; in a graph each replica's operations have a separate order.
 
     A `tf.function` runs assertions, prints and Python functions in the order in which they were added to the graph. A
     replica that reduces is traced to its end before the next one. So what it does with a sum would come before what the
