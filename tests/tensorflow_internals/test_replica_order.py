@@ -190,3 +190,28 @@ def test_the_sum_s_error_is_raised():
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         tf.function(lambda: strategy.run(on_replica))()
+
+
+def test_a_loop_of_a_replica_in_which_it_sums_is_refused():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def on_replica(start):
+        replica = tf.distribute.get_replica_context()
+        return tf.while_loop(lambda x: x < 100, lambda x: replica.all_reduce("sum", x), [start])[0]
+
+    with pytest.raises(ValueError, match="in a loop of the graph"):
+        tf.function(lambda: strategy.run(on_replica, (tf.constant(1.0),)))()
+
+    def in_python(start):
+        for _ in range(2):
+            start = tf.distribute.get_replica_context().all_reduce("sum", start)
+        return start
+
+    @tf.function
+    def around():
+        total = tf.constant(1.0)
+        for _ in tf.range(2):
+            total = strategy.experimental_local_results(strategy.run(in_python, (total,)))[0]
+        return total
+
+    assert float(around()) == 16.0

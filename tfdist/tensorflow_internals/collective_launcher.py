@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
+from tfdist.tensorflow_internals.replica_order import reject_loop_in_replica
 from tfdist.tensorflow_internals.sent_dtypes import GATHERED, as_sum, as_values, as_words, from_words, to_words
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
@@ -136,6 +137,7 @@ class ReplicaLauncher(GroupLauncher):
         if is_compiling():
             raise CannotCompileError
         reject_exchange_in_compiled_function()
+        reject_loop_in_replica()
         if tf.executing_eagerly():
             return super()._next_instance_key()
         return self._instance_keys.next(signature)

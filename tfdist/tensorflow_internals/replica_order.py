@@ -1,5 +1,6 @@
 """The order in which a `tf.function` runs the assertions, prints and Python functions of several replicas."""
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,8 +24,31 @@ private(
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._clone",
     "calls all replicas in a function with the options of the given one",
 )
+_LOOPS = tuple(
+    private(f"tensorflow.python.ops.control_flow_v2_func_graphs:{name}", "is the graph of a loop, where no sum may be")
+    for name in ("WhileBodyFuncGraph", "WhileCondFuncGraph")
+)
 
 _BETWEEN_REPLICAS = -1
+_graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_graph_of_replicas", default=None)
+
+
+def reject_loop_in_replica() -> None:
+    """Raises an error where a replica of several in this process would reduce in a loop of its own.
+
+    TensorFlow tells apart the collectives of different loops by the names of the loops, which differ between replicas:
+    they would wait for each other forever.
+    """
+    graph, outermost = tf.compat.v1.get_default_graph(), _graph_of_replicas.get()
+    while outermost is not None and graph is not None and graph is not outermost:
+        if isinstance(graph, _LOOPS):
+            raise ValueError(
+                "Replicas cannot reduce or update in a loop of the graph where a process has several devices. "
+                "Received: an `all_reduce`, `apply_gradients` or update of metrics in a `tf.while_loop`, or in a `for` "
+                "or `while` over tensors, within the function given to `strategy.run`. Expected: the loop around "
+                "`strategy.run`, a Python `range`, or one device for each process, as `tfdist run --workers N` starts."
+            )
+        graph = getattr(graph, "outer_graph", None)
 
 
 class OrdersReplicas:
@@ -84,7 +108,7 @@ class _Tracing:
     """Which replica has added which operations to a graph."""
 
     def __init__(self, graph: tf.Graph) -> None:
-        self._graph, self._replicas = graph, 0
+        self.graph, self._replicas = graph, 0
         # Ascending numbers of operations, and the replica that adds those from there on.
         self._turns = [(len(graph.get_operations()), _BETWEEN_REPLICAS)]
 
@@ -93,11 +117,11 @@ class _Tracing:
         return _Replica(self, self._replicas - 1)
 
     def take_turn(self, replica: int) -> None:
-        self._turns.append((len(self._graph.get_operations()), replica))
+        self._turns.append((len(self.graph.get_operations()), replica))
 
     def order(self) -> None:
         """Orders the operations of all replicas but the first, which keep the function's order."""
-        operations = self._graph.get_operations()
+        operations = self.graph.get_operations()
         before = next(filter(is_in_common_order, reversed(operations[: self._turns[0][0]])), None)
         last = dict.fromkeys(range(1, self._replicas), before)
         ends = [*(start for start, _ in self._turns[1:]), len(operations)]
@@ -134,9 +158,11 @@ class _Replica:
             return merged
 
         context.merge_call = merge  # this object is of this thread and call
+        self._token = _graph_of_replicas.set(self._tracing.graph)
         self._tracing.take_turn(self._number)
 
     def __exit__(self, *_: Any) -> None:
+        _graph_of_replicas.reset(self._token)
         del self._context.merge_call
         self._tracing.take_turn(_BETWEEN_REPLICAS)
 
