@@ -34,7 +34,7 @@ _graph_of_replicas: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist
 
 
 def reject_loop_in_replica() -> None:
-    """Raises an error where a replica of several in this process alone would reduce in a loop.
+    """Raises an error where a replica, one of several in this process, would reduce in a separate loop.
 
     TensorFlow tells apart the collectives of different loops by the names of the loops, which differ between replicas:
     they would wait for each other forever.
