@@ -19,21 +19,11 @@ _LAST = (
     "test_federated_averaging.py",
     "test_multi_worker_strategy.py",
 )
-# How often Grappler optimizes graphs, also of processes that tests start, by directory or file; once by default. The
-# directories compare trainings with themselves, and look at files and messages; the files compare the bits of processes
-# whose graphs differ.
+# How often Grappler optimizes graphs, by directory or file; once by default. The directories compare trainings with
+# themselves, and look at files and messages; the files compare the bits of several processes with those of one.
 _GRAPPLER = {
     **dict.fromkeys(("any_strategy", "callbacks", "data_position", "recovery"), "off"),
-    **dict.fromkeys(
-        (
-            "test_sharded_stages.py",
-            "test_shares_on_workers.py",
-            "test_stages.py",
-            "test_stock_recovery.py",
-            "test_unequal_workers.py",
-        ),
-        "twice",
-    ),
+    **dict.fromkeys(("test_stages.py", "test_sharded_stages.py", "test_stock_recovery.py"), "twice"),
 }
 
 

@@ -64,16 +64,15 @@ def test_new_objects_resume_with_the_same_bits(case, setup):
 def test_a_new_process_resumes_with_the_same_bits(tmp_path):
     setups = {"global_seeds": "none", "float16_accumulation": "powersgd"}
     expected = {}
-    with grappler("twice"):  # here and in the new process
+    with grappler("twice"):  # as in the new process
         for case, setup in setups.items():
             model = made(case, setup)
             steps(model, 0, HALF)
             trainings.write(saved(model), tmp_path / case)
             steps(model, HALF, END)
             expected[case] = saved(model)
-        environ = child_environment()
     program = [sys.executable, trainings.__file__, tmp_path, *itertools.chain(*setups.items())]
-    done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     for case in setups:
         assert_same(trainings.read(tmp_path / case / "after"), expected[case])

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import graph_optimizations
-
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = Path(__file__).resolve().parent
 
@@ -16,7 +14,7 @@ def child_environment(*paths: str | Path, **variables: str) -> dict[str, str]:
     """Returns this process's environment, without a cluster or a task, for a process that may import TensorFlow.
 
     Such a process, and those that it starts, import the checkout and the modules of `tests/support`, among them
-    `sitecustomize`, which makes the import of Keras cheaper. They optimize graphs as often as this process does.
+    `sitecustomize`, which makes the import of Keras cheaper.
 
     Args:
         *paths: further directories of PYTHONPATH.
@@ -24,5 +22,4 @@ def child_environment(*paths: str | Path, **variables: str) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = os.pathsep.join(map(str, (ROOT, SUPPORT, *paths)))
-    passes = graph_optimizations.current()
-    return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "TEST_GRAPPLER": passes, **variables}
+    return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **variables}

@@ -13,7 +13,6 @@ Once TensorFlow has been imported, it is prepared for trainings of few steps.
 """
 
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -83,14 +82,11 @@ class _Finder:
 
 def _prepare_tensorflow() -> None:
     """Makes short trainings cheaper in this process; see the modules."""
-    import graph_optimizations
     import shared_iterator_functions
     import without_autotuning
 
     shared_iterator_functions.install()
     without_autotuning.install()
-    if "TEST_GRAPPLER" in os.environ:
-        graph_optimizations.install()
 
 
 def install() -> None:

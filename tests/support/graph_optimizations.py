@@ -1,11 +1,11 @@
-"""Lets Grappler optimize graphs of tests, and of processes that they start, once or not at all, instead of twice.
+"""Lets Grappler optimize each graph of this process's tests once, or not at all, instead of twice.
 
 Tests train for few steps, so that optimizing a graph takes longer than running it: a third of the processor time of a
 training, the second pass a sixth. In one pass all optimizers of TensorFlow's default run, in its order.
 
-After one pass, graphs that differ between processes may round differently. So files that compare the bits of several
-processes with those of one keep TensorFlow's default, and so do all tests if the environment has `TEST_GRAPPLER=twice`,
-as in `make test-long` and `make matrix`.
+After one pass, graphs that differ between processes may round differently. So programs of several processes keep
+TensorFlow's default, and so do all tests if the environment has `TEST_GRAPPLER=twice`, as in `make test-long` and `make
+matrix`.
 """
 
 import contextlib
@@ -17,11 +17,6 @@ from typing import Any
 _passes = "once"
 
 
-def current() -> str:
-    """Returns how often graphs are optimized now: "once", "twice" or "off"."""
-    return os.environ.get("TEST_GRAPPLER", _passes)
-
-
 def install() -> None:
     """Changes the configuration of functions, before TensorFlow starts."""
     from tensorflow.core.protobuf import rewriter_config_pb2
@@ -31,7 +26,7 @@ def install() -> None:
 
     def config(self: Any) -> Any:
         found = of_tensorflow(self)
-        options, passes = found.graph_options.rewrite_options, current()
+        options, passes = found.graph_options.rewrite_options, os.environ.get("TEST_GRAPPLER", _passes)
         if passes == "once":
             options.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
         elif passes == "off":

@@ -171,15 +171,16 @@ def test_killed_supervisor_joins_the_running_attempt(nodes, tmp_path):
     script = "up('worker-1'); note('up'); up('worker-1', life=1); print(ATTEMPT)"
     first, second = nodes(script, server=" " * 8 + "print(os.environ['TF_CONFIG'])")
     first.wait_for("up")
+    shown = next(line.decode() for line in second.process.stdout if line.startswith(b"[worker 1] "))
     second.process.kill()
-    out, _ = second.process.communicate()
+    second.process.communicate()
     again = nodes.again(1)
     ended = [first.end(), again.end()]
     assert [one.code for one in ended] == [0, 0], ended
     assert of(ended[0], "chief") == ["0"]
     assert says(ended[0], f"node 1 ({HOST}) was lost: the connection was closed; training continues without worker 1")
     assert says(ended[0], f"node 1 ({HOST}) takes part in attempt 0 again")
-    assert out.decode().split("[worker 1] ")[1].strip() == of(ended[1], "worker 1")[0], "the same TF_CONFIG"
+    assert shown.removeprefix("[worker 1] ").strip() == of(ended[1], "worker 1")[0], "the same TF_CONFIG"
 
 
 def test_lost_parameter_server_of_another_node_restarts_all(nodes):
