@@ -11,6 +11,7 @@ from launched_runs import launch_once
 from one_process import in_one_process
 
 from tfdist.tensorflow_internals import strategy_extended
+from tfdist.tensorflow_internals.worker_devices import described
 
 pytestmark = pytest.mark.usefixtures("cpus")
 _SCRIPT = Path(__file__).with_name("on_workers_unequal.py")
@@ -82,11 +83,11 @@ def assert_close(ours, theirs):
 
 
 def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):
-    others = ["2 GPU"]
+    others = [described("GPU", 2)]
     monkeypatch.setattr(strategy_extended, "exchange_key_values", lambda name, own, rank, size: [own, *others])
     worker = SimpleNamespace(_collective_key_base=7, _id_in_cluster=0, _num_workers=2)
     exchange = strategy_extended.ReplicaMultiWorkerExtended._exchange_devices
     with pytest.raises(ValueError, match=r"devices of one type. Received: worker 0: 1 CPU, worker 1: 2 GPU"):
         exchange(worker, "CPU", 1)
-    others = ["2 CPU"]
+    others = [described("CPU", 2)]
     assert exchange(worker, "CPU", 1) == (1, 2)
