@@ -93,7 +93,8 @@ def static_shares(strategy):
 
     class Sizes(keras.layers.Layer):
         def call(self, inputs):
-            sizes.append(inputs.shape[0])
+            if not tf.distribute.in_cross_replica_context():  # where Keras builds the model, from the whole batch
+                sizes.append(inputs.shape[0])
             return inputs
 
     return share_programs.fixed_sizes(strategy, Sizes()), sizes
