@@ -1,4 +1,4 @@
-"""Finds the GPUs of this machine, without TensorFlow, and describes it."""
+"""Finds the GPUs of this machine, describes it, and divides a GPU; only this needs TensorFlow."""
 
 import datetime
 import os
@@ -39,6 +39,27 @@ def describe(torch_python: str | None) -> dict[str, Any]:
         "torch": " ".join(_lines([torch_python, "-c", _TORCH])) if torch_python else "",
         "command": " ".join(sys.argv[1:]),
     }
+
+
+def divide_device(kind: str, parts: int, megabytes: int) -> None:
+    """Divides the first device of TensorFlow in this process, if there are to be several parts.
+
+    Args:
+        kind: "GPU" or "CPU".
+        parts: The number of logical devices.
+        megabytes: The memory of each part of a GPU.
+
+    Raises:
+        SystemExit: TensorFlow sees no such device.
+    """
+    import tensorflow as tf
+
+    found = tf.config.list_physical_devices(kind)
+    if not found:
+        raise SystemExit(f"Error: TensorFlow sees no {kind}. It sees: {tf.config.list_physical_devices()}")
+    if parts > 1:
+        logical = tf.config.LogicalDeviceConfiguration(memory_limit=megabytes if kind == "GPU" else None)
+        tf.config.set_logical_device_configuration(found[0], [logical] * parts)
 
 
 def _version(package: str) -> str:

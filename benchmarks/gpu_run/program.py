@@ -13,6 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu_run.gpu_machine import divide_device
+
 _MEGABYTES_OF_A_LOGICAL_GPU = 3072
 
 
@@ -45,7 +47,8 @@ def _train(options: argparse.Namespace) -> int:
     tf.config.experimental.enable_tensor_float_32_execution(False)
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(1)
-    _divide_devices(options)
+    if options.strategy != "servers":  # whose chief does not compute
+        divide_device(options.kind, options.logical, _MEGABYTES_OF_A_LOGICAL_GPU)
     strategy = _STRATEGIES[options.strategy](options)
     rank, failed = getattr(strategy, "rank", 0), 0
     names = options.trainings.split(",")
@@ -62,20 +65,6 @@ def _train(options: argparse.Namespace) -> int:
             traceback.print_exc()
             failed = 1
     return failed
-
-
-def _divide_devices(options: argparse.Namespace) -> None:
-    import tensorflow as tf
-
-    if options.strategy == "servers":  # the chief does not compute
-        return
-    found = tf.config.list_physical_devices(options.kind)
-    if not found:
-        raise SystemExit(f"Error: TensorFlow sees no {options.kind}. It sees: {tf.config.list_physical_devices()}")
-    if options.logical > 1:
-        limit = _MEGABYTES_OF_A_LOGICAL_GPU if options.kind == "GPU" else None
-        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)] * options.logical
-        tf.config.set_logical_device_configuration(found[0], parts)
 
 
 def _devices(options: argparse.Namespace) -> list[str]:

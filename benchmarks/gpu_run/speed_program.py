@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu_run.gpu_machine import divide_device
+
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
 _TINY_BATCH, _TINY_FEATURES, _TINY_WIDTH = 32, 64, 300  # 20,000 parameters
 
@@ -31,15 +33,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
 
-    import tensorflow as tf
-
-    found = tf.config.list_physical_devices(options.kind)
-    if not found:
-        raise SystemExit(f"Error: TensorFlow sees no {options.kind}. It sees: {tf.config.list_physical_devices()}")
-    if options.logical > 1:
-        limit = _MEGABYTES_OF_A_LOGICAL_GPU if options.kind == "GPU" else None
-        parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)] * options.logical
-        tf.config.set_logical_device_configuration(found[0], parts)
+    divide_device(options.kind, options.logical, _MEGABYTES_OF_A_LOGICAL_GPU)
     sizes = json.loads(options.sizes)
     strategies: dict[str, Any] = {}
     names = options.variants.split(",")

@@ -3,15 +3,14 @@
 import io
 import os
 import time
-from contextlib import contextmanager
 
 import keras
 import numpy as np
 import pytest
+from replaced_paths import recording_patch
 
 from tfdist.keras_internals import saved_files
 from tfdist.keras_internals.saved_files import patch_saved_files
-from tfdist.utils.atomic_files import replacing_all
 
 pytestmark = pytest.mark.usefixtures("cpus")
 _PATCHED = (
@@ -26,21 +25,7 @@ _PATCHED = (
 @pytest.fixture
 def patch(monkeypatch):
     """Patches this process until the end of the test; returns the list of the paths that are then replaced."""
-    for module, name in _PATCHED:
-        monkeypatch.setattr(module, name, getattr(module, name))
-    replaced = []
-
-    @contextmanager
-    def recorded(path):
-        replaced.append(path)
-        with replacing_all(path) as unfinished:
-            yield unfinished
-
-    def patch():
-        patch_saved_files(recorded)
-        return replaced
-
-    return patch
+    return recording_patch(monkeypatch, _PATCHED, patch_saved_files)
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Checkpoints and SavedModels go beside the path, and to it when they are complete."""
 
-from contextlib import contextmanager
-
 import pytest
 import tensorflow as tf
+from replaced_paths import recording_patch
 
 from tfdist.tensorflow_internals import checkpoint_files
 from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
-from tfdist.utils.atomic_files import replacing_all
 
 pytestmark = pytest.mark.usefixtures("cpus")
 _PATCHED = (
@@ -19,21 +17,7 @@ _PATCHED = (
 @pytest.fixture
 def patch(monkeypatch):
     """Patches this process until the end of the test; returns the list of the paths that are then replaced."""
-    for owner, name in _PATCHED:
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    replaced = []
-
-    @contextmanager
-    def recorded(path):
-        replaced.append(path)
-        with replacing_all(path) as unfinished:
-            yield unfinished
-
-    def patch():
-        patch_checkpoint_files(recorded)
-        return replaced
-
-    return patch
+    return recording_patch(monkeypatch, _PATCHED, patch_checkpoint_files)
 
 
 def module(value=2.0):

@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
-from tfdist.tensorflow_internals.independent_operations import leave_unordered
 
 # A step hands over and takes by TensorFlow's queues, whose operations wait without a thread, in any function and loop.
 
@@ -63,9 +62,7 @@ class BackgroundExchange:
     def receive(self, number: int) -> list[tf.Tensor]:
         """Waits for the sums of a fragment that was handed over; fails if its exchange has."""
         error, *sums = self._sums[number].dequeue()
-        check = tf.debugging.Assert(tf.equal(error, ""), [error])
-        leave_unordered(check)
-        with tf.control_dependencies([] if check is None else [check]):
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
             return [tf.identity(value) for value in sums]
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Of the kernels for CPUs and GPUs alike.
+# Of the kernels for CPUs and GPUs alike, but for what GPUs sum.
 GATHERED = (tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 SUMMED = (tf.bfloat16, *GATHERED)
 # TensorFlow's executor of collectives refuses to reduce int32 on GPUs, where its kernels keep int32 on the host.
@@ -66,7 +66,7 @@ def as_sum(tensor: tf.Tensor, *, by_gpus: bool) -> tuple[tf.Tensor, Callable[[tf
         by_gpus: Whether GPUs compute the sum.
     """
     sent, restored = _as_sum(tensor)
-    if by_gpus and sent.dtype == tf.int32:
+    if by_gpus and sent.dtype not in SUMMED_BY_GPUS:
         return tf.cast(sent, tf.int64), lambda total: restored(tf.cast(total, tf.int32))
     return sent, restored
 
