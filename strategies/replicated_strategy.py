@@ -13,7 +13,6 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     bound_step,
@@ -23,6 +22,7 @@ from tfdist.keras_internals.model_introspection import (
 )
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.checked_strategy import CheckedStrategy

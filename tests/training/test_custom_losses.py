@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.keras_internals import loss_scaling as loss_warnings
+from tfdist.losses import loss_scaling as loss_warnings
 from tfdist.strategies import MirroredStrategy
 from tfdist.training import scale_loss_for_distribution, unscale_loss_for_distribution
 

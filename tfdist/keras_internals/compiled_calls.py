@@ -18,7 +18,7 @@ from tfdist.keras_internals.keras_symbols import (
     tree,
 )
 from tfdist.keras_internals.model_introspection import bound_to
-from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.xla_functions import (
     CannotCompileError,
     call_compiled,

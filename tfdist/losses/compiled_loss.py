@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_scaling import LossStep
+from tfdist.losses.loss_scaling import LossStep
 
 
 class _Recorder:
