@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_loss import variables_of_own_loss
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.placed_variables import optimizers_of
 from tfdist.keras_internals.whole_values import GATHERING
-from tfdist.losses.compiled_loss import variables_of_own_loss
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.link_counters import LinkCounters

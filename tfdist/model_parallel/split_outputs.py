@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfdist.keras_internals.compiled_loss import has_built_loss, overridden_method, overrides_compute_loss
 from tfdist.keras_internals.compiled_outputs import (
     crossentropy_options,
     is_accuracy,
@@ -11,7 +12,6 @@ from tfdist.keras_internals.compiled_outputs import (
     metrics_of_outputs,
 )
 from tfdist.keras_internals.functional_graph import FunctionalGraph
-from tfdist.losses.compiled_loss import has_built_loss, overridden_method, overrides_compute_loss
 from tfdist.model_parallel.split_softmax import LARGEST_INDEX
 
 WHOLE, CHOICES, NOTHING = "whole", "choices", "nothing"

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.replaced_calls import initial_scope
-from tfdist.losses.compiled_loss import has_compiled_loss, loss_parts, overrides_compute_loss
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss
 from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_loss import loss_parts
 from tfdist.keras_internals.functional_graph import FunctionalGraph
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask
-from tfdist.losses.compiled_loss import loss_parts
 from tfdist.model_parallel.micro_batch_loss import DivisorRecording
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages

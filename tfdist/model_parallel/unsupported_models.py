@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.compiled_loss import overridden_method, overrides_compute_loss
 from tfdist.keras_internals.keras_updates import overridden_update
 from tfdist.keras_internals.layer_attributes import layers_inside
 from tfdist.keras_internals.model_introspection import is_made_under
 from tfdist.keras_internals.placed_variables import optimizers_of
-from tfdist.losses.compiled_loss import overridden_method, overrides_compute_loss
 
 
 def check_model_for_stages(model: Any, strategy: Any, step: str) -> None:
