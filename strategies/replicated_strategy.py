@@ -66,6 +66,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     Put it before TensorFlow's class in the list of bases.
     """
 
+    has_read_number = False  # whether the user's code has read the number of replicas
+
     def _configure(
         self,
         bucket_bytes: int | None,
@@ -125,6 +127,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas. A loss that is divided by it counts as scaled for as many replicas."""
         if is_read_by_user():
+            self.has_read_number = True
             note_read_number()
         return replica_count(super().num_replicas_in_sync)
 

@@ -85,7 +85,6 @@ class LossStep:
         unweighted: A value that a metric must count as Keras does.
         has_own_loss: Whether the model computes its loss itself.
         has_read_number: Whether the user's code has read the number of replicas in this step.
-        has_read_number_before: Whether it has in any step, or outside of one.
     """
 
     has_totals = False
@@ -95,7 +94,6 @@ class LossStep:
     replicas: int | None = None
     has_own_loss = False
     has_read_number = False
-    has_read_number_before = False
     unweighted: Any = None
     fraction: Any = 1
     sum_scale: Any = 1
@@ -300,8 +298,9 @@ class LossStep:
         terms = loss_terms(loss, self._degrees)
         while self._degrees.ambiguous:
             self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
-        replicas = int(tf.distribute.get_strategy().num_replicas_in_sync)
-        anywhere = self.has_read_number_before
+        strategy = tf.distribute.get_strategy()
+        replicas = int(strategy.num_replicas_in_sync)
+        anywhere = getattr(strategy, "has_read_number", False)
         for index, term in enumerate(terms):
             if replicas > 1 and term.is_mean and divides_by(term.tensor, replicas, anywhere=anywhere):
                 self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)

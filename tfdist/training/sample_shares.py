@@ -66,8 +66,7 @@ def current_timing() -> TimedStep | None:
 
 
 def note_read_number() -> None:
-    """Notes that the user's code has read the number of replicas, in the step of this replica if one is running."""
-    LossStep.has_read_number_before = True
+    """Notes that the user's code has read the number of replicas in the step of this replica, if one is running."""
     step = _current.get()
     if step is not None:
         step.has_read_number = True
