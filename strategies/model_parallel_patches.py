@@ -10,11 +10,11 @@ import tensorflow as tf
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.created_parts import NewValue, patch_creation_from_initializers
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
+from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.optimizers import patch_learning_rates
 from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saving_memory import patch_saving
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
-from tfdist.losses.scaled_losses import patch_losses
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss, current_stage_loss
 from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
 from tfdist.tensorflow_internals.runtime import patch_graph_reset

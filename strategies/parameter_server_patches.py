@@ -11,11 +11,11 @@ from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.created_parts import patch_variable_creation
 from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
+from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.scheduled_training import patch_optimizer_update_step, patch_trainer
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
-from tfdist.losses.scaled_losses import patch_losses
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import LocalSteps
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts

@@ -12,6 +12,7 @@ from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps, patch_number_of_batches
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
+from tfdist.keras_internals.losses import patch_losses
 from tfdist.keras_internals.model_introspection import patch_concatenation, patch_predict_on_batch
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace, patch_optimizers_of_strategies
 from tfdist.keras_internals.progress_bar import patch_progress_bar
@@ -20,7 +21,6 @@ from tfdist.keras_internals.sharded_optimizers import patch_sharded_optimizers
 from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
-from tfdist.losses.scaled_losses import patch_losses
 from tfdist.strategies.exchange_start import raise_failed_exchange
 from tfdist.tensorflow_internals.counted_batches import patch_distributed_iterators
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS: list[tuple[str, str, str]] = [
     # (what happens, where, kind)
     ("1. Part of the global batch", "training/replica_step.py", "user"),
-    ("2. Loss, scaled by the replica's share of the samples", "losses/scaled_losses.py", ""),
+    ("2. Loss, scaled by the replica's share of the samples", "keras_internals/losses.py", ""),
     ("3. Backpropagation: the last layer's gradient first", "Keras", ""),
     ("4. Accumulate micro-steps, divide by the loss scale", "training/optimizer_update.py", ""),
     ("5. Pack gradients into buckets", "collectives/buckets.py", ""),

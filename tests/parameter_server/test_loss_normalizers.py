@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.losses import scaled_losses as installed
+from tfdist.keras_internals import losses as installed
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import ParameterServerStrategy

@@ -5,8 +5,7 @@ import inspect
 import keras
 import pytest
 
-from tfdist.keras_internals import epoch_iterator
-from tfdist.losses import scaled_losses
+from tfdist.keras_internals import epoch_iterator, losses
 from tfdist.strategies import MirroredStrategy, version_canaries
 from tfdist.strategies.version_canaries import IncompatibleVersionError, canary_failures, check_installed_versions
 from tfdist.versions import UntestedVersionWarning
@@ -36,9 +35,7 @@ def test_steps_that_are_numbered_otherwise_are_found(cpus, monkeypatch):
 
 def test_a_loss_that_bypasses_the_replaced_function_is_found(cpus, monkeypatch):
     MirroredStrategy(cpus[:2])  # replaces it
-    monkeypatch.setattr(
-        scaled_losses.losses, "reduce_weighted_values", inspect.unwrap(scaled_losses.losses.reduce_weighted_values)
-    )
+    monkeypatch.setattr(losses.losses, "reduce_weighted_values", inspect.unwrap(losses.losses.reduce_weighted_values))
     (failure,) = canary_failures(cpus[:2])
     assert failure.startswith("a masked loss is ")
 
@@ -57,11 +54,11 @@ def test_an_update_that_is_made_twice_is_found(cpus, monkeypatch):
 def test_a_function_imported_by_name_is_replaced_too(monkeypatch):
     import keras.src.losses.losses as importing
 
-    original = scaled_losses.losses.reduce_values
+    original = losses.losses.reduce_values
     monkeypatch.setattr(importing, "reduce_values", original, raising=False)
-    monkeypatch.setattr(scaled_losses.losses, "reduce_values", original)
-    scaled_losses.replace_function(scaled_losses.losses, "reduce_values", len)
-    assert importing.reduce_values is len and scaled_losses.losses.reduce_values is len
+    monkeypatch.setattr(losses.losses, "reduce_values", original)
+    losses._replace(losses.losses, "reduce_values", len)
+    assert importing.reduce_values is len and losses.losses.reduce_values is len
 
 
 @pytest.mark.parametrize(("has_last_step", "step"), [(True, 5), (False, 8)])

@@ -1,10 +1,5 @@
 """The private Keras symbols that tfdist uses, each with its reason, and how versions of Keras differ in them."""
 
-import sys
-import types
-from collections.abc import Callable
-from typing import Any
-
 from tfdist.private_symbols import has_reached, private
 
 _TRAINER = "keras.src.backend.tensorflow.trainer"
@@ -101,11 +96,3 @@ for _path, _why in {
 def is_in_layer_call() -> bool:
     """Whether a layer's `call` is running in this thread."""
     return _global_attribute("current_call_ctx") is not None
-
-
-def replace_function(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    """Replaces a function of Keras, also in modules of Keras that have imported it by name, as Keras 3.16 does."""
-    stock = getattr(module, name)
-    for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
-        if vars(user).get(name) is stock:
-            setattr(user, name, replacement)

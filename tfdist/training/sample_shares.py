@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfdist.keras_internals.auto_jit_compile import rejects_xla
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.load_balancing.step_timer import TimedStep
-from tfdist.losses.loss_scaling import LossStep, times
+from tfdist.losses.loss_scaling import LossStep
+from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_symbols import (
-    TensorFlowTrainer,
-    compile_utils,
-    is_in_layer_call,
-    losses,
-    replace_function,
-)
+from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
 from tfdist.keras_internals.model_introspection import added_losses
-from tfdist.losses.loss_scaling import LossStep, divided, is_scalar, times
+from tfdist.tensorflow_internals.factors import divided, is_scalar, times
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
 from tfdist.tensorflow_internals.operation_origins import is_symbolic
 
+LossStep = Any  # of `tfdist.losses.loss_scaling`, which follows the losses of a step
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
@@ -110,8 +106,8 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     # The mean of an output's loss weights all replicas equally if the batch dimension is not static, so each replica
     # has to contribute its share.
     compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
-    replace_function(losses, "scale_loss_for_distribution", scale_by_share)
-    replace_function(losses, "unscale_loss_for_distribution", unscale_by_share)
+    _replace(losses, "scale_loss_for_distribution", scale_by_share)
+    _replace(losses, "unscale_loss_for_distribution", unscale_by_share)
     compute_loss = TensorFlowTrainer._compute_loss
 
     @functools.wraps(compute_loss)
@@ -146,8 +142,8 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
     keras.Model.compute_loss = model_loss_by_share
     TensorFlowTrainer._aggregate_additional_loss = aggregate_by_share
     TensorFlowTrainer._compute_loss = compute_loss_by_share
-    replace_function(losses, "reduce_values", reduce_values_by_share)
-    replace_function(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
+    _replace(losses, "reduce_values", reduce_values_by_share)
+    _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
     _patch_own_calls(current_step)
     patch_metric_updates(current_step)
 
@@ -190,6 +186,14 @@ class _OwnCall:
             loss = step.as_part(loss, is_mean=not step.has_scaled)
         step.has_scaled |= others_have_scaled
         return loss
+
+
+def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a function of Keras, also in modules of Keras that have imported it by name, as Keras 3.16 does."""
+    stock = getattr(module, name)
+    for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
+        if vars(user).get(name) is stock:
+            setattr(user, name, replacement)
 
 
 def _scaled(step: LossStep, value: Any, scale: Any) -> Any:
