@@ -16,7 +16,7 @@ from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
-from tfdist.planning.simulation_table import simulation_text
+from tfdist.planning.simulation_report import simulation_text
 from tfdist.planning.step_costs import on_shared_cores
 from tfdist.probe.probe_errors import ProbeError
 from tfdist.utils import atomic_files

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tfdist.planning.plan_choice import PLAN_VARIABLE, Processes, best_plan, describe_processes
-from tfdist.planning.plans import PlanFile
+from tfdist.planning.plans import PLAN_VARIABLE, PlanFile, Processes, best_plan, describe_processes
 from tfdist.utils.argument_checks import UsageError
 
 

@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
-from tfdist.planning.failures import FailureCosts
 from tfdist.planning.measurements import Measurements
-from tfdist.planning.simulation import STRONG, WEAK, FindPlans, SimulatedCluster, Simulation, simulate
-from tfdist.planning.simulation_picture import check_picture, draw
+from tfdist.planning.simulation import STRONG, WEAK, FailureCosts, FindPlans, SimulatedCluster, Simulation, simulate
+from tfdist.planning.simulation_report import check_picture, draw
 from tfdist.planning.topology import parse_topology
 from tfdist.planning.units import duration_seconds, positive_seconds
 from tfdist.utils.argument_checks import UsageError

@@ -13,8 +13,7 @@ from tfdist.launch.function_call.rank_files import FAILURE, read_failure, read_r
 from tfdist.launch.function_call.worker_results import raise_failure, values_by_rank
 from tfdist.launch.function_call.written_call import check_function, pickle_call, write_call
 from tfdist.launch.notebook.plan_from_notebook import NotebookPlans
-from tfdist.planning.plan_choice import Processes, best_plan
-from tfdist.planning.plans import PlanFile
+from tfdist.planning.plans import PlanFile, Processes, best_plan
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_seed, check_whole_number
 
 Value = TypeVar("Value")
