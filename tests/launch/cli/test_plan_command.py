@@ -14,7 +14,7 @@ from tfdist.launch.cli.plan_options import link, memory_bytes
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE
 from tfdist.planning.plans import PlanFile
-from tfdist.probe.probe_errors import ProbeError
+from tfdist.probe.run_probe import ProbeError
 from tfdist.utils.argument_checks import UsageError
 
 

@@ -18,7 +18,7 @@ from tfdist.planning.plans import Plan, PlanFile
 from tfdist.planning.search import find_plans
 from tfdist.planning.simulation_report import simulation_text
 from tfdist.planning.step_costs import on_shared_cores
-from tfdist.probe.probe_errors import ProbeError
+from tfdist.probe.run_probe import ProbeError
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.formatting import counted, format_bytes
