@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tfdist.launch.cli.plan_command import check_simulation_options, probed_workers, simulated
 from tfdist.launch.cli.plan_network import LOOPBACK, conditions_of, network_of
-from tfdist.launch.cli.simulation_options import check_simulation_options, probed_workers, simulated
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE, Measurements
 from tfdist.planning.plan_table import plan_name, to_lines
