@@ -1,10 +1,12 @@
 """MultiWorkerMirroredStrategy: trains on the devices of many processes."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
@@ -12,12 +14,13 @@ from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
     check_workers_run_the_script,
+    peer_addresses,
+    silence_limit_of_environment,
     start_timeout_of,
     worker_resolver,
 )
 from tfdist.strategies.exchange_start import workers_boundary
 from tfdist.strategies.local_update_patches import local_mode_of, local_updates_of
-from tfdist.strategies.nccl_cluster import tensorflow_cluster
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files_once
 from tfdist.strategies.version_canaries import check_installed_versions
@@ -29,7 +32,15 @@ from tfdist.strategies.worker_start import (
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.complete_batches import mark_complete
-from tfdist.tensorflow_internals.runtime import limit_start
+from tfdist.tensorflow_internals.runtime import (
+    ClusterKeyValues,
+    cluster_is_running,
+    exit_on_timeout,
+    limit_start,
+    silence_limit,
+    tensorflow_has_started,
+    use_key_values,
+)
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
     equal_on_all_replicas,
@@ -126,7 +137,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             check_whole_number("micro_batches", micro_batches, at_least=1)
         limit_start(limit_seconds)
         if options.implementation == _NCCL:
-            with tensorflow_cluster(spec, resolver, limit_seconds):
+            with _tensorflow_cluster(spec, resolver, limit_seconds):
                 extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
         else:
             boundary = workers_boundary(spec, resolver, limit_seconds)
@@ -276,3 +287,36 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
     def _of_workers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all workers."""
         return self.gather(tf.constant([numbers], tf.int64), axis=0).numpy().tolist()
+
+
+@contextlib.contextmanager
+def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> Iterator[None]:
+    """Within this context a strategy starts TensorFlow's server, which NCCL needs, and waits for the other workers.
+
+    Args:
+        spec: By job, the addresses of its tasks.
+        resolver: Of the cluster.
+        timeout_seconds: How long the others may take to start.
+
+    Raises:
+        RuntimeError: TensorFlow has already created its devices.
+        TimeoutError: A worker did not start in time. The message names it.
+    """
+    peers = peer_addresses(spec, resolver)
+    if not peers:
+        yield
+        return
+    if not cluster_is_running():
+        if tensorflow_has_started():
+            raise RuntimeError(
+                "With NCCL, MultiWorkerMirroredStrategy must be created before TensorFlow creates its devices. "
+                f"Received: a cluster of {sum(map(len, spec.values()))} tasks (from TF_CONFIG or a scheduler's "
+                "variables) after TensorFlow has started. Expected: the strategy is the first TensorFlow object that "
+                "the program creates, and TF_CONFIG is set before. Move it above the first tensor, variable, dataset "
+                "or `tf.config.list_logical_devices()`, or leave NCCL out of `communication_options`."
+            )
+        own_address, is_fixed = spec[resolver.task_type][resolver.task_id], cluster.is_slurm_step()
+        cluster.wait_for_peers(own_address, peers, timeout_seconds, names_are_fixed=is_fixed)
+    with exit_on_timeout(timeout_seconds), silence_limit(silence_limit_of_environment()):
+        use_key_values(ClusterKeyValues())
+        yield

@@ -12,13 +12,12 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.created_parts import keras_creates_variable
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.parameter_server.client_datasets import ClientDatasets
+from tfdist.parameter_server.batch_split import PartShares
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous
-from tfdist.parameter_server.part_shares import PartShares
 from tfdist.parameter_server.push_statistics import StatsCollector, WorkerStats
 from tfdist.parameter_server.unsupported_features import reject_while_workers_are_lost
-from tfdist.parameter_server.worker_datasets import WorkerDatasets
+from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerDatasets
 from tfdist.servers.server_monitor import wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of

@@ -25,7 +25,6 @@ from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
-from tfdist.strategies.checked_strategy import CheckedStrategy
 from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_keras_once
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
@@ -60,7 +59,7 @@ _GROUP_KEYS_PER_STRATEGY = 1 << 12
 _strategies_created = itertools.count()
 
 
-class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
+class ReplicatedStrategy(TrainingStrategy, _Strategy):
     """Mixin for a subclass of `tf.distribute.Strategy`: correct Keras steps and reductions, counted bytes.
 
     Put it before TensorFlow's class in the list of bases.
@@ -245,9 +244,29 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
         """
         if self._builds_locally:
             return tf.nest.map_structure(lambda leaf: self.experimental_local_results(leaf)[0], value)
-        self.check_workers()
+        self._check_workers()
         reduce_leaf = super().reduce
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf, self._axis(leaf, axis)), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the values of all replicas; see `tf.distribute.Strategy.gather`."""
+        self._check_workers()
+        return super().gather(value, axis)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Distributes the global batches of a dataset; see `tf.distribute.Strategy.experimental_distribute_dataset`."""
+        check_collectives()
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """Distributes the datasets of workers; see `tf.distribute.Strategy.distribute_datasets_from_function`."""
+        check_collectives()
+        return super().distribute_datasets_from_function(dataset_fn, options)
+
+    def _check_workers(self) -> None:
+        """Raises an error if a reduction or gathering over several workers cannot run any more."""
+        if self.num_workers > 1:  # within one process they need no collectives
+            check_collectives()
 
     def _predict_step(self, function: Any, data: Any) -> Any:
         parts = local_parts(own_rows(data, self), self)

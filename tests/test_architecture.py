@@ -106,7 +106,7 @@ BREAKS = [
     ("tfdist/launch/restart/error_file.py", "from tfdist import launch", "arrow: launch/restart -> launch"),
     ("tfdist/launch/processes/worker_supervisor.py", "from tfdist.launch.rendezvous import x", "-> launch/rendezvous"),
     ("tfdist/launch/processes/worker_supervisor.py", "from tfdist.transport import x", "launch/processes -> transport"),
-    ("tfdist/launch/rendezvous/membership.py", "from ..cli.node_options import x", "launch/rendezvous -> launch/cli"),
+    ("tfdist/launch/rendezvous/membership.py", "from ..cli.run_options import x", "launch/rendezvous -> launch/cli"),
     ("tfdist/launch/rendezvous/membership.py", "def f():\n    import keras", "framework: launch/rendezvous uses keras"),
     (
         "tfdist/launch/notebook/from_notebook.py",

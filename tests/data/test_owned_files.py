@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tfdist.data.store_directory import data_in_store
+from tfdist.data.parquet_files import data_in_store
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

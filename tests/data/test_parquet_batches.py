@@ -195,7 +195,7 @@ def test_data_that_changes_after_it_was_counted_is_an_error(tmp_path):
 
 
 def test_a_dataset_keeps_its_files(tmp_path):
-    from tfdist.data.store_directory import data_in_store
+    from tfdist.data.parquet_files import data_in_store
 
     def put(path):
         write(type(tmp_path)(path))

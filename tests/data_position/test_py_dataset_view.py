@@ -9,9 +9,8 @@ from data_runs import SEED
 from py_datasets import NoisyInSome, Remembering, Shuffled
 from recovered_runs import STEPS
 
-from tfdist.data_position import py_dataset_hooks
-from tfdist.data_position.py_dataset_hooks import attribute_orders
-from tfdist.data_position.py_dataset_source import PyDatasetView
+from tfdist.data_position import py_dataset_source
+from tfdist.data_position.py_dataset_source import PyDatasetView, attribute_orders
 from tfdist.data_position.python_randomness import set_global_states, states_equal
 from tfdist.data_position.read_ahead import ReadAhead
 from tfdist.utils.json_state import from_text, to_json, to_text, unsupported_type
@@ -69,45 +68,45 @@ def test_only_changed_states_of_later_batches_are_kept():
 
 
 def test_draws_are_recorded_as_text_and_their_limit_is_a_warning(monkeypatch):
-    monkeypatch.setattr(py_dataset_hooks, "_MOST_STATES", 3)
-    hooks = py_dataset_hooks.PyDatasetHooks(Shuffled(lambda ids: (np.random.shuffle(ids), random.random())))
+    monkeypatch.setattr(py_dataset_source, "_MOST_STATES", 3)
+    hooks = py_dataset_source.PyDatasetHooks(Shuffled(lambda ids: (np.random.shuffle(ids), random.random())))
     hooks.track_position()
     states = []
     for _ in range(2):
         states.append(to_text(random.getstate()))
-        hooks.call(py_dataset_hooks.END)
+        hooks.call(py_dataset_source.END)
         random.seed()
     assert [draw[2]["python"] for draw in hooks.order()["draws"]] == states
     with pytest.warns(RuntimeWarning, match="of a Shuffled have drawn .*so many calls.*Received: 3 calls.*`get_state`"):
-        hooks.call(py_dataset_hooks.END)
-    hooks.call(py_dataset_hooks.END)  # and only once
+        hooks.call(py_dataset_source.END)
+    hooks.call(py_dataset_source.END)  # and only once
     assert len(hooks.order()["draws"]) == 3
 
 
 def test_attributes_are_inspected_only_when_needed(monkeypatch):
     looked = []
     monkeypatch.setattr(
-        py_dataset_hooks, "attribute_orders", lambda source: looked.append(source) or attribute_orders(source)
+        py_dataset_source, "attribute_orders", lambda source: looked.append(source) or attribute_orders(source)
     )
 
     def draw(indexes):
         indexes[:] = np.random.permutation(len(indexes))
 
-    hooks = py_dataset_hooks.PyDatasetHooks(Shuffled(draw))
+    hooks = py_dataset_source.PyDatasetHooks(Shuffled(draw))
     for _ in range(5):
-        hooks.call(py_dataset_hooks.END)
+        hooks.call(py_dataset_source.END)
     assert len(looked) == 2, "around the first call: the position is not tracked"
     del looked[:]
     hooks.track_position()
     order = hooks.order()
     del looked[:]
-    again = py_dataset_hooks.PyDatasetHooks(Shuffled(draw))
+    again = py_dataset_source.PyDatasetHooks(Shuffled(draw))
     again.repeat(order, within_epoch=False)
     assert again.calls == [0, 5] and len(looked) == 1, "compared once, at the end"
     again.track_position()
     del looked[:]
     for _ in range(4):
-        again.call(py_dataset_hooks.END)
+        again.call(py_dataset_source.END)
     assert len(looked) == 4 + 1, "before a call only until an attribute has shown a draw"
 
 

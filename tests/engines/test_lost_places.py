@@ -13,7 +13,7 @@ from tfdist.launch.engines import place as place_module
 from tfdist.launch.engines.engine_call import EngineCall
 from tfdist.launch.engines.place import PlaceResult, _Stop, place_address, run_place
 from tfdist.launch.engines.rounds import run_rounds
-from tfdist.launch.function_call.rank_files import RankResult
+from tfdist.launch.function_call.worker_results import RankResult
 from tfdist.utils.argument_checks import UsageError
 
 SEVEN = RankResult(value=b"\x80\x04K\x07.")

@@ -17,7 +17,7 @@ from tfdist.launch import WorkerError
 from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
-from tfdist.launch.function_call.rank_files import RankResult
+from tfdist.launch.function_call.worker_results import RankResult
 
 ADDRESSES = [PlaceAddress("10.0.0.1", 4000), PlaceAddress("fd00::2", 4001)]
 

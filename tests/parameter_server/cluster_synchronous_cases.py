@@ -28,7 +28,7 @@ from comparison import largest_difference
 
 from tfdist.keras_internals import compiled_calls
 from tfdist.load_balancing.share_planning import row_bounds
-from tfdist.parameter_server.part_shares import PartShares
+from tfdist.parameter_server.batch_split import PartShares
 from tfdist.strategies import LoadBalancing, ParameterServerStrategy, Synchronous
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

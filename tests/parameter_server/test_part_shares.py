@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing
-from tfdist.parameter_server.part_shares import PartShares
+from tfdist.parameter_server.batch_split import PartShares
 from tfdist.tensorflow_internals import cluster_coordinator as preferred_workers
 
 

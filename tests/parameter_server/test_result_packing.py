@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.parameter_server.result_packing import ResultPacking
+from tfdist.parameter_server.step_results import ResultPacking
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tfdist.planning.cost_terms import expected_slowest
-from tfdist.planning.failures import FailureCosts, best_interval_seconds, goodput
+from tfdist.planning.simulation import FailureCosts, best_interval_seconds, goodput
 
 SEGMENTS = 4000
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tfdist.planning.pipeline_costs import pipeline_seconds
+from tfdist.planning.predict_model_parallel import pipeline_seconds
 
 
 def operations(stage: int, stages: int, micro_batches: int, schedule: str) -> list[tuple[str, int]]:

@@ -5,11 +5,11 @@ import statistics
 import pytest
 from planned_programs import results
 
+from tfdist.planning.group_exchanges import BucketCost, exchanged_seconds
 from tfdist.planning.link_costs import Link, all_gather_bytes, all_reduce_bytes
-from tfdist.planning.overlap import BucketCost, exchanged_seconds
-from tfdist.planning.pipeline_costs import bubble, pipeline_seconds
 from tfdist.planning.predict_data_parallel import rows_of_workers
 from tfdist.planning.predict_local_updates import exchanges_of_epoch
+from tfdist.planning.predict_model_parallel import bubble, pipeline_seconds
 from tfdist.planning.predict_parameter_servers import server_seconds
 
 SHAPED = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}

@@ -10,7 +10,6 @@ import measured_networks
 import pytest
 
 from tfdist.planning.cost_terms import Conditions
-from tfdist.planning.failures import FailureCosts
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import LayerMeasurement, Measurements
 from tfdist.planning.plans import Plan
@@ -18,14 +17,14 @@ from tfdist.planning.predict_data_parallel import DataParallel, predict_data_par
 from tfdist.planning.search import find_plans
 from tfdist.planning.simulation import (
     STRONG,
+    FailureCosts,
     SimulatedCluster,
     Simulation,
     kind_of,
     program_of,
     simulate,
 )
-from tfdist.planning.simulation_picture import check_picture, draw
-from tfdist.planning.simulation_table import simulation_text
+from tfdist.planning.simulation_report import check_picture, draw, simulation_text
 from tfdist.planning.topology import Topology, parse_topology
 
 MONTH = 30 * 86400.0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tfdist.planning.link_costs import TransferCosts
 from tfdist.planning.measurements import EXCHANGE, GATHER, MESSAGE, SUM, TransferMeasurement
-from tfdist.planning.transfer_costs import TransferCosts
 from tfdist.utils.sum_copies import SHORT_BYTES
 
 CALL, PEER, BYTE = 3e-4, 2e-5, 1e-9

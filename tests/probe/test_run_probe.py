@@ -9,8 +9,7 @@ import pytest
 
 from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Measurements
 from tfdist.probe import run_probe
-from tfdist.probe.probe_errors import ProbeError
-from tfdist.probe.run_probe import measure
+from tfdist.probe.run_probe import ProbeError, measure
 
 PROGRAM = """
     import atexit, pathlib, sys

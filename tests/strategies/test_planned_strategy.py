@@ -16,8 +16,7 @@ from written_plans import plan, write_plans
 
 from tfdist import strategies
 from tfdist.keras_internals.auto_jit_compile import jit_compiles, jit_compiles_on_workers
-from tfdist.planning.plan_choice import Processes, best_plan
-from tfdist.planning.plans import PlanFile
+from tfdist.planning.plans import PlanFile, Processes, best_plan
 from tfdist.strategies import (
     DiLoCo,
     LoadBalancing,

@@ -3,9 +3,8 @@
 `CommunicationStats`, `LinkStats`, `ExchangeDurations` and `CompressionState` are public: strategies return them.
 """
 
-from tfdist.collectives.byte_counters import CommunicationStats
+from tfdist.collectives.byte_counters import CommunicationStats, LinkStats
 from tfdist.collectives.compression_state import CompressionState
 from tfdist.collectives.exchange_timer import ExchangeDurations
-from tfdist.collectives.link_stats import LinkStats
 
 __all__ = ["CommunicationStats", "CompressionState", "ExchangeDurations", "LinkStats"]

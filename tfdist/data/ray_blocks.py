@@ -9,8 +9,8 @@ from typing import Any
 
 from tfdist.data.arrow_import import import_arrow, import_library
 from tfdist.data.block_source import BlockSource
+from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
-from tfdist.data.store_directory import data_in_store
 
 _READ_SECONDS = 300.0
 

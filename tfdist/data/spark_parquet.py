@@ -4,8 +4,8 @@ import os
 from typing import Any
 
 from tfdist.data.arrow_import import import_library
+from tfdist.data.parquet_files import data_in_store
 from tfdist.data.partitioned_data import PartitionedData
-from tfdist.data.store_directory import data_in_store
 
 _ROW_GROUP_BYTES = 32 << 20  # a few of them are in a worker's memory
 

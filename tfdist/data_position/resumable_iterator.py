@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.data_position.array_source import ArraySource
 from tfdist.data_position.data_comparison import check_same_data
-from tfdist.data_position.dataset_source import DatasetSource
+from tfdist.data_position.dataset_source import ArraySource, DatasetSource, SelectableSource
 from tfdist.data_position.generator_source import GeneratorSource, WorkerDatasetSource
 from tfdist.data_position.position import Json, Position, logs_to_save
 from tfdist.data_position.py_dataset_source import PyDatasetSource
-from tfdist.data_position.selectable_source import SelectableSource, is_selectable
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
+from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.counted_batches import batch_spec
 
 _SOURCES: dict[str, type[DatasetSource]] = {
@@ -62,7 +61,7 @@ def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: boo
         return DatasetSource(adapter, dataset, strategy)
     if getattr(adapter, "is_drawn_by_workers", False):
         return WorkerDatasetSource(adapter, dataset, strategy)
-    if is_selectable(dataset):
+    if selectable(dataset) is not None:  # it can be built again for a part of its batches
         return SelectableSource(adapter, dataset, strategy)
     return _SOURCES.get(data_kind(adapter), GeneratorSource)(adapter, dataset, strategy)
 

@@ -13,9 +13,8 @@ from tfdist.compression.gradient_tensors import divided
 from tfdist.keras_internals.model_introspection import averaged_states
 from tfdist.keras_internals.model_state import optimizers_of
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.fragments import Fragment
+from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
-from tfdist.local_updates.replica_values import assign, read
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
 from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
 

@@ -13,10 +13,8 @@ from tfdist.keras_internals.outer_optimizers import (
     update_anchors,
 )
 from tfdist.local_updates.background_exchange import BackgroundExchange
-from tfdist.local_updates.fragments import Fragment, held_sums, new_fragments
+from tfdist.local_updates.fragments import Fragment, SyncSchedule, assign, held_sums, new_fragments, read
 from tfdist.local_updates.local_modes import LocalMode
-from tfdist.local_updates.replica_values import assign, read
-from tfdist.local_updates.schedule import SyncSchedule
 
 
 class SyncedOptimizer:

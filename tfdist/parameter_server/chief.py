@@ -13,16 +13,14 @@ import tensorflow as tf
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.scheduled_training import metrics_result, update_counter
 from tfdist.keras_internals.step_logs import metric_results
-from tfdist.parameter_server.batch_split import PartInfo, concatenated, num_rows, split, split_all, split_by
+from tfdist.parameter_server.batch_split import PartInfo, PartShares, concatenated, num_rows, split, split_all, split_by
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.loss_normalizers import LossNormalizers
 from tfdist.parameter_server.modes import Asynchronous, Synchronous, max_push_window, max_running_pushes
-from tfdist.parameter_server.part_shares import PartShares
 from tfdist.parameter_server.push_statistics import StatsCollector
-from tfdist.parameter_server.result_packing import ResultPacking
 from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.parameter_server.step_results import LogPart, combined, with_results
+from tfdist.parameter_server.step_results import LogPart, ResultPacking, combined, with_results
 from tfdist.parameter_server.unsupported_features import reject_unsupported_model
 from tfdist.parameter_server.worker_datasets import WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions

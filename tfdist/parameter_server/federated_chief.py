@@ -16,16 +16,14 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.local_copies import InitialSlots
 from tfdist.keras_internals.scheduled_training import set_server_state
 from tfdist.parameter_server.chief import ChiefTraining
-from tfdist.parameter_server.client_datasets import ClientDatasets
 from tfdist.parameter_server.client_training import ClientInfo, train
 from tfdist.parameter_server.federated_averaging import FederatedAveraging, chosen_clients
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.push_statistics import StatsCollector
-from tfdist.parameter_server.result_packing import ResultPacking
-from tfdist.parameter_server.step_results import named_log_part
+from tfdist.parameter_server.step_results import ResultPacking, named_log_part
 from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
-from tfdist.parameter_server.worker_datasets import WorkerIterator
+from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
 from tfdist.parameter_server.worker_functions import WorkerFunctions
 from tfdist.servers.server_monitor import explains_lost_servers
 from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker

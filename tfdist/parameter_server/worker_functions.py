@@ -13,7 +13,7 @@ from tfdist.parameter_server import worker_step
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
 from tfdist.parameter_server.gradient_push import GradientEncoder, Push
-from tfdist.parameter_server.result_packing import ResultPacking
+from tfdist.parameter_server.step_results import ResultPacking
 
 Results = dict[str, Any]
 

@@ -4,11 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.planning.cost_terms import Conditions, Prediction, exchange_bytes, expected_slowest, replica_bytes
-from tfdist.planning.group_exchanges import bucket_costs, by_bucket, exchange_of, ready_parts, wait_seconds, wire_bytes
+from tfdist.planning.group_exchanges import (
+    bucket_costs,
+    by_bucket,
+    exchange_of,
+    exchanged_seconds,
+    ready_parts,
+    wait_seconds,
+    wire_bytes,
+)
+from tfdist.planning.link_costs import TransferCosts
 from tfdist.planning.measurements import DENSE, EXCHANGE, GATHER, SUM, Collective, ExchangeMeasurement, Measurements
-from tfdist.planning.overlap import exchanged_seconds
 from tfdist.planning.step_costs import StepCost, addition_seconds, scaled, step_of
-from tfdist.planning.transfer_costs import TransferCosts
 
 # In each step of `fit` workers ask whether any of them has data (`docs/architecture.md`, "Local updates"), by a scalar.
 _QUESTION = Collective(SUM, 4, 0)

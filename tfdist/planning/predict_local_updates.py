@@ -8,12 +8,11 @@ import dataclasses
 import math
 
 from tfdist.planning.cost_terms import Conditions, Prediction, exchange_bytes, expected_slowest, replica_bytes
-from tfdist.planning.group_exchanges import bucket_costs, exchange_of, wire_bytes
+from tfdist.planning.group_exchanges import bucket_costs, exchange_of, exchanged_seconds, wire_bytes
+from tfdist.planning.link_costs import TransferCosts
 from tfdist.planning.measurements import DENSE, Measurements
-from tfdist.planning.overlap import exchanged_seconds
 from tfdist.planning.predict_data_parallel import data_seconds, rows_of_workers
 from tfdist.planning.step_costs import scaled, step_of
-from tfdist.planning.transfer_costs import TransferCosts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Steps of a model whose layers are on several workers: stages, split layers, and copies of both."""
+"""Steps of a model whose layers are on several workers: pipelines of stages, split layers, and copies of both.
+
+Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU
+clusters using Megatron-LM", section 2.2: `P - 1` of `M + P - 1` slots are idle.
+"""
 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 from tfdist.planning.cost_terms import Conditions, Prediction, copy_bytes, expected_slowest
 from tfdist.planning.group_exchanges import exchange_of, wire_bytes
-from tfdist.planning.link_costs import collective_seconds, sent_bytes
+from tfdist.planning.link_costs import TransferCosts, collective_seconds, sent_bytes
 from tfdist.planning.measurements import DENSE, GATHER, SUM, LayerMeasurement, Measurements
-from tfdist.planning.pipeline_costs import live_micro_batches, pipeline_seconds
 from tfdist.planning.step_costs import activation_bytes, addition_seconds, step_of
-from tfdist.planning.transfer_costs import TransferCosts
 from tfdist.utils.balanced_starts import balanced_starts
 
 _RESOLUTION = 10**6  # costs of layers are millionths of their sum, as in `model_parallel/layer_costs.py`
@@ -162,3 +165,57 @@ def _columns_seconds(measured: Measurements, conditions: Conditions, options: Mo
         for one in exchange.collectives
     )
     return max(core / conditions.cores, on_link)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Returns the part of a step in which a stage waits.
+
+    >>> bubble(1, 4), bubble(4, 4), bubble(4, 12)
+    (0.0, 0.42857142857142855, 0.2)
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def pipeline_seconds(
+    stage_seconds: Sequence[float],
+    micro_batches: int,
+    hop_seconds: float = 0.0,
+    hop_link_seconds: float = 0.0,
+    schedule: str = "1f1b",
+) -> float:
+    """Returns the time of the forward and backward passes of a step.
+
+    The slowest stage, or the slowest link, is busy with all micro-batches; before its first and after its last one, the
+    others compute one each, and activations and gradients pass every cut once. By 1F1B, stage `s` of `P` begins another
+    micro-batch when the gradients of one of `P - s` have returned: on slow links stages wait for this.
+
+    >>> pipeline_seconds([1.0, 1.0], 4), pipeline_seconds([1.0, 2.0], 4), pipeline_seconds([1.0, 1.0], 4, 0.5)
+    (5.0, 9.0, 7.5)
+    >>> pipeline_seconds([1.0, 1.0], 4, 0.5, schedule="gpipe")
+    6.0
+    >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0, schedule="gpipe")  # the link is slower than the stages
+    17.0
+
+    Args:
+        stage_seconds: How long each stage computes a micro-batch, forward and backward.
+        micro_batches: The number of micro-batches.
+        hop_seconds: How long activations, or their gradients, take from a stage to the next one.
+        hop_link_seconds: How long they occupy one direction of a link.
+        schedule: "1f1b" or "gpipe".
+    """
+    pace = max(*stage_seconds, hop_link_seconds)
+    stages = len(stage_seconds)
+    for stage in range(stages if schedule == "1f1b" else 0):
+        begun = stages - stage
+        if micro_batches > begun:
+            pace = max(pace, (sum(stage_seconds[stage:]) + 2 * (begun - 1) * hop_seconds) / begun)
+    return sum(stage_seconds) + (micro_batches - 1) * pace + 2 * (stages - 1) * hop_seconds
+
+
+def live_micro_batches(stage: int, stages: int, micro_batches: int, schedule: str) -> int:
+    """Returns of how many micro-batches a stage holds activations at the same time.
+
+    >>> [live_micro_batches(stage, 4, 8, "1f1b") for stage in range(4)], live_micro_batches(0, 4, 8, "gpipe")
+    ([4, 3, 2, 1], 8)
+    """
+    return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.planning.link_costs import interpolate
 from tfdist.planning.measurements import Measurements, ProgramMeasurement
-from tfdist.planning.transfer_costs import interpolate
 
 
 @dataclasses.dataclass(frozen=True)

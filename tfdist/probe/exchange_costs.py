@@ -15,8 +15,8 @@ from tfdist.collectives.recorded_reduction import RecordedReduction, Recorder
 from tfdist.compression import Policy
 from tfdist.planning.measurements import DENSE, Collective, ExchangeMeasurement
 from tfdist.probe.probe_strategy import ProbeStrategy
+from tfdist.probe.process_usage import timed
 from tfdist.probe.seen_gradients import UpdateGradients
-from tfdist.probe.step_clock import timed
 from tfdist.tensorflow_internals.loopback_collectives import loopback_launcher
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import tfdist
 from tfdist.planning.measurements import Measurements
-from tfdist.probe.probe_errors import ProbeError
 from tfdist.utils.cgroup_limits import available_memory
 from tfdist.utils.cores_and_ports import ReservedPorts, ThreadShare, usable_cores
 from tfdist.utils.formatting import signal_name
@@ -26,6 +25,10 @@ from tfdist.utils.linux_syscalls import die_with_parent
 _TRANSFER_SECONDS = 14.0  # what is left for the two processes after the program was measured
 _LOCAL_WORKERS = 2
 _LIBRARIES = ("tensorflow", "keras", "numpy")
+
+
+class ProbeError(RuntimeError):
+    """A program or a machine cannot be measured; the message says why and what to do."""
 
 
 def measure(
@@ -92,7 +95,7 @@ def _measure_program(
 ) -> dict[str, Any]:
     arguments = [json.dumps(request), *script]
     stage = "started"
-    with MeasuringProcess("tfdist.probe", arguments, environ, cores=range(cores)) as child:
+    with MeasuringProcess("tfdist.probe.program_child", arguments, environ, cores=range(cores)) as child:
         for message in child.messages(limit):
             stage = message.get("stage", stage)
             if "result" in message:

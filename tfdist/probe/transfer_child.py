@@ -16,7 +16,7 @@ from tfdist.collectives.exchange_boundary import ExchangeBoundary
 from tfdist.exchange.channel import Channel
 from tfdist.exchange.worker_exchange import SMALL, Exchange
 from tfdist.planning.measurements import EXCHANGE, GATHER, MESSAGE, SUM
-from tfdist.probe.resident_memory import peak_bytes
+from tfdist.probe.process_usage import peak_bytes
 
 _SIZES = {
     SUM: (1 << 10, 1 << 18, 1 << 21, 1 << 24),

@@ -15,9 +15,8 @@ from tfdist.keras_internals.variable_paths import trained_variables
 from tfdist.planning.measurements import Collective, StepMeasurement
 from tfdist.probe.first_batches import FirstBatches
 from tfdist.probe.probe_strategy import ProbeStrategy
-from tfdist.probe.resident_memory import peak_bytes, reset_peak
+from tfdist.probe.process_usage import StepClock, peak_bytes, reset_peak, timed
 from tfdist.probe.seen_gradients import SeenGradients, UpdateGradients
-from tfdist.probe.step_clock import StepClock, timed
 
 _FIRST_STEPS = 2  # left out: they trace, compile and fill caches
 _MIN_STEPS = 6

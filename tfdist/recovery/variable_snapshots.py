@@ -1,19 +1,13 @@
 """Copies the variables of a training to host memory, compares them with a checkpoint, and restores them bit by bit."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.model_state import components, updating_optimizers
+from tfdist.keras_internals.model_state import OptimizerState, components, updating_optimizers
 from tfdist.keras_internals.symbolic_build import build_for_training
-from tfdist.recovery.accumulator_conversion import (
-    accumulation_progress,
-    find_shared_mismatch,
-    may_lack_accumulators,
-    rescale_accumulators,
-)
 from tfdist.recovery.compatibility import (
     Mismatch,
     find_optimizer_mismatch,
@@ -24,16 +18,23 @@ from tfdist.recovery.compatibility import (
 from tfdist.recovery.compression_arrays import COMPRESSION, CompressionArrays
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.recovery.random_generators import create_generators
-from tfdist.recovery.resharding import group_by_variable, replica_name, reshard
+from tfdist.recovery.resharding import (
+    AccumulationProgress,
+    convert_micro_steps,
+    group_by_variable,
+    replica_name,
+    reshard,
+)
 from tfdist.recovery.variable_names import (
     ACCUMULATORS,
+    EXACT_WEIGHTS,
     GENERATORS,
     NamedVariable,
     NamedVariables,
     variable_specs,
 )
 from tfdist.recovery.worker_copies import WorkerCopies
-from tfdist.recovery.worker_tensors import assign_all
+from tfdist.recovery.worker_tensors import assign_all, multiply
 from tfdist.training.strategy_protocol import training_strategy
 
 Json = dict[str, Any]
@@ -143,7 +144,7 @@ class VariableSnapshots:
         named = NamedVariables(self._model)
         mismatch = (
             find_optimizer_mismatch(description["optimizers"], self._description(named)["optimizers"])
-            or find_shared_mismatch(named, shared, description)
+            or _find_shared_mismatch(named, shared, description)
             or self._find_per_replica_mismatch(named, per_replica, description)
         )
         if mismatch is not None:
@@ -159,11 +160,11 @@ class VariableSnapshots:
         named = NamedVariables(self._model)
         present = {name: variable for name, variable in named.shared.items() if name in shared}
         assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
-        rescale_accumulators(self._strategy, named, shared, description, are_split=True)
+        _rescale_accumulators(self._strategy, named, shared, description, are_split=True)
         for optimizer, saved in zip(named.optimizers, description["optimizers"], strict=True):
             if optimizer.accumulation_steps != saved["accumulation_steps"]:
                 for component in components(self._strategy, optimizer.counter):
-                    component.assign(accumulation_progress(optimizer, saved).micro_steps)
+                    component.assign(_accumulation_progress(optimizer, saved).micro_steps)
 
     def restore_per_replica(self, per_replica: Arrays, description: Json) -> None:
         """Restores the values of each replica, without the metrics.
@@ -184,7 +185,7 @@ class VariableSnapshots:
         create_generators(generators, self._strategy)
         named = NamedVariables(self._model)
         self._assign(named.per_replica, saved, description)
-        rescale_accumulators(self._strategy, named, saved, description, are_split=False)
+        _rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
         resume_local_updates(self._strategy, same_workers=self._has_replicas_of(description))
 
@@ -257,7 +258,7 @@ class VariableSnapshots:
     ) -> Mismatch | None:
         # Global generators are created and removed as the checkpoint requires.
         ignored = [GENERATORS, COMPRESSION]
-        if may_lack_accumulators(named, description):
+        if _may_lack_accumulators(named, description):
             ignored.append(ACCUMULATORS)
         saved = {name: next(iter(values.values())) for name, values in group_by_variable(per_replica).items()}
         present = {**named.per_replica, **named.metrics}
@@ -314,3 +315,71 @@ def resume_local_updates(strategy: Any, *, same_workers: bool) -> None:
     """Continues with restored variables; on other workers from the last exchange."""
     if (updates := training_strategy(strategy).local_updates) is not None:
         updates.resume(same_workers=same_workers)
+
+
+def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
+    """Returns where accumulation resumes.
+
+    Args:
+        optimizer: The optimizer of the program.
+        saved: Its description in the checkpoint.
+    """
+    return convert_micro_steps(saved["micro_steps"], saved["accumulation_steps"], optimizer.accumulation_steps)
+
+
+def _may_lack_accumulators(named: NamedVariables, description: Json) -> bool:
+    """Whether accumulators may exist on one side only.
+
+    That is so between two updates, when they are zero, and if the number of micro-steps of an update differs.
+    """
+    saved_steps = [described["accumulation_steps"] for described in description["optimizers"]]
+    steps = [optimizer.accumulation_steps for optimizer in named.optimizers]
+    return saved_steps != steps or _is_between_updates(description)
+
+
+def _find_shared_mismatch(
+    named: NamedVariables, shared: Mapping[str, np.ndarray], description: Json
+) -> Mismatch | None:
+    """Returns the first difference in what is equal on all replicas; sums of an unfinished update may be."""
+    # Exact weights replace what weights were rounded to, if they are saved and needed.
+    ignored = [EXACT_WEIGHTS, *([ACCUMULATORS] if _may_lack_accumulators(named, description) else [])]
+    return _find_split_mismatch(named, shared, description) or find_variable_mismatch(
+        saved_specs(shared, description["paths"], ignored), variable_specs(named.shared, ignored)
+    )
+
+
+def _find_split_mismatch(named: NamedVariables, shared: Collection[str], description: Json) -> Mismatch | None:
+    """Returns the difference if sums of an unfinished update are split over the replicas on one side only."""
+    saved, present = (any(name.startswith(ACCUMULATORS) for name in side) for side in (shared, named.shared))
+    have_some = any(one["accumulation_steps"] > 1 for one in description["optimizers"]) and any(
+        optimizer.accumulators for optimizer in named.optimizers
+    )
+    if saved == present or not have_some or _is_between_updates(description):
+        return None
+    kinds = ["split over the replicas" if is_split else "whole on each replica" for is_split in (saved, present)]
+    return Mismatch("where the sums of gradients of an unfinished update are", *kinds)
+
+
+def _rescale_accumulators(
+    strategy: Any, named: NamedVariables, saved: Mapping[str, Any], description: Json, *, are_split: bool
+) -> None:
+    """Converts restored sums to the number of micro-steps of the program; those that were not saved become zero.
+
+    Args:
+        strategy: The strategy of the program.
+        named: The variables of the program.
+        saved: The names of what was restored.
+        description: The description in the checkpoint.
+        are_split: Whether to convert those that are split over the replicas, or the others.
+    """
+    for index, (optimizer, described) in enumerate(zip(named.optimizers, description["optimizers"], strict=True)):
+        for number, accumulator in enumerate(optimizer.accumulators):
+            name = f"{ACCUMULATORS}{index}/{number}"
+            if (name in named.shared) != are_split:
+                continue
+            factor = _accumulation_progress(optimizer, described).factor if name in saved else 0.0
+            multiply(components(strategy, accumulator), factor)
+
+
+def _is_between_updates(description: Json) -> bool:
+    return not any(one["micro_steps"] % one["accumulation_steps"] for one in description["optimizers"])

@@ -9,12 +9,12 @@ from planned_programs import program
 
 from tfdist.launch.cli import plan_command, plan_network
 from tfdist.launch.cli.main import main
+from tfdist.launch.cli.plan_command import link, memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
-from tfdist.launch.cli.plan_options import link, memory_bytes
 from tfdist.planning.link_costs import Link
 from tfdist.planning.measurements import DENSE
 from tfdist.planning.plans import PlanFile
-from tfdist.probe.probe_errors import ProbeError
+from tfdist.probe.run_probe import ProbeError
 from tfdist.utils.argument_checks import UsageError
 
 

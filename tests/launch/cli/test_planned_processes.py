@@ -6,8 +6,7 @@ import pytest
 from written_plans import plan, write_plans
 
 from tfdist.launch.cli.main import main
-from tfdist.launch.cli.planned_processes import apply_plan
-from tfdist.launch.cli.run_options import add_run_parser
+from tfdist.launch.cli.run_options import add_run_parser, apply_plan
 
 SERVERS = plan("ParameterServerStrategy", workers=2, parameter_servers=1, has_chief=True, samples_per_second=900.0)
 STAGES = plan("ModelParallelStrategy", workers=3, has_chief=True, samples_per_second=700.0)

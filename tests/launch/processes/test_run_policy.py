@@ -6,10 +6,9 @@ import pytest
 
 from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
-from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.restart.restart_policy import RestartPolicy
+from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
 from tfdist.launch.restart.worker_exit import WorkerExit
 
 

@@ -11,9 +11,13 @@ from collections.abc import Mapping
 
 from tfdist import cluster
 from tfdist.cluster.slurm import is_outside_allocation
-from tfdist.launch.cli.node_options import read_node_options
-from tfdist.launch.cli.planned_processes import apply_plan
-from tfdist.launch.cli.run_options import START_TIMEOUT_SECONDS, add_run_parser, start_timeout
+from tfdist.launch.cli.run_options import (
+    START_TIMEOUT_SECONDS,
+    add_run_parser,
+    apply_plan,
+    read_node_options,
+    start_timeout,
+)
 from tfdist.launch.process_roles import (
     Role,
     count_computing,
@@ -27,10 +31,9 @@ from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
 from tfdist.launch.processes.terminal_lines import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.join_run import join_run
-from tfdist.launch.rendezvous.process_placement import place
-from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
+from tfdist.launch.rendezvous.membership import place
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.restart.restart_policy import RestartPolicy
+from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
 from tfdist.launch.run_config import TOKEN_VARIABLE, NodeOptions, RunConfig, Timeouts
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores

@@ -1,15 +1,26 @@
-"""The options of `tfdist run`."""
+"""The options of `tfdist run`, what a plan sets of them, and what those for several hosts mean."""
 
 import argparse
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.launch.cli.node_options import add_node_options
-from tfdist.launch.cli.planned_processes import add_plan_option
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
-from tfdist.launch.run_config import FAILURE_GRACE_SECONDS, RESTART_GRACE_SECONDS, STOP_GRACE_SECONDS
-from tfdist.utils.argument_checks import MAX_SEED, seconds, whole_number
+from tfdist.launch.run_config import (
+    FAILURE_GRACE_SECONDS,
+    RESTART_GRACE_SECONDS,
+    STOP_GRACE_SECONDS,
+    TOKEN_VARIABLE,
+    NodeOptions,
+)
+from tfdist.planning.plans import PLAN_VARIABLE, PlanFile, Processes, best_plan, describe_processes
+from tfdist.utils.argument_checks import MAX_SEED, UsageError, seconds, whole_number
 
 START_TIMEOUT_SECONDS = 300.0
+_MIN_TOKEN_CHARACTERS = 16
+_MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+_MAX_TOKEN_BYTES = 4096
 
 _DESCRIPTION = """\
 Start WORKERS processes of a script on this host, each with its TF_CONFIG, and supervise them.
@@ -52,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of workers to start; required without --plan",
     )
-    add_plan_option(parser)
+    _add_plan_option(parser)
     parser.add_argument(
         "--chief",
         action="store_true",
@@ -167,7 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where the random generators of Python, NumPy and TensorFlow start in every worker, and after every "
         "restart, unless the script seeds them (default: TFDIST_SEED; else a new seed for each run or batch job)",
     )
-    add_node_options(parser)
+    _add_node_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its arguments")
 
@@ -185,3 +196,172 @@ def add_run_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     add_options(parser)
     return parser
+
+
+def _add_plan_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a file of tfdist plan --json: start the workers, parameter servers and chief of its best plan, with "
+        "--workers of the best one for that number; tfdist.strategies.planned() in the script creates the strategy",
+    )
+
+
+def apply_plan(options: argparse.Namespace) -> dict[str, str]:
+    """Sets the options `workers`, `parameter_servers` and `chief` by the plan, if there is one.
+
+    Returns:
+        Variables for the environment of the processes.
+
+    Raises:
+        UsageError: There is neither a plan nor a number of workers; the file cannot be read or has no fitting plan; or
+            other options contradict the plan.
+    """
+    if options.plan is None:
+        if options.workers is None:
+            raise UsageError(
+                "The number of workers is missing. Received: neither --workers nor --plan. Expected: tfdist run "
+                "--workers N script.py. Add --workers, or --plan with a file of tfdist plan --json."
+            )
+        return {}
+    _check_roles_are_not_given(options)
+    try:
+        file = PlanFile.read(options.plan)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    # Workers are counted by host in the command, and all together in the plan. Plans with servers are for one host.
+    nodes = options.nodes
+    plan = best_plan(
+        file, workers=None if options.workers is None else nodes * options.workers, with_servers=nodes == 1
+    )
+    if plan is None:
+        hosts = "" if nodes == 1 else f" --nodes {nodes}"
+        given = "" if options.workers is None else f" --workers {options.workers}"
+        raise UsageError(
+            f"The plan has nothing for this number of workers. Received: --plan {options.plan}{given}{hosts}, and "
+            f"plans for {describe_processes(file)}. Expected: a number of workers of one of them"
+            f"{', all hosts together and without parameter servers' if hosts else ''}. Change --workers, or write a "
+            "plan for this number: tfdist plan --workers N --json FILE script.py."
+        )
+    if plan.workers % nodes:
+        raise UsageError(
+            f"The workers of the best plan cannot be divided among the hosts. Received: --nodes {nodes} and "
+            f"{Processes.of(plan)}. Expected: --workers N, the number on each host. Add --workers."
+        )
+    options.workers = plan.workers // nodes
+    options.parameter_servers = plan.parameter_servers
+    options.chief = Processes.of(plan).has_chief
+    return {PLAN_VARIABLE: str(options.plan.resolve())}
+
+
+def _check_roles_are_not_given(options: argparse.Namespace) -> None:
+    given = [f"--parameter-servers {options.parameter_servers}"] * bool(options.parameter_servers)
+    given += ["--chief"] * options.chief
+    if given:
+        raise UsageError(
+            f"The plan chooses parameter servers and chief. Received: --plan {options.plan} {' '.join(given)}. "
+            f"Expected: one of them. Remove {given[0].split()[0]} to train by the plan, or --plan and create the "
+            "strategy by hand."
+        )
+
+
+def _add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for several hosts."""
+    group = parser.add_argument_group(
+        "several hosts",
+        "Start the same command on every host, each with another --node-rank. --workers is the number on this host; "
+        "--min-workers counts the workers of all hosts.",
+    )
+    group.add_argument(
+        "--nodes", type=whole_number(at_least=1, example=2), default=1, metavar="H", help="number of hosts (default: 1)"
+    )
+    group.add_argument(
+        "--node-rank", type=whole_number(at_least=0, example=0), metavar="I", help="number of this host, from 0"
+    )
+    group.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the supervisors meet: the host of node 0 and a free port there",
+    )
+    group.add_argument(
+        "--rejoin-timeout",
+        type=seconds(example=60),
+        metavar="S",
+        help="seconds to wait for a lost host to join again, after which the run ends with exit code 69; 0 where "
+        "nobody starts a lost supervisor again (default: that of --start-timeout)",
+    )
+    group.add_argument(
+        "--address",
+        metavar="A",
+        help="address at which other hosts reach the workers of this one (default: the address from which it connects "
+        "to the rendezvous)",
+    )
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="PATH",
+        help=f"file with the secret that a host needs to join (default: the variable {TOKEN_VARIABLE})",
+    )
+
+
+def read_node_options(options: argparse.Namespace, environ: Mapping[str, str]) -> NodeOptions | None:
+    """Returns the options of a run on several hosts, or None for a run on one.
+
+    Raises:
+        UsageError: If an option is missing or invalid.
+    """
+    nodes, rank = options.nodes, options.node_rank
+    if rank is not None and rank >= nodes:
+        raise UsageError(
+            f"--node-rank is too high. Received: --node-rank {rank} --nodes {nodes}. Expected: 0 to {nodes - 1}. "
+            "Count the hosts from 0, or correct --nodes."
+        )
+    if nodes == 1:
+        return None
+    missing = [name for name, value in (("--node-rank", rank), ("--rendezvous", options.rendezvous)) if value is None]
+    if missing:
+        raise UsageError(
+            f"Several hosts need a rendezvous. Received: --nodes {nodes} without {' and '.join(missing)}. Expected: "
+            f"--nodes {nodes} --node-rank I --rendezvous HOST:PORT, the host of node 0 and a free port there."
+        )
+    match = _ADDRESS.fullmatch(options.rendezvous)
+    if match is None or not 1 <= int(match["port"]) <= 65_535:
+        raise UsageError(
+            f"Invalid rendezvous. Received: --rendezvous {options.rendezvous}. Expected: HOST:PORT, for example "
+            "node0:29400 or [fd00::1]:29400. Name the host of node 0 and a free port there."
+        )
+    if options.network == "private":
+        raise UsageError(
+            f"Workers in a private network cannot reach other hosts. Received: --nodes {nodes} --network private. "
+            "Expected: --network host or none. Remove --network."
+        )
+    host = match["host"].strip("[]")
+    return NodeOptions(nodes, rank, host, int(match["port"]), options.address, _token(options.token_file, environ))
+
+
+def _token(path: Path | None, environ: Mapping[str, str]) -> str:
+    if path is None:
+        source, token = f"the variable {TOKEN_VARIABLE}", environ.get(TOKEN_VARIABLE, "").strip()
+    else:
+        source, token = f"--token-file {path}", _read_token(path)
+    if len(token) < _MIN_TOKEN_CHARACTERS:
+        how = f"{len(token)} characters" if token else "nothing"
+        raise UsageError(
+            f"Several hosts need a secret token. Received: {how} in {source}. Expected: at "
+            f"least {_MIN_TOKEN_CHARACTERS} characters, the same on every host. Create one by {_MAKE_TOKEN} and pass "
+            f"it by --token-file or {TOKEN_VARIABLE}, never on the command line."
+        )
+    return token
+
+
+def _read_token(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_TOKEN_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"The token cannot be read. Received: --token-file {path} ({getattr(error, 'strerror', None) or error}). "
+            f"Expected: a text file of at least {_MIN_TOKEN_CHARACTERS} characters. Create one by {_MAKE_TOKEN} > "
+            f"{path}"
+        ) from error

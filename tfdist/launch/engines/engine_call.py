@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import tfdist
 from tfdist.cluster import new_seed
-from tfdist.launch.function_call.function_pickling import import_cloudpickle
-from tfdist.launch.function_call.written_call import check_function, pickle_call
+from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call
 from tfdist.utils.argument_checks import check_seconds, check_seed, check_whole_number
 
 START_TIMEOUT_SECONDS = 300.0

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tfdist.launch.function_call import written_call
-from tfdist.launch.function_call.function_pickling import PicklingError, dump
-from tfdist.launch.function_call.rank_files import RankFiles
+from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump
+from tfdist.launch.function_call.worker_results import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 
@@ -97,7 +96,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
 
 def run_probed(directory: str) -> None:
     """Calls the function as the program that `tfdist plan` measures."""
-    written_call.call_written(Path(directory))
+    call_written(Path(directory))
 
 
 def run_worker(directory: str) -> None:
@@ -107,7 +106,7 @@ def run_worker(directory: str) -> None:
     files.begin()
     sys.excepthook = _print_error
     try:
-        value = written_call.call_written(Path(directory))
+        value = call_written(Path(directory))
     except Exception as error:
         trace = _user_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -123,7 +122,7 @@ def run_worker(directory: str) -> None:
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the frames of these modules, unless it has no others."""
     full = trace
-    own = (__file__, written_call.__file__, sys.argv[0])
+    own = (__file__, call_written.__code__.co_filename, sys.argv[0])
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace or full

@@ -1,12 +1,20 @@
-"""Pickles functions and values with cloudpickle; rejects objects that belong to one process, such as models."""
+"""Pickles functions, their calls and values with cloudpickle; rejects objects of one process, such as models.
+
+A call is a file, which a process of workers, or of a probe, reads.
+"""
 
 import functools
 import io
+import linecache
 import marshal
+import pickle
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
+
+from tfdist.utils import atomic_files
 
 # Types are looked up only in libraries that are loaded: otherwise there are no such objects.
 _PROCESS_BOUND = (
@@ -20,6 +28,7 @@ _PROCESS_BOUND = (
 )
 _TENSOR = ("tensorflow", "Tensor")
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_CALL_FILE = "call.pickle"
 
 
 class PicklingError(Exception):
@@ -174,3 +183,63 @@ def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
         if isinstance(kind, type):
             found.append((kind, f"{'tf' if library == 'tensorflow' else library}.{path}"))
     return found
+
+
+def check_function(function: Any, *, caller: str) -> None:
+    """Checks the first argument of `caller`.
+
+    Raises:
+        TypeError: It is not callable.
+    """
+    if not callable(function):
+        text = repr(function)
+        raise TypeError(
+            f"`function` is not callable. Received: {text if len(text) <= 80 else f'{text[:77]}...'} of type "
+            f"{type(function).__name__}. Expected: a function. Pass its name without parentheses: "
+            f"{caller}(train), not {caller}(train())."
+        )
+
+
+def pickle_call(function: Any, arguments: tuple[Any, ...]) -> bytes:
+    """Returns a call for `write_call`.
+
+    Raises:
+        TypeError: The function or an argument cannot be pickled; the message names it.
+    """
+    file = io.BytesIO()
+    pickle.dump(_cells(), file)
+    try:
+        dump((function, arguments), file, tensors=False)
+    except PicklingError as error:
+        raise TypeError(
+            f"The function cannot be sent to the workers. Received: {explain_pickling_error(function, arguments)}. "
+            "Expected: a function whose arguments, closure and global variables can be pickled. Create such an object "
+            "in the function, which runs in each worker, or pass what it is created from: NumPy arrays, a path, "
+            "numbers."
+        ) from error
+    return file.getvalue()
+
+
+def write_call(directory: Path, call: bytes) -> None:
+    """Writes a call of `pickle_call` into a directory, for `call_written`."""
+    with atomic_files.replacing(directory / _CALL_FILE, durable=False) as file:
+        file.write(call)
+
+
+def _cells() -> dict[str, list[str]]:
+    """Returns the source lines of notebook cells, which have no file, by their name in tracebacks."""
+    return {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not name.startswith("<frozen ")
+    }
+
+
+def call_written(directory: Path) -> Any:
+    """Calls the function that `write_call` has written, and returns its value."""
+    with open(directory / _CALL_FILE, "rb") as file:
+        # Cell sources come first: loading the function may need them.
+        for name, lines in pickle.load(file).items():
+            linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
+        function, arguments = pickle.load(file)
+    return function(*arguments)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.cli.plan_options import link as checked_link
-from tfdist.launch.cli.plan_options import memory_bytes as checked_memory
+from tfdist.launch.cli.plan_command import link as checked_link
+from tfdist.launch.cli.plan_command import memory_bytes as checked_memory
 from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import import_cloudpickle
+from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call, write_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import WorkerError
-from tfdist.launch.function_call.written_call import check_function, pickle_call, write_call
 from tfdist.planning.plans import Plan, PlanFile
 from tfdist.utils import atomic_files
 from tfdist.utils.argument_checks import UsageError, check_seconds, check_whole_number

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
+from tfdist.launch.process_roles import Role, count_workers
 from tfdist.launch.processes.event_loop import EventLoop
 from tfdist.launch.processes.heartbeat_monitor import HeartbeatMonitor
-from tfdist.launch.processes.outcome_builder import OutcomeBuilder
 from tfdist.launch.processes.output import Console, OutputClosed, WorkerOutput
 from tfdist.launch.processes.run_policy import AttemptStart, RunPolicy
 from tfdist.launch.processes.stop_signals import StopSignals
@@ -16,7 +16,7 @@ from tfdist.launch.processes.worker_group import GroupShutdown, WorkerGroup
 from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
-from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
+from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
 from tfdist.launch.run_config import GracePeriods
 from tfdist.utils.formatting import signal_name
 
@@ -66,7 +66,7 @@ class WorkerSupervisor:
         self._policy, self._policy_fd = policy, policy.descriptor
         self._restarts = WorkerRestarts(backoff, policy=policy, say=console.say)
         self._group, self._shutdown = group, GroupShutdown(group)
-        self._outcome = OutcomeBuilder(start.attempt, self._roles)
+        self._outcome = _OutcomeBuilder(start.attempt, self._roles)
         # On a host without such a process the other hosts decide when the attempt ends.
         self._runs_script = any(role.runs_script for role in self._roles.values())
         self._events = EventLoop(self._read_heartbeats, self._collect)
@@ -341,3 +341,115 @@ class WorkerRestarts:
         last, self._last = self._last, None
         reason = f"{last.describe()}; {self._backoff.none_left}"
         return dataclasses.replace(last, failure_reason=reason, was_signalled=False)
+
+
+class _OutcomeBuilder:
+    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of the attempt.
+
+    Args:
+        attempt: Number of the attempt, 0 first.
+        roles: The processes of this host, by rank.
+    """
+
+    def __init__(self, attempt: int, roles: Mapping[int, Role]) -> None:
+        self._attempt, self._roles = attempt, roles
+        self._started_at, self._began = time.time(), time.monotonic()
+        self._failure_reasons: dict[int, str] = {}
+        self.exits: list[WorkerExit] = []  # in order of time
+        self.stall = ""
+        self.start_failure: tuple[int, OSError] | None = None
+        self.stop_signal: int | None = None
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the frozen workers that the attempt cannot continue without."""
+        return [self._roles[rank].name for rank in self._failure_reasons if not self._roles[rank].is_restarted_alone]
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the attempt has failed so far. A preemption is not a failure."""
+        first = root_cause(self.exits)
+        has_failed_worker = first is not None and not first.is_preempted
+        return bool(self.stall or self.start_failure or self.frozen) or has_failed_worker
+
+    @property
+    def reports_lost_peer(self) -> bool:
+        """Whether all failures so far only report a lost peer."""
+        first = root_cause(self.exits)
+        return first is not None and first.reports_lost_peer and not first.is_preempted
+
+    def describe(self) -> str:
+        """Returns the first failure so far in one line."""
+        first = root_cause(self.exits)
+        return "no cause was found in time" if first is None else f"{first.name}: {first.describe()}"
+
+    def record_frozen(self, rank: int, reason: str) -> None:
+        """Records that a worker is frozen and will be killed."""
+        self._failure_reasons[rank] = f"frozen: {reason}"
+
+    def worker_exit(
+        self, worker: WorkerProcess, returncode: int, last_lines: tuple[str, ...], *, all_signalled: bool
+    ) -> WorkerExit:
+        """Returns how a worker exited.
+
+        Args:
+            worker: The worker, already reaped.
+            returncode: Its exit code, or minus a signal's number.
+            last_lines: Its last lines of output.
+            all_signalled: Whether all processes have been signalled to exit.
+        """
+        role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
+        if role.is_restarted_alone:
+            self._failure_reasons.pop(worker.rank, None)
+        if not role.runs_script and (self._is_complete or (role.is_restarted_alone and all_signalled)):
+            # Nobody needs it any more, however it exits.
+            return WorkerExit(worker.rank, returncode, was_signalled=True, at=time.time(), task=role.name)
+        was_signalled = bool(worker.signals_sent) and not reason
+        if role.is_server and not (returncode or was_signalled or reason):
+            reason = "exit code 0, while it was needed"
+        return WorkerExit(
+            worker.rank,
+            returncode,
+            last_lines,
+            was_signalled=was_signalled,
+            failure_reason=reason,
+            at=time.time(),
+            task=role.name,
+        )
+
+    def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
+        """Returns the outcome of the attempt.
+
+        Args:
+            shutdown_began_at: Monotonic time in seconds at which the workers were signalled to exit; None: now.
+            monitor: The heartbeats of the workers.
+        """
+        errors = {
+            rank: error
+            for rank, error in monitor.errors.items()
+            if self._roles[rank].runs_script or not (self._roles[rank].is_restarted_alone or self._is_complete)
+        }
+        failed_at = time.monotonic() if shutdown_began_at is None else shutdown_began_at
+        return Outcome(
+            self._attempt,
+            count_workers(self._roles),
+            tuple(self.exits),
+            roles=self._roles,
+            started_at=self._started_at,
+            failed_at=failed_at,
+            seconds=failed_at - self._began,
+            stop_signal=self.stop_signal,
+            stall=self.stall,
+            start_failure=self.start_failure,
+            heartbeat_ranks=monitor.heartbeat_ranks,
+            fit=monitor.fit,
+            step=monitor.step,
+            saved=monitor.saved,
+            errors=errors,
+        )
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether a process that runs the script has exited successfully without being signalled."""
+        own = [worker for worker in self.exits if self._roles[worker.rank].runs_script and not worker.was_signalled]
+        return any(worker.returncode == 0 or worker.is_preempted for worker in own)

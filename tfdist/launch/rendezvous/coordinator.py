@@ -14,10 +14,10 @@ from tfdist.launch.rendezvous.membership import (
     Membership,
     Node,
     NodeConnection,
+    place,
+    workers_left_out,
 )
-from tfdist.launch.rendezvous.process_placement import place, workers_left_out
-from tfdist.launch.restart.attempt_evaluator import AttemptEvaluator
-from tfdist.launch.restart.restart_policy import RestartPolicy
+from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
 from tfdist.launch.run_config import RunConfig
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import signal_name

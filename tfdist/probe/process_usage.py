@@ -1,4 +1,4 @@
-"""A clock of this process's work that other processes of the machine do not slow down, where that is possible.
+"""What this process uses: its work, by a clock that other processes do not slow down where possible, and its memory.
 
 On one core the time of a step is that during which this process ran plus that during which the core was idle. What is
 left of the time that has passed was taken by other processes. On several cores, which are busy at the same time, all of
@@ -7,12 +7,14 @@ it counts.
 
 import contextlib
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 _IDLE_FIELDS = (4, 5)  # idle and waiting for a disk, of a line of proc_stat(5)
+_RESET_PEAK = "5"  # of proc_pid_clear_refs(5)
 
 
 def work_seconds() -> float:
@@ -78,3 +80,28 @@ def _idle_seconds() -> float:
             if fields[0] == f"cpu{core}":
                 return sum(int(fields[number]) for number in _IDLE_FIELDS) / os.sysconf("SC_CLK_TCK")
     return 0.0
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident memory of this process since `reset_peak`, or since its start."""
+    return _status("VmHWM") or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def reset_peak() -> None:
+    """Sets the peak to the present resident memory, where the kernel can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+
+def _status(name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == name:
+                return 1024 * int(value.split()[0])
+    return 0
