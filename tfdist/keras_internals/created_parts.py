@@ -1,15 +1,17 @@
 """Creates the `tf.Variable` behind a Keras variable in another way, from the initializer of the variable."""
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import Variable
 from tfdist.keras_internals.placed_variables import hold
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import hooks_of
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 
@@ -33,19 +35,20 @@ class NewValue:
     options: dict[str, Any]
 
 
-def patch_creation_from_initializers(create: Callable[[NewValue], Any]) -> None:
-    """Lets `create` return what holds the value of a new Keras variable, or None to create it as Keras does."""
+@patch
+def patch_creation_from_initializers() -> None:
+    """Lets strategies return what holds the value of a new Keras variable."""
     stock = Variable._initialize_with_initializer
 
-    @functools.wraps(stock)
+    @replace(Variable, "_initialize_with_initializer")
     def initialize(self: Any, initializer: Any) -> None:
-        held = create(_described(self, initializer))
+        strategy = tf.distribute.get_strategy()
+        create = hooks_of(strategy).create
+        held = None if create is None else create(strategy, _described(self, initializer))
         if held is None:
             stock(self, initializer)
         else:
             hold(self, held)
-
-    Variable._initialize_with_initializer = initialize
 
 
 def _described(variable: Any, initializer: Any) -> NewValue:
@@ -76,16 +79,15 @@ def keras_creates_variable() -> bool:
     return _is_creating.get()
 
 
+@patch
 def patch_variable_creation() -> None:
     """Makes Keras variables mark the creation of their `tf.Variable`."""
     stock = Variable._initialize
 
-    @functools.wraps(stock)
+    @replace(Variable, "_initialize")
     def initialize(self: Any, value: Any) -> None:
         token = _is_creating.set(True)
         try:
             stock(self, value)
         finally:
             _is_creating.reset(token)
-
-    Variable._initialize = initialize

@@ -1,14 +1,11 @@
 """The dynamic loss scale of mixed precision: halved after an overflow, doubled after enough finite updates."""
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
 
 _loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
 
@@ -45,17 +42,16 @@ class LossScale:
         optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
 
 
-def apply_scaled_over_replicas(is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
+def apply_scaled_over_replicas(apply: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
     """Returns what replaces `LossScaleOptimizer.apply`.
 
     The inner optimizer updates with `current_loss_scale()`, because an overflow on one replica is an overflow on all.
 
     Args:
+        apply: The stock method.
         is_ours: Whether tfdist updates an optimizer's variables; others are unchanged.
     """
-    apply = LossScaleOptimizer.apply
 
-    @functools.wraps(apply)
     def apply_scaled(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         if not is_ours(self):
             return apply(self, grads, trainable_variables)

@@ -1,19 +1,20 @@
 """Lets a step scale the losses that a `tf.GradientTape` differentiates, unless it scales them itself."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
+
 Parts = list[tuple[Any, Any]]
 
 
+@patch
 def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | None]) -> None:
     """Makes `tf.GradientTape.gradient` and `tf.gradients` differentiate `parts(...)` if the sources contain a variable.
 
-    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged. May be called more
-    than once, with different functions.
+    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged.
 
     Args:
         parts: Takes the targets and, if they are given, the gradients of the loss with respect to each. Returns
@@ -22,7 +23,7 @@ def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | 
     """
     gradient, of_graph = tf.GradientTape.gradient, tf.gradients
 
-    @functools.wraps(gradient)
+    @replace(tf.GradientTape, "gradient")
     def gradient_of_parts(
         self: Any,
         target: Any,
@@ -36,16 +37,13 @@ def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | 
             target, output_gradients = [tensor for tensor, _ in found], [scale for _, scale in found]
         return gradient(self, target, sources, output_gradients, unconnected_gradients)
 
-    @functools.wraps(of_graph)
+    @replace(tf, "gradients")
     def gradients_of_parts(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = None if grad_ys is None else tf.nest.flatten(grad_ys)
         found = parts(tf.nest.flatten(ys), given) if _has_variable(xs) else None
         if found is None:
             return of_graph(ys, xs, grad_ys, *args, **kwargs)
         return of_graph([tensor for tensor, _ in found], xs, [scale for _, scale in found], *args, **kwargs)
-
-    tf.GradientTape.gradient = gradient_of_parts
-    tf.gradients = gradients_of_parts
 
 
 def _has_variable(sources: Any) -> bool:
