@@ -8,27 +8,18 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-_Parameters = ParamSpec("_Parameters")
 _New = TypeVar("_New")
 _ABSENT = object()
 
 
 class Replacement(NamedTuple):
-    """One attribute of TensorFlow or Keras that was replaced.
+    """One attribute of TensorFlow or Keras that was replaced, and the function that did it."""
 
-    Attributes:
-        owner: The class or module.
-        name: The name of the attribute.
-        stock: What was there; a private marker if a class inherited it, or had none.
-        new: What is there now.
-        patch: The function that replaced it.
-    """
-
-    owner: Any
+    owner: Any  # a class or module
     name: str
-    stock: Any
+    stock: Any  # what was there; `_ABSENT` if a class inherited it, or had none
     new: Any
     patch: Callable[..., None]
 
@@ -39,24 +30,23 @@ _installed: set[Any] = set()  # the patches, with their arguments
 _running: list[Callable[..., None]] = []
 
 
-def patch(install: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
+def patch(install: Callable[..., None]) -> Callable[..., None]:
     """Decorates a function that replaces attributes by `replace`. More calls with equal arguments have no effect.
 
     The first line of its docstring is the reason in the table.
     """
 
     @functools.wraps(install)
-    def install_once(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
-        key = install, args, tuple(kwargs.items())
+    def install_once(*args: Any) -> None:
         with _lock:
-            if key in _installed:
+            if (install, args) in _installed:
                 return
             _running.append(install)
             try:
-                install(*args, **kwargs)
+                install(*args)
             finally:
                 _running.pop()
-            _installed.add(key)
+            _installed.add((install, args))
 
     return install_once
 

@@ -14,6 +14,7 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class NewValue:
 
 
 @patch
-def patch_creation_from_initializers() -> None:
-    """Lets strategies return what holds the value of a new Keras variable."""
-    stock = Variable._initialize_with_initializer
+def patch_variable_creation() -> None:
+    """Lets strategies return what holds the value of a new Keras variable, and marks the creation of its value."""
+    stock, stock_value = Variable._initialize_with_initializer, Variable._initialize
 
     @replace(Variable, "_initialize_with_initializer")
     def initialize(self: Any, initializer: Any) -> None:
@@ -49,6 +50,14 @@ def patch_creation_from_initializers() -> None:
             stock(self, initializer)
         else:
             hold(self, held)
+
+    @replace(Variable, "_initialize")
+    def initialize_value(self: Any, value: Any) -> None:
+        token = _is_creating.set(True)
+        try:
+            stock_value(self, value)
+        finally:
+            _is_creating.reset(token)
 
 
 def _described(variable: Any, initializer: Any) -> NewValue:
@@ -71,23 +80,6 @@ def _described(variable: Any, initializer: Any) -> NewValue:
     )
 
 
-_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
-
-
 def keras_creates_variable() -> bool:
     """Whether the `tf.Variable` that is being created is the value of a Keras variable."""
     return _is_creating.get()
-
-
-@patch
-def patch_variable_creation() -> None:
-    """Makes Keras variables mark the creation of their `tf.Variable`."""
-    stock = Variable._initialize
-
-    @replace(Variable, "_initialize")
-    def initialize(self: Any, value: Any) -> None:
-        token = _is_creating.set(True)
-        try:
-            stock(self, value)
-        finally:
-            _is_creating.reset(token)

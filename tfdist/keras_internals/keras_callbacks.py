@@ -62,17 +62,10 @@ def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
             that was added before, or Keras' method.
     """
     stock = getattr(keras.callbacks.CallbackList, method)
-    if not hasattr(stock, "wrappers"):
 
-        @replace(keras.callbacks.CallbackList, method)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-            call = functools.partial(stock, self)
-            for each in wrapped.wrappers:  # type: ignore[attr-defined]
-                call = functools.partial(each, call, self)
-            call(*args, **kwargs)
-
-        wrapped.wrappers = []  # type: ignore[attr-defined]
-    getattr(keras.callbacks.CallbackList, method).wrappers.append(wrapper)
+    @replace(keras.callbacks.CallbackList, method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapper(functools.partial(stock, self), self, *args, **kwargs)
 
 
 @patch

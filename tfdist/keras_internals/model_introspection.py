@@ -62,23 +62,18 @@ def predicting_model(function: Any) -> Any:
 
 
 @patch
-def patch_predict_on_batch() -> None:
-    """Makes `predict_on_batch` predict every row once; in Keras, every replica predicts all rows."""
-    predict = TensorFlowTrainer.predict_on_batch
+def patch_predictions() -> None:
+    """Makes `predict_on_batch` predict every row once, and predictions come in the order of the rows.
+
+    In Keras every replica predicts all rows of `predict_on_batch`, and predictions of `predict` are reordered by the
+    number of this worker's replicas.
+    """
+    predict, concatenate = TensorFlowTrainer.predict_on_batch, trainer._multi_worker_concat
 
     @replace(TensorFlowTrainer, "predict_on_batch")
     def predict_rows_once(self: Any, x: Any) -> Any:
         strategy = self.distribute_strategy
         return predict(self, hooks_of(strategy).split_rows(strategy, x))
-
-
-@patch
-def patch_concatenation() -> None:
-    """Concatenates predictions in the order of the replicas if their parts of a batch are in that order.
-
-    Keras reorders them by the number of this worker's replicas.
-    """
-    concatenate = trainer._multi_worker_concat
 
     @replace(trainer, "_multi_worker_concat")
     def concatenate_in_order(v: Any, strategy: Any) -> Any:

@@ -239,13 +239,12 @@ def update_hooks(optimizer: Any) -> UpdateHooks | None:
 def update_by(optimizer: Any, hooks: UpdateHooks) -> None:
     """Makes an optimizer of one of TensorFlow's strategies update by `hooks`."""
     patch_optimizers()
-    patch_learning_rates()
     _of_stock_strategies[optimizer] = hooks
 
 
 @patch
 def patch_optimizers() -> None:
-    """Makes optimizers that have `update_hooks` update by them; others are unchanged.
+    """Makes optimizers that have `update_hooks` update by them, and their schedules count updates.
 
     Keras' own order (clip, reduce, average on every micro-step; detect an overflow in a replica's own gradients) is
     implemented in private methods of its optimizer classes, which custom loops call without involving the strategy.
@@ -295,11 +294,6 @@ def patch_optimizers() -> None:
     apply_scaled = apply_scaled_over_replicas(LossScaleOptimizer.apply, lambda one: update_hooks(one) is not None)
     replace(TFOptimizer, "apply")(once_a_step(apply))
     replace(LossScaleOptimizer, "apply")(once_a_step(apply_scaled))
-
-
-@patch
-def patch_learning_rates() -> None:
-    """Makes schedules of optimizers of tfdist's strategies, or with `update_hooks`, count updates, no micro-steps."""
     current_learning_rate = TFOptimizer._get_current_learning_rate
 
     @replace(TFOptimizer, "_get_current_learning_rate")

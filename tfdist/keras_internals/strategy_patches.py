@@ -2,13 +2,13 @@
 
 from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.compiled_calls import patch_compiled_calls
-from tfdist.keras_internals.created_parts import patch_creation_from_initializers, patch_variable_creation
+from tfdist.keras_internals.created_parts import patch_variable_creation
 from tfdist.keras_internals.embeddings import patch_embedding_layers
 from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
 from tfdist.keras_internals.keras_callbacks import patch_ends_of_loops
 from tfdist.keras_internals.losses import patch_losses
-from tfdist.keras_internals.model_introspection import patch_concatenation, patch_predict_on_batch
-from tfdist.keras_internals.optimizers import patch_learning_rates, patch_optimizers
+from tfdist.keras_internals.model_introspection import patch_predictions
+from tfdist.keras_internals.optimizers import patch_optimizers
 from tfdist.keras_internals.progress_bar import patch_progress_bar
 from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saving_memory import patch_saving
@@ -35,10 +35,8 @@ _PATCHES = (
     patch_auto_jit_compile,
     patch_compiled_calls,
     patch_optimizers,
-    patch_learning_rates,
     patch_optimizer_update_step,
     patch_sharded_optimizers,
-    patch_creation_from_initializers,
     patch_variable_creation,
     patch_embedding_layers,
     patch_seed_generators,
@@ -46,8 +44,7 @@ _PATCHES = (
     patch_rematerialization,
     patch_saving,
     patch_trainer,
-    patch_predict_on_batch,
-    patch_concatenation,
+    patch_predictions,
     patch_loops_over_epochs,
     patch_ends_of_loops,
     patch_symbolic_build,
