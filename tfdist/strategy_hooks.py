@@ -27,39 +27,34 @@ class UpdateHooks(NamedTuple):
 class StrategyHooks:
     """What strategies of one kind do. Each default leaves Keras and TensorFlow as they are.
 
-    The first ones have no argument: they ask the step that is running.
+    The first seven take nothing: they ask the step that is running. Most others take the strategy first.
 
     Attributes:
         current_step: Returns the `LossStep` by which losses are scaled; `None` outside of a step.
-        compiles_calls: Whether a step is running in which XLA compiles the calls of layers and losses. `None`: Keras
-            compiles whole steps.
+        compiles_calls: Whether XLA compiles the calls of layers and losses here. `None`: Keras compiles whole steps.
         scope_of_step: Returns the `keras.StatelessScope` in which a step runs, if there is one. It provides the values
             of variables and collects their updates, so they enter and leave what is compiled as tensors.
-        is_recomputed: Whether a rematerialized function is computed again, or simply called, as where nothing is
-            differentiated; `None`: as Keras does.
-        has_samples: Whether the replica that runs has samples: a bool, or a bool scalar if that is unknown while a
-            step is traced; `None` outside of a step.
+        is_recomputed: Whether a rematerialized function is computed again, or simply called; `None`: as Keras does.
+        has_samples: Whether this replica has samples, a bool scalar if that is not known yet; `None` outside of a step.
         keep_state: Notes the Python state of the replica that runs; returns a function that restores it.
         part: Returns the number of this replica, or of its micro-batch among those of all replicas.
         optimizers: How optimizers update that were created under the strategy.
-        sharding: Takes the strategy; returns what plans and gathers split slots, or `None` for whole slots.
-        has_copies: Whether each replica has a copy of a variable, so that statements outside of them use the first.
+        sharding: Returns what plans and gathers split slots, or `None` for whole slots.
+        has_copies: Whether each replica has a copy of a variable; statements outside of the replicas use the first.
         is_elsewhere: Whether the weights are on other processes, so that files are written layer by layer.
-        split_rows: Takes the strategy and an input; returns it with its rows distributed over the replicas.
-        keeps_order: Takes the strategy: whether replicas' parts of a batch are in the order of the replicas.
-        agree_on_batches: Takes the strategy and this worker's number of batches (`None`: unknown); returns that of all.
-        carry_counts: Takes the strategy, the distributed dataset and this worker's number of batches; returns the
-            dataset that iterators are created from.
-        before_step: Takes the strategy before each execution of steps.
-        on_error: Takes the strategy and the error, before an exception ends an epoch.
-        at_end: Takes the strategy, and whether the loop that ends is one of training.
-        local_values: Takes the strategy; returns a context in which its `reduce` returns a local value unchanged.
-        sent_bytes: Takes the strategy; returns the bytes of gradients that this process has sent so far, if they are
-            counted. `None`: Keras shows its own progress bar, on each worker.
+        split_rows: Takes an input, too; returns it with its rows distributed over the replicas.
+        keeps_order: Whether replicas' parts of a batch are in the order of the replicas.
+        agree_on_batches: Takes this worker's number of batches, too (`None`: unknown); returns that of all.
+        carry_counts: Takes a distributed dataset and this worker's number of batches, too; returns the dataset to use.
+        before_step: Called before each execution of steps.
+        on_error: Takes the error, too, before an exception ends an epoch.
+        at_end: Takes whether the loop that ends is one of training, too.
+        local_values: Returns a context in which the strategy's `reduce` returns a local value unchanged.
+        sent_bytes: Returns the bytes of gradients that this process has sent, if counted. `None`: Keras' progress bar.
         training: Takes a model; returns what trains it: its `train`, `test` and `predict` are the functions of `fit`.
-        create: Takes the strategy and a `NewValue`; returns what holds the value of a new Keras variable, or `None`.
+        create: Takes a `NewValue`, too; returns what holds the value of a new Keras variable, or `None`.
         look_up: Takes the shards of a table, and ids; returns the rows, or `None` for Keras' own lookup.
-        num_shards: Takes the strategy and the shape of a new table; returns into how many shards to split its rows.
+        num_shards: Takes the shape of a new table, too; returns into how many shards to split its rows.
     """
 
     current_step: Callable[[], Any] = lambda: None
@@ -99,7 +94,7 @@ def register_hooks(strategy_class: type, hooks: StrategyHooks) -> None:
 
 def hooks_of(strategy: Any) -> StrategyHooks:
     """Returns the hooks of a strategy; those without effect for strategies of TensorFlow, and for `None`."""
-    return next((hooks for kind, hooks in _hooks.items() if isinstance(strategy, kind)), _STOCK)
+    return next((hooks for kind, hooks in tuple(_hooks.items()) if isinstance(strategy, kind)), _STOCK)
 
 
 def has_hooks(strategy: Any) -> bool:
@@ -109,4 +104,4 @@ def has_hooks(strategy: Any) -> bool:
 
 def of_running_step(ask: Callable[[StrategyHooks], _Found | None]) -> _Found | None:
     """Returns the first result of `ask(hooks)`, of any kind of strategies, that is not `None`: one step runs alone."""
-    return next((found for hooks in _hooks.values() if (found := ask(hooks)) is not None), None)
+    return next((found for hooks in tuple(_hooks.values()) if (found := ask(hooks)) is not None), None)

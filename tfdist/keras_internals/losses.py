@@ -144,12 +144,7 @@ def patch_losses() -> None:
     _patch_own_calls()
     _patch_metric_updates()
     _patch_layer_outputs()
-    patch_gradient_tapes(_parts)
-
-
-def _parts(targets: list[Any], gradients: list[Any] | None) -> list[tuple[Any, Any]] | None:
-    step = current_step()
-    return None if step is None else step.parts_of_gradient(targets, gradients)
+    patch_gradient_tapes()
 
 
 @patch

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
+from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
@@ -249,15 +249,18 @@ def patch_optimizers() -> None:
     Keras' own order (clip, reduce, average on every micro-step; detect an overflow in a replica's own gradients) is
     implemented in private methods of its optimizer classes, which custom loops call without involving the strategy.
     """
-    apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
-    reduce_gradients = TFOptimizer._all_reduce_sum_gradients
+    apply_gradients, reduce_gradients = TFOptimizer._backend_apply_gradients, TFOptimizer._all_reduce_sum_gradients
     overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
+    learning_rate = TFOptimizer._get_current_learning_rate
 
-    def once_a_step(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def once_a_step(owner: Any, apply: Callable[..., Any]) -> None:
+        stock = owner.apply
+
+        @replace(owner, "apply")
         def apply_once(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
             hooks = update_hooks(self)
             if hooks is None:
-                return apply(self, grads, trainable_variables)
+                return stock(self, grads, trainable_variables)
             variables = None if trainable_variables is None else list(trainable_variables)
             is_outside = is_outside_of_replicas(self._distribution_strategy)
             if not self.built and variables:
@@ -269,7 +272,8 @@ def patch_optimizers() -> None:
                 return apply_on_replicas(self._distribution_strategy, on_replica, list(grads), are_values)
             return hooks.together(lambda total: apply(self, total, variables), list(grads), are_values)
 
-        return apply_once
+    once_a_step(TFOptimizer, TFOptimizer.apply)
+    once_a_step(LossScaleOptimizer, apply_scaled)
 
     @replace(TFOptimizer, "_backend_apply_gradients")
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -291,18 +295,13 @@ def patch_optimizers() -> None:
     def reduce_gradients_once(self: Any, grads_and_vars: Any) -> Any:
         return list(grads_and_vars) if _reduced.get() else reduce_gradients(self, grads_and_vars)
 
-    apply_scaled = apply_scaled_over_replicas(LossScaleOptimizer.apply, lambda one: update_hooks(one) is not None)
-    replace(TFOptimizer, "apply")(once_a_step(apply))
-    replace(LossScaleOptimizer, "apply")(once_a_step(apply_scaled))
-    current_learning_rate = TFOptimizer._get_current_learning_rate
-
     @replace(TFOptimizer, "_get_current_learning_rate")
     def learning_rate_by_updates(self: Any) -> Any:
         schedule = self._learning_rate
         is_ours = self in _of_stock_strategies or has_hooks(self._distribution_strategy)
         if is_ours and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             return schedule(self.iterations)
-        return current_learning_rate(self)
+        return learning_rate(self)
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:

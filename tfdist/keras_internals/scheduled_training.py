@@ -46,15 +46,17 @@ def patch_trainer() -> None:
     of an epoch, `forget` when the model has been compiled again.
     """
     stock = TensorFlowTrainer
-    make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
     result_or_logs = stock._get_metrics_result_or_logs
 
-    def replaced(name: str) -> Callable[..., Any]:
+    def replace_make(name: str) -> None:
+        make_stock = getattr(stock, f"make_{name}_function")
+
+        @replace(stock, f"make_{name}_function")
         def make_function(self: Any, force: bool = False) -> Any:
             make = hooks_of(self.distribute_strategy).training
             if make is None:
-                return make_functions[name](self, force)
+                return make_stock(self, force)
             training = training_of(self, make)
             if getattr(self, f"{name}_function") is None or force:
                 training.forget(name)
@@ -62,10 +64,8 @@ def patch_trainer() -> None:
             setattr(self, f"{name}_function", function)
             return function
 
-        return make_function
-
-    for name in make_functions:
-        replace(stock, f"make_{name}_function")(replaced(name))
+    for name in ("train", "test", "predict"):
+        replace_make(name)
 
     @replace(stock, "get_metrics_result")
     def result_of_all(self: Any) -> Any:
