@@ -12,7 +12,6 @@ from tfdist.training.sample_shares import current_step
 from tfdist.training.strategy_protocol import training_strategy
 
 _log = logging.getLogger("tfdist")
-_is_patched = False
 _has_warned = False
 
 
@@ -47,13 +46,15 @@ def local_mode_of(mode: Any, shard_optimizer_state: Any, *, divides_rows: bool =
 
 
 def local_updates_of(strategy: Any, mode: LocalMode) -> LocalUpdates:
-    """Returns the local updates of a strategy that is complete otherwise, and patches Keras once."""
-    global _is_patched
-    if not _is_patched:
-        patch_local_epochs(_is_local, _begin_epoch, _end_epoch, _mean_of_workers)
-        patch_agreement_on_end(_ends_are_known)
-        _is_patched = True
+    """Returns the local updates of a strategy that is complete otherwise, and patches Keras."""
+    patch_local_updates()
     return LocalUpdates(strategy, mode, _samples_of_step)
+
+
+def patch_local_updates() -> None:
+    """Patches TensorFlow and Keras for strategies with local updates."""
+    patch_local_epochs(_is_local, _begin_epoch, _end_epoch, _mean_of_workers)
+    patch_agreement_on_end(_ends_are_known)
 
 
 def _is_local(strategy: Any) -> bool:

@@ -12,6 +12,7 @@ from tfdist.collectives import CommunicationStats, CompressionState, LinkStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
+from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.layer_costs import measured_costs
 from tfdist.model_parallel.link_counters import UPDATES, LinkCounters
@@ -28,7 +29,7 @@ from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
-from tfdist.strategies.model_parallel_patches import patch_keras_once
+from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
@@ -122,7 +123,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         reduction = ColumnReduction(policy, self._compression_state)
         self._counters = LinkCounters(self._chief)
         self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters, self._layout)
-        patch_keras_once(ModelParallelStrategy)
+        patch_keras(ModelParallelStrategy, HOOKS)
         exclude_from_autograph()
         check_installed_versions(is_chief=True)
 

@@ -22,7 +22,7 @@ from tfdist.strategies.cluster_resolver import (
 from tfdist.strategies.exchange_start import workers_boundary
 from tfdist.strategies.local_update_patches import local_mode_of, local_updates_of
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
-from tfdist.strategies.shared_paths import patch_files_once
+from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.strategies.worker_start import (
     agree_on_random_seed,
@@ -151,7 +151,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self._batch_comparison = BatchComparison(
                 self.rank, self.num_workers, f"tfdist/batches/{self._collective_key_base}"
             )
-            patch_files_once(MultiWorkerMirroredStrategy)
+            patch_files()
         self._row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)

@@ -10,6 +10,7 @@ from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.created_parts import keras_creates_variable
+from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartShares
@@ -21,7 +22,7 @@ from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerDatase
 from tfdist.servers.server_monitor import wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import check_parameter_server_cluster, resolver_of, start_timeout_of
-from tfdist.strategies.parameter_server_patches import patch_keras_once
+from tfdist.strategies.parameter_server_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
 from tfdist.tensorflow_internals.cluster_coordinator import (
@@ -123,7 +124,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         self.coordinator = Coordinator(self)
         self._stats = StatsCollector(self._num_workers)
         self.divided_rows = DividedRows(1)
-        patch_keras_once(ParameterServerStrategy)
+        patch_keras(ParameterServerStrategy, HOOKS)
         check_installed_versions(is_chief=True)
 
     @property

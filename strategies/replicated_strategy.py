@@ -20,12 +20,13 @@ from tfdist.keras_internals.model_introspection import (
     is_predict_step,
     predicting_model,
 )
+from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.losses.divided_rows import DividedRows
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
-from tfdist.strategies.replicated_patches import keeps_order_of_rows, patch_keras_once
+from tfdist.strategies.replicated_hooks import HOOKS, keeps_order_of_rows
 from tfdist.tensorflow_internals.aborted_collectives import check_collectives
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
 from tfdist.tensorflow_internals.complete_batches import is_complete
@@ -92,7 +93,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         self._sharded_state = sharded_state_of(shards_state)
         _check_nccl_has_gpu(options)
         check_collectives(joins=joins_workers)
-        patch_keras_once(ReplicatedStrategy)
+        patch_keras(ReplicatedStrategy, HOOKS)
         exclude_from_autograph()
         # Strategies with the same group keys would share collectives.
         self._collective_key_base = _FIRST_GROUP_KEY + _GROUP_KEYS_PER_STRATEGY * next(_strategies_created)

@@ -9,25 +9,21 @@ import tensorflow as tf
 
 from tfdist.keras_internals.callback_files import SharedPaths, patch_callback_files
 from tfdist.keras_internals.saved_files import patch_saved_files
+from tfdist.strategies.replicated_hooks import HOOKS
+from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
 from tfdist.utils.atomic_files import replacing_all
 
-_is_patched = False
 
-
-def patch_files_once(strategy_class: Any) -> None:
+def patch_files() -> None:
     """Makes this process, one of several workers, write files that others may write at the same time."""
-    global _is_patched
-    if _is_patched:
-        return
-
-    def has_workers(strategy: Any) -> bool:
-        return isinstance(strategy, strategy_class) and strategy.num_workers > 1
-
     patch_saved_files(replacing_all)
     patch_checkpoint_files(replacing_all)
-    patch_callback_files(has_workers, share_paths, compare_starts)
-    _is_patched = True
+    patch_callback_files(_has_workers, share_paths, compare_starts)
+
+
+def _has_workers(strategy: Any) -> bool:
+    return hooks_of(strategy) is HOOKS and strategy.num_workers > 1
 
 
 def share_paths(strategy: Any, paths: Sequence[str], has_backups: bool) -> SharedPaths:

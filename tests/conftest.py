@@ -54,6 +54,15 @@ def graph_passes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    """Begins a test without what tfdist replaces in TensorFlow and Keras; what the test installs is undone after it."""
+    from tfdist.patches import without_patches
+
+    with without_patches():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_late_signal() -> Iterator[None]:
     """Prevents a signal that arrived too late to end the `fit` of one test from ending that of the next."""

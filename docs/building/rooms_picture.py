@@ -9,7 +9,7 @@ from picture import Picture, Point
 IMPORT_TABLE = Path(__file__).resolve().parents[2] / "tests" / "support" / "architecture_rules.py"
 
 # Rooms that are drawn without the arrows to them: nearly every room may import them.
-COMMON = ("utils", "versions", "private_symbols")
+COMMON = ("utils", "versions", "private_symbols", "patches", "strategy_hooks")
 ROOMS: dict[str, tuple[float, float, str, str]] = {
     # room: (centre x, top y, what it holds, kind)
     "launch": (160, 120, "tfdist run, notebooks", "user"),

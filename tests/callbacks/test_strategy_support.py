@@ -1,6 +1,5 @@
 """Callbacks under TensorFlow's own strategies: errors with the remedy, and one warning on TPUs."""
 
-import inspect
 import json
 import logging
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from tfdist.callbacks import (
     strategy_support,
 )
 from tfdist.callbacks.strategy_support import describe_strategy, suggested_replacement
+from tfdist.patches import replacements
 from tfdist.recovery.host_copies import HostCopies
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals import python_function_results
@@ -65,9 +65,7 @@ def two_workers(monkeypatch):
     [lambda: GradientAccumulation(2), CommunicationReport, lambda: FailureRecovery("no")],
     ids=["accumulation", "report", "recovery"],
 )
-def test_several_workers_are_rejected_before_keras_fails(two_workers, monkeypatch, make):
-    trainer = next(kind for kind in keras.Model.__mro__ if "_maybe_symbolic_build" in vars(kind))
-    monkeypatch.setattr(trainer, "_maybe_symbolic_build", inspect.unwrap(trainer._maybe_symbolic_build))
+def test_several_workers_are_rejected_before_keras_fails(two_workers, unpatched, make):
     model = compiled(two_workers)
     with pytest.raises(
         ValueError,
@@ -152,9 +150,7 @@ class Batches(keras.utils.PyDataset):
         return self.arrays
 
 
-def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(cpus, tmp_path, monkeypatch, caplog):
-    registry = python_function_results._Registry
-    monkeypatch.setattr(registry, "__call__", inspect.unwrap(registry.__call__))
+def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(cpus, tmp_path, monkeypatch, caplog, unpatched):
     monkeypatch.setattr(strategy_support, "_has_warned_of_arrays", False)
     np.save(tmp_path / "labels.npy", np.ones([8, 1], "float32"))
     labels = np.load(tmp_path / "labels.npy", mmap_mode="r")  # TensorFlow would crash when it writes
@@ -171,7 +167,8 @@ def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(cpus, tmp_
         model.fit(drawn, verbose=0, callbacks=[TrainingMonitor(tmp_path)])
         messages = [record.getMessage() for record in caplog.records if "overwrites arrays" in record.getMessage()]
         assert len(messages) == warnings
-        assert hasattr(registry.__call__, "copies_results") == bool(warnings)
+        copies = [one for one in replacements() if one.owner is python_function_results._Registry]
+        assert len(copies) == bool(warnings)
     assert "Write `strategy = tfdist.strategies.MirroredStrategy(...)`" in messages[0]
     assert np.array_equal(labels, np.ones([8, 1]))
 

@@ -13,8 +13,9 @@ from position_cases import CASES, arrays
 from tfdist.data_position.position import Position
 from tfdist.data_position.resumable_iterator import patch_epoch_iterator
 from tfdist.data_position.training_iterator import start_at_epoch, training_iterator
-from tfdist.keras_internals.epoch_iterator import patch_number_of_batches
-from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.keras_internals import epoch_iterator
+from tfdist.keras_internals.epoch_iterator import patch_loops_over_epochs
+from tfdist.strategy_hooks import StrategyHooks
 from tfdist.tensorflow_internals.input_pipeline import batches_to_replay, create_unused_iterator, random_seeds
 
 
@@ -273,11 +274,11 @@ def test_the_next_fit_begins_at_the_beginning(strategy):
 
 
 @pytest.mark.parametrize("agreement_first", [True, False])
-def test_workers_that_agree_on_the_number_of_batches_keep_it(strategy, agreement_first, monkeypatch):
+def test_workers_that_agree_on_the_number_of_batches_keep_it(strategy, agreement_first, monkeypatch, unpatched):
     """The two extensions of Keras' iterator combine in either order."""
-    stock = next(kind for kind in trainer.TFEpochIterator.__mro__ if kind.__module__ == trainer.__name__)
-    monkeypatch.setattr(trainer, "TFEpochIterator", stock)
-    installs = [lambda: patch_number_of_batches(lambda strategy, batches: batches and 4), patch_epoch_iterator]
+    hooks = StrategyHooks(agree_on_batches=lambda strategy, batches: batches and 4)
+    monkeypatch.setattr(epoch_iterator, "hooks_of", lambda strategy: hooks)
+    installs = [patch_loops_over_epochs, patch_epoch_iterator]
     for install in installs if agreement_first else reversed(installs):
         install()
     whole = train(CASES["dataset reshuffled"], strategy)

@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.keras_internals import keras_callbacks
 from tfdist.keras_internals.callback_files import SharedPaths, patch_callback_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -30,13 +29,9 @@ class Exchange:
 
 
 @pytest.fixture
-def exchange(monkeypatch, tmp_path):
+def exchange(monkeypatch, tmp_path, unpatched):
     """Patches this process as one of several workers; paths of the test are relative to its directory."""
     monkeypatch.chdir(tmp_path)
-    for method in ("__init__", "on_train_begin", "on_train_end"):
-        monkeypatch.setattr(keras.callbacks.CallbackList, method, getattr(keras.callbacks.CallbackList, method))
-    wrappers = {method: list(each) for method, each in keras_callbacks._wrappers.items()}
-    monkeypatch.setattr(keras_callbacks, "_wrappers", wrappers)
     exchange = Exchange()
     patch_callback_files(lambda strategy: True, exchange.share, exchange.compare)
     return exchange

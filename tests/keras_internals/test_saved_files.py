@@ -13,19 +13,12 @@ from tfdist.keras_internals import saved_files
 from tfdist.keras_internals.saved_files import patch_saved_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
-_PATCHED = (
-    (saved_files._saving, "save_model"),
-    (saved_files._saving, "save_weights_only"),
-    (saved_files._hdf5, "save_model_to_hdf5"),
-    (saved_files._files, "makedirs"),
-    (saved_files._prompts, "ask_to_proceed_with_overwrite"),
-)
 
 
 @pytest.fixture
-def patch(monkeypatch):
+def patch(unpatched):
     """Patches this process until the end of the test; returns the list of the paths that are then replaced."""
-    return recording_patch(monkeypatch, _PATCHED, patch_saved_files)
+    return recording_patch(patch_saved_files)
 
 
 @pytest.fixture

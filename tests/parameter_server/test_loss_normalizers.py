@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist import strategy_hooks
 from tfdist.keras_internals import losses as installed
+from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_patches import patch_keras_once
+from tfdist.strategies.parameter_server_hooks import HOOKS
+from tfdist.strategy_hooks import StrategyHooks
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -28,7 +31,7 @@ class OneProcess:
 
 @pytest.fixture
 def model():
-    patch_keras_once(ParameterServerStrategy)
+    patch_keras(ParameterServerStrategy, HOOKS)
     tokens = keras.Input((3,), dtype="int32")
     hidden = keras.layers.LSTM(4, return_sequences=True)(keras.layers.Embedding(9, 4, mask_zero=True)(tokens))
     # This mask is computed from a layer's outputs; a sequence that is masked at all steps has no valid entry.
@@ -111,28 +114,13 @@ class ReplicaStep(LossStep):
 
 
 def test_steps_of_two_kinds_of_strategies_are_distinguished(monkeypatch):
-    """Whichever was patched last."""
+    """Whichever is registered first, and patched once."""
     losses, outputs = installed.losses, installed.compile_utils
-    for module, name in (
-        (losses, "scale_loss_for_distribution"),
-        (losses, "unscale_loss_for_distribution"),
-        (losses, "reduce_values"),
-        (losses, "reduce_weighted_values"),
-        (outputs, "loss_module"),
-        (installed.TensorFlowTrainer, "_compute_loss"),
-        (installed.TensorFlowTrainer, "_aggregate_additional_loss"),
-        (keras.metrics.Mean, "update_state"),
-        (keras.metrics.Sum, "update_state"),
-        (keras.Model, "compute_loss"),
-        (keras.layers.BatchNormalization, "call"),
-        (keras.optimizers.LossScaleOptimizer, "scale_loss"),
-        (tf.GradientTape, "gradient"),
-        (tf, "gradients"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
     running = {"first": None, "second": None}
     for name in running:
-        installed.patch_losses(lambda name=name: running[name])
+        hooks = StrategyHooks(current_step=lambda name=name: running[name])
+        monkeypatch.setitem(strategy_hooks._hooks, type(name, (), {}), hooks)
+        installed.patch_losses()
     for name in running:
         running[name] = ReplicaStep()
         assert float(losses.scale_loss_for_distribution(tf.constant(8.0))) == 2.0

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_patches import patch_keras_once
+from tfdist.strategies.parameter_server_hooks import HOOKS
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -27,7 +28,7 @@ class Total(keras.layers.Layer):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize(("pull_dtype", "bytes_of_a_weight"), [(None, 4), (tf.bfloat16, 2)])
 def test_variables_cross_the_network_and_are_updated_in_their_dtype(policy, pull_dtype, bytes_of_a_weight):
-    patch_keras_once(ParameterServerStrategy)
+    patch_keras(ParameterServerStrategy, HOOKS)
     layer = Total(dtype=policy)
     layer.build((None, 3))
     scopes = []

@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow as tf
 
+from tfdist import strategy_hooks
 from tfdist.keras_internals.callback_files import SharedPaths
+from tfdist.patches import replacements
 from tfdist.strategies import shared_paths
-from tfdist.strategies.shared_paths import compare_starts, patch_files_once, share_paths
+from tfdist.strategies.replicated_hooks import HOOKS
+from tfdist.strategies.shared_paths import compare_starts, patch_files, share_paths
 
 pytestmark = pytest.mark.usefixtures("cpus")
 LIMIT_SECONDS = 30.0
@@ -84,17 +87,14 @@ def test_all_workers_get_the_error_of_different_backups(starts, received):
     assert errors[0] is None if received is None else f"Received: {received}. Expected: the same" in errors[0]
 
 
-def test_files_are_patched_once_in_a_process_for_strategies_of_several_workers(monkeypatch):
-    patched = []
-    monkeypatch.setattr(shared_paths, "_is_patched", False)
-    for name in ("patch_saved_files", "patch_checkpoint_files", "patch_callback_files"):
-        monkeypatch.setattr(shared_paths, name, lambda *arguments, name=name: patched.append((name, *arguments)))
+def test_files_are_patched_once_in_a_process_for_strategies_of_several_workers(unpatched, monkeypatch):
     for _ in range(2):
-        patch_files_once(Worker)
-    assert [name for name, *_ in patched] == ["patch_saved_files", "patch_checkpoint_files", "patch_callback_files"]
-    has_workers = patched[-1][1]
+        patch_files()
+    saved = [one.name for one in replacements() if one.name.startswith("save_model")]
+    assert saved == ["save_model", "save_model_to_hdf5"]
+    monkeypatch.setitem(strategy_hooks._hooks, Worker, HOOKS)
     asked = [Worker(0, [None] * workers, None) for workers in (1, 2)]
-    assert [has_workers(strategy) for strategy in (*asked, None, tf.distribute.get_strategy())] == [
+    assert [shared_paths._has_workers(strategy) for strategy in (*asked, None, tf.distribute.get_strategy())] == [
         False,
         True,
         False,

@@ -23,10 +23,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
         "cluster collectives compression exchange internals load_balancing local_updates losses model_parallel "
-        "parameter_server planning servers sharded_state training utils versions".split()
+        "parameter_server patches planning servers sharded_state strategy_hooks training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "losses", "sharded_state"}),
+    "training": frozenset(
+        {"collectives", "compression", "internals", "load_balancing", "losses", "sharded_state", "strategy_hooks"}
+    ),
     "losses": frozenset({"internals"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
@@ -69,16 +71,22 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "collectives compression exchange internals model_parallel planning strategies training utils".split()
     ),
     "utils": frozenset(),
-    "internals": frozenset({"private_symbols", "utils"}),
+    "internals": frozenset({"patches", "private_symbols", "strategy_hooks", "utils"}),
     "private_symbols": frozenset(),
+    "patches": frozenset(),
+    "strategy_hooks": frozenset(),
     "versions": frozenset(),
     "examples": PUBLIC,
     "benchmarks": PUBLIC,
 }
 
+# Modules that describe what the internals replace; the page's table leaves them out.
+_EVERYWHERE = {"patches", "private_symbols", "strategy_hooks"}
+
 FRAMEWORKS = frozenset({"keras", "tensorflow", "tensorflow_datasets", "tf_keras"})
 WITHOUT_FRAMEWORKS = frozenset(
-    "tfdist checkpoint cluster doctor exchange launch planning private_symbols transport utils versions".split()
+    "tfdist checkpoint cluster doctor exchange launch patches planning private_symbols strategy_hooks transport utils "
+    "versions".split()
 )
 STANDARD_LIBRARY_ONLY = frozenset({"cluster"})
 SIDE_EFFECT_FREE = TOPS[:3]
@@ -266,7 +274,7 @@ def shown_arrows() -> dict[str, str]:
     titles |= {room: f"`{room.removeprefix('launch/')}/`" for room in parts if room != "launch"}
     left_out = {
         "tfdist",
-        "private_symbols",
+        *_EVERYWHERE,
         "versions",
         "examples",
         "benchmarks",
@@ -274,7 +282,7 @@ def shown_arrows() -> dict[str, str]:
         "launch/run_config",
     }
     return {
-        titles[room]: ", ".join(sorted(name.removeprefix("launch/") for name in targets - {"private_symbols"})) or "–"
+        titles[room]: ", ".join(sorted(name.removeprefix("launch/") for name in targets - _EVERYWHERE)) or "–"
         for room, targets in rooms.items()
         if room not in left_out
     }

@@ -5,16 +5,12 @@ from contextlib import contextmanager
 from tfdist.utils.atomic_files import replacing_all
 
 
-def recording_patch(monkeypatch, patched, patch_files):
-    """Returns a function that patches this process until the end of the test, and returns the list of replaced paths.
+def recording_patch(patch_files):
+    """Returns a function that patches this process, and returns the list of replaced paths. Use it when `unpatched`.
 
     Args:
-        monkeypatch: The fixture.
-        patched: The attributes that are patched, as owners and names.
-        patch_files: Patches them with a function from a path to the context in which it is replaced.
+        patch_files: Patches Keras or TensorFlow with a function from a path to the context in which it is replaced.
     """
-    for owner, name in patched:
-        monkeypatch.setattr(owner, name, getattr(owner, name))
     replaced = []
 
     @contextmanager

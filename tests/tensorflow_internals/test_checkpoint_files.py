@@ -8,16 +8,12 @@ from tfdist.tensorflow_internals import checkpoint_files
 from tfdist.tensorflow_internals.checkpoint_files import patch_checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("cpus")
-_PATCHED = (
-    (checkpoint_files._TrackableSaver, "save"),
-    (checkpoint_files._saved_model, "save_and_return_nodes"),
-)
 
 
 @pytest.fixture
-def patch(monkeypatch):
+def patch(unpatched):
     """Patches this process until the end of the test; returns the list of the paths that are then replaced."""
-    return recording_patch(monkeypatch, _PATCHED, patch_checkpoint_files)
+    return recording_patch(patch_checkpoint_files)
 
 
 def module(value=2.0):

@@ -1,13 +1,13 @@
 """`jit_compile="auto"` under a strategy: XLA compiles the steps of a model where a plan says so, or by a rule."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, supports_jit
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import has_hooks
 from tfdist.tensorflow_internals.xla_functions import compiles_on_cpus
 
 # Below it steps take a few milliseconds, and compiling takes seconds.
@@ -25,21 +25,19 @@ class _Auto(int):
     """What a model keeps for "auto". It is false, so Keras compiles nothing."""
 
 
-def patch_auto_jit_compile(is_ours: Callable[[Any], bool]) -> None:
-    """Makes `jit_compiles` decide on models that are compiled with "auto" and whose strategy `is_ours`."""
+@patch
+def patch_auto_jit_compile() -> None:
+    """Makes `jit_compiles` decide on models that are compiled with "auto" under tfdist's strategies."""
     resolve, get_config = TensorFlowTrainer._resolve_auto_jit_compile, TensorFlowTrainer.get_compile_config
 
-    @functools.wraps(resolve)
+    @replace(TensorFlowTrainer, "_resolve_auto_jit_compile")
     def resolve_later(self: Any) -> Any:
-        return _Auto() if is_ours(self.distribute_strategy) else resolve(self)
+        return _Auto() if has_hooks(self.distribute_strategy) else resolve(self)
 
-    @functools.wraps(get_config)
+    @replace(TensorFlowTrainer, "get_compile_config")
     def get_config_with_auto(self: Any) -> dict[str, Any]:
         config = get_config(self)
         return {**config, "jit_compile": "auto"} if config and isinstance(self.jit_compile, _Auto) else config
-
-    TensorFlowTrainer._resolve_auto_jit_compile = resolve_later
-    TensorFlowTrainer.get_compile_config = get_config_with_auto
 
 
 def jit_compiles(model: Any, data: Any = None) -> bool:

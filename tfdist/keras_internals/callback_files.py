@@ -12,6 +12,7 @@ import keras
 
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.keras_internals.running_fit import callers, is_call
+from tfdist.patches import patch
 
 # The attributes with the paths. `ModelCheckpoint` saves models, as a program does: see `saved_files`.
 _PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
@@ -38,6 +39,7 @@ Share = Callable[[Any, Sequence[str], bool], SharedPaths]
 Compare = Callable[[Any, int, int], None]
 
 
+@patch
 def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compare: Compare) -> None:
     """Lets one worker write to a path that callbacks of several workers have in `fit`.
 

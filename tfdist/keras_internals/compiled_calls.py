@@ -18,6 +18,8 @@ from tfdist.keras_internals.keras_symbols import (
     tree,
 )
 from tfdist.keras_internals.model_introspection import bound_to
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import StrategyHooks, hooks_of, of_running_step
 from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.xla_functions import (
     CannotCompileError,
@@ -27,35 +29,26 @@ from tfdist.tensorflow_internals.xla_functions import (
 )
 
 
-def patch_compiled_calls(
-    is_ours: Callable[[Any], bool], compiles: Callable[[], bool], scope_of_step: Callable[[], Any] = lambda: None
-) -> None:
-    """Makes Keras compile parts of the steps of models whose strategy `is_ours` instead of whole steps.
+@patch
+def patch_compiled_calls() -> None:
+    """Makes Keras compile parts of the steps of models instead of whole steps, under strategies that say when.
 
     A step of several replicas contains collectives, which XLA cannot compile on CPUs, and which several GPUs of a
     process would start in different orders. A step on a worker reads variables of servers. What is left outside is
     small: metrics, the scaling of losses.
-
-    May be called more than once, for different strategies.
-
-    Args:
-        is_ours: Whether a strategy is one of tfdist's.
-        compiles: Whether a step is running whose calls are to be compiled.
-        scope_of_step: Returns the `keras.StatelessScope` in which a step runs, if there is one. It provides the values
-            of variables and collects their updates, so they enter and leave what is compiled as tensors.
     """
     make = TensorFlowTrainer._make_function
     call_layer, call_loss = keras.Layer.__call__, LossFunctionWrapper.call
 
     def starts_here(args: Any, kwargs: Any) -> bool:
-        if not compiles() or is_compiling() or stateless_scope() is not scope_of_step():
+        if not of_running_step(_is_in_compiled_step) or is_compiling():
             return False
         return any(is_symbolic(leaf) for leaf in tree.flatten((args, kwargs)))
 
-    @functools.wraps(make)
+    @replace(TensorFlowTrainer, "_make_function")
     def make_uncompiled(self: Any, step_function: Any) -> Any:
         jit_compile = self.jit_compile
-        if not is_ours(self.distribute_strategy):
+        if hooks_of(self.distribute_strategy).compiles_calls is None:
             return make(self, step_function)
         self._jit_compile = False
         try:
@@ -63,14 +56,14 @@ def patch_compiled_calls(
         finally:
             self._jit_compile = jit_compile
 
-    @functools.wraps(call_layer)
+    @replace(keras.Layer, "__call__")
     def call_compiled_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not starts_here(args, kwargs) or not self.built:
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
         return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]  # what is in it may be compiled
 
-    @functools.wraps(call_loss)
+    @replace(LossFunctionWrapper, "call")
     def call_compiled_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_of_keras = getattr(self.fn, "__module__", "").startswith("keras.")
         if not is_of_keras or is_in_layer_call() or not starts_here(args, kwargs):
@@ -78,10 +71,12 @@ def patch_compiled_calls(
         compiled = _compiled(functools.partial(call_loss, self), args, kwargs)
         return call_loss(self, *args, **kwargs) if compiled is None else compiled[0]
 
-    TensorFlowTrainer._make_function = make_uncompiled
-    keras.Layer.__call__ = call_compiled_layer
-    LossFunctionWrapper.call = call_compiled_loss
     patch_random_numbers()
+
+
+def _is_in_compiled_step(hooks: StrategyHooks) -> bool | None:
+    is_one = hooks.compiles_calls is not None and hooks.compiles_calls()
+    return True if is_one and stateless_scope() is hooks.scope_of_step() else None
 
 
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:

@@ -1,17 +1,20 @@
 """Creates the `tf.Variable` behind a Keras variable in another way, from the initializer of the variable."""
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import Variable
 from tfdist.keras_internals.placed_variables import hold
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import hooks_of
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,28 @@ class NewValue:
     options: dict[str, Any]
 
 
-def patch_creation_from_initializers(create: Callable[[NewValue], Any]) -> None:
-    """Lets `create` return what holds the value of a new Keras variable, or None to create it as Keras does."""
-    stock = Variable._initialize_with_initializer
+@patch
+def patch_variable_creation() -> None:
+    """Lets strategies return what holds the value of a new Keras variable, and marks the creation of its value."""
+    stock, stock_value = Variable._initialize_with_initializer, Variable._initialize
 
-    @functools.wraps(stock)
+    @replace(Variable, "_initialize_with_initializer")
     def initialize(self: Any, initializer: Any) -> None:
-        held = create(_described(self, initializer))
+        strategy = tf.distribute.get_strategy()
+        create = hooks_of(strategy).create
+        held = None if create is None else create(strategy, _described(self, initializer))
         if held is None:
             stock(self, initializer)
         else:
             hold(self, held)
 
-    Variable._initialize_with_initializer = initialize
+    @replace(Variable, "_initialize")
+    def initialize_value(self: Any, value: Any) -> None:
+        token = _is_creating.set(True)
+        try:
+            stock_value(self, value)
+        finally:
+            _is_creating.reset(token)
 
 
 def _described(variable: Any, initializer: Any) -> NewValue:
@@ -68,24 +80,6 @@ def _described(variable: Any, initializer: Any) -> NewValue:
     )
 
 
-_is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
-
-
 def keras_creates_variable() -> bool:
     """Whether the `tf.Variable` that is being created is the value of a Keras variable."""
     return _is_creating.get()
-
-
-def patch_variable_creation() -> None:
-    """Makes Keras variables mark the creation of their `tf.Variable`."""
-    stock = Variable._initialize
-
-    @functools.wraps(stock)
-    def initialize(self: Any, value: Any) -> None:
-        token = _is_creating.set(True)
-        try:
-            stock(self, value)
-        finally:
-            _is_creating.reset(token)
-
-    Variable._initialize = initialize

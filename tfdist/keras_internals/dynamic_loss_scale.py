@@ -1,14 +1,11 @@
 """The dynamic loss scale of mixed precision: halved after an overflow, doubled after enough finite updates."""
 
 import contextvars
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer
 
 _loss_scale: contextvars.ContextVar["LossScale | None"] = contextvars.ContextVar("tfdist_loss_scale", default=None)
 
@@ -45,28 +42,17 @@ class LossScale:
         optimizer.step_counter.assign(tf.where(restarts, tf.zeros_like(counter), counter + 1))
 
 
-def apply_scaled_over_replicas(is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Returns what replaces `LossScaleOptimizer.apply`.
+def apply_scaled(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """Is `LossScaleOptimizer.apply` where tfdist updates the variables.
 
     The inner optimizer updates with `current_loss_scale()`, because an overflow on one replica is an overflow on all.
-
-    Args:
-        is_ours: Whether tfdist updates an optimizer's variables; others are unchanged.
     """
-    apply = LossScaleOptimizer.apply
-
-    @functools.wraps(apply)
-    def apply_scaled(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        if not is_ours(self):
-            return apply(self, grads, trainable_variables)
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
-            self.built = True
-        token = _loss_scale.set(LossScale(self))
-        try:
-            return self.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
-        finally:
-            _loss_scale.reset(token)
-
-    return apply_scaled
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(trainable_variables)
+        optimizer.built = True
+    token = _loss_scale.set(LossScale(optimizer))
+    try:
+        optimizer.inner_optimizer.apply(grads, trainable_variables=trainable_variables)
+    finally:
+        _loss_scale.reset(token)

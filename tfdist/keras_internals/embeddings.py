@@ -1,35 +1,30 @@
 """Embedding layers that pull only the rows they look up, and whose table may be sharded over several servers."""
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import Embedding
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import hooks_of
 
-Lookup = Callable[[Sequence[keras.Variable], tf.Tensor], tf.Tensor | None]
 
-
-def patch_embedding_layers(look_up: Lookup, num_shards: Callable[[tuple[int, int]], int]) -> None:
-    """Makes embedding layers look up rows by `look_up`, and shard their tables.
+@patch
+def patch_embedding_layers() -> None:
+    """Makes embedding layers look up rows, and shard their tables, as the strategy in scope says.
 
     Keras converts the table to a tensor first, of which a worker of a parameter server strategy then pulls a copy in
     every step. A sharded table is saved in one piece, as an unsharded one.
-
-    Args:
-        look_up: Takes the shards of a table, and ids; returns the rows, or `None` for Keras' own lookup.
-        num_shards: Takes the shape of a new table; returns into how many shards to split its rows.
     """
     stock_build, stock_call, stock_load = Embedding.build, Embedding.call, Embedding.load_own_variables
     stock_table = Embedding.embeddings.fget
 
-    @functools.wraps(stock_build)
+    @replace(Embedding, "build")
     def build(self: Any, input_shape: Any = None) -> None:
         plain = not self.lora_rank and self.quantization_mode is None
-        shape = (self.input_dim, self.output_dim)
-        shards = num_shards(shape) if plain and not self.built else 1
+        shape, strategy = (self.input_dim, self.output_dim), tf.distribute.get_strategy()
+        shards = hooks_of(strategy).num_shards(strategy, shape) if plain and not self.built else 1
         if shards == 1:
             return stock_build(self, input_shape)
         # Initialized as one table, so the values are those of one process.
@@ -50,11 +45,13 @@ def patch_embedding_layers(look_up: Lookup, num_shards: Callable[[tuple[int, int
         self.built = True
         return None
 
-    @functools.wraps(stock_call)
+    @replace(Embedding, "call")
     def call(self: Any, inputs: Any) -> Any:
-        shards = getattr(self, "_table_shards", None) or [getattr(self, "_embeddings", None)]
-        if self.lora_enabled or self.quantization_mode is not None or not isinstance(inputs, tf.Tensor):
+        look_up = hooks_of(tf.distribute.get_strategy()).look_up
+        is_plain = not self.lora_enabled and self.quantization_mode is None and isinstance(inputs, tf.Tensor)
+        if look_up is None or not is_plain:
             return stock_call(self, inputs)
+        shards = getattr(self, "_table_shards", None) or [getattr(self, "_embeddings", None)]
         found = look_up(shards, inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32))
         return stock_call(self, inputs) if found is None else keras.ops.cast(found, self.compute_dtype)
 
@@ -62,7 +59,7 @@ def patch_embedding_layers(look_up: Lookup, num_shards: Callable[[tuple[int, int
         shards = getattr(self, "_table_shards", None)
         return keras.ops.concatenate([shard.value for shard in shards], 0) if shards else stock_table(self)
 
-    @functools.wraps(stock_load)
+    @replace(Embedding, "load_own_variables")
     def load_own_variables(self: Any, store: Any) -> None:
         shards = getattr(self, "_table_shards", None)
         if not shards:
@@ -73,8 +70,7 @@ def patch_embedding_layers(look_up: Lookup, num_shards: Callable[[tuple[int, int
             start += shard.shape[0]
         return None
 
-    Embedding.build, Embedding.call, Embedding.load_own_variables = build, call, load_own_variables
-    Embedding.embeddings = property(table, doc=Embedding.embeddings.__doc__)
+    replace(Embedding, "embeddings")(property(table, doc=Embedding.embeddings.__doc__))
 
 
 def shard_sizes(rows: int, shards: int) -> list[int]:

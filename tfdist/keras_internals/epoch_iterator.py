@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfdist.keras_internals.keras_symbols import trainer
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import has_reached, private
+from tfdist.strategy_hooks import hooks_of
 
 _EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 for _method, _why in {
@@ -136,65 +138,43 @@ class _Iterable:
         return self._create()
 
 
+@patch
 def extend_epoch_iterator(mixin: type[EpochIteratorMixin]) -> None:
     """Mixes `mixin` into the class of the epoch iterators that Keras creates from now on; once."""
     stock = trainer.TFEpochIterator
-    if not issubclass(stock, mixin):
-        trainer.TFEpochIterator = type(stock.__name__, (mixin, stock), {"__module__": stock.__module__})
+    replace(trainer, "TFEpochIterator")(type(stock.__name__, (mixin, stock), {"__module__": stock.__module__}))
 
 
-def patch_number_of_batches(
-    agree: Callable[[Any, int | None], int | None],
-    prepare: Callable[[Any, Any, int | None], Any] = lambda strategy, dataset, own_batches: dataset,
-) -> None:
-    """Makes `fit`, `evaluate` and `predict` use `agree(strategy, num_batches)` batches per epoch.
+@patch
+def patch_loops_over_epochs() -> None:
+    """Lets strategies agree on the batches of an epoch, and learn of its steps and of the error that ends it.
 
-    Keras takes the number from the worker's own dataset; a worker with fewer batches would stop while the others
-    wait for it in a collective.
-
-    Args:
-        agree: Takes the strategy and the worker's number of batches (`None`: unknown), returns the number for all.
-        prepare: Takes the strategy, the distributed dataset and the worker's number of batches; returns the dataset
-            that iterators are created from.
+    Keras takes the number of batches from the worker's own dataset; a worker with fewer batches would stop while the
+    others wait for it in a collective.
     """
     stock = trainer.TFEpochIterator
 
-    class AgreedEpochIterator(stock):  # type: ignore[misc, valid-type]
-        """Keras' epoch iterator with the number of batches that all workers have agreed on."""
+    class HookedEpochIterator(stock):  # type: ignore[misc, valid-type]
+        """Keras' epoch iterator, which calls the hooks of the strategy."""
 
         _num_batches: int | None
         _distributed_dataset: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            own_batches = self._num_batches
-            self._num_batches = agree(self._distribute_strategy, own_batches)
-            self._distributed_dataset = prepare(self._distribute_strategy, self._distributed_dataset, own_batches)
+            strategy, own_batches = self._distribute_strategy, self._num_batches
+            self._num_batches = hooks_of(strategy).agree_on_batches(strategy, own_batches)
+            self._distributed_dataset = hooks_of(strategy).carry_counts(
+                strategy, self._distributed_dataset, own_batches
+            )
 
         def reset(self) -> None:
             super().reset()
-            self._num_batches = agree(self._distribute_strategy, self._num_batches)
-
-    AgreedEpochIterator.__name__ = stock.__name__
-    trainer.TFEpochIterator = AgreedEpochIterator
-
-
-def patch_errors_of_steps(
-    on_error: Callable[[Any, BaseException], None], before_step: Callable[[Any], None] = lambda strategy: None
-) -> None:
-    """Calls functions around the steps of `fit`, `evaluate` and `predict`.
-
-    Args:
-        on_error: Takes the strategy and the error before an exception ends an epoch.
-        before_step: Takes the strategy before each execution.
-    """
-    stock = trainer.TFEpochIterator
-
-    class ReportingEpochIterator(stock):  # type: ignore[misc, valid-type]
-        """Keras' epoch iterator, which reports the exceptions of the loop over an epoch."""
+            strategy = self._distribute_strategy
+            self._num_batches = hooks_of(strategy).agree_on_batches(strategy, self._num_batches)
 
         def __next__(self) -> Any:
-            before_step(self._distribute_strategy)
+            hooks_of(self._distribute_strategy).before_step(self._distribute_strategy)
             return super().__next__()
 
         @contextmanager
@@ -203,11 +183,11 @@ def patch_errors_of_steps(
                 with super().catch_stop_iteration():
                     yield
             except BaseException as error:
-                on_error(self._distribute_strategy, error)
+                hooks_of(self._distribute_strategy).on_error(self._distribute_strategy, error)
                 raise
 
-    ReportingEpochIterator.__name__ = stock.__name__
-    trainer.TFEpochIterator = ReportingEpochIterator
+    HookedEpochIterator.__name__ = stock.__name__
+    replace(trainer, "TFEpochIterator")(HookedEpochIterator)
 
 
 def data_kind(adapter: Any) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import keras
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 
 Wrapper = Callable[..., None]
 
@@ -24,7 +26,6 @@ private(
     since="3.11",
 )
 
-_wrappers: dict[str, list[Wrapper]] = {}
 _LOG_WRITERS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
@@ -49,6 +50,7 @@ _STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 
 
+@patch
 def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
     """Wraps a method of all callback lists, also of those that exist. Adding the same wrapper again has no effect.
 
@@ -59,20 +61,24 @@ def wrap_callback_list(method: str, wrapper: Wrapper) -> None:
         wrapper: Called as `wrapper(call, callback_list, *args, **kwargs)`; `call(*args, **kwargs)` calls the wrapper
             that was added before, or Keras' method.
     """
-    if method not in _wrappers:
-        _wrappers[method] = []
-        stock = getattr(keras.callbacks.CallbackList, method)
+    stock = getattr(keras.callbacks.CallbackList, method)
 
-        @functools.wraps(stock)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-            call = functools.partial(stock, self)
-            for each in _wrappers[method]:
-                call = functools.partial(each, call, self)
-            call(*args, **kwargs)
+    @replace(keras.callbacks.CallbackList, method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapper(functools.partial(stock, self), self, *args, **kwargs)
 
-        setattr(keras.callbacks.CallbackList, method, wrapped)
-    if wrapper not in _wrappers[method]:
-        _wrappers[method].append(wrapper)
+
+@patch
+def patch_ends_of_loops() -> None:
+    """Calls strategies before callbacks learn that `fit`, `evaluate` or `predict` has ended."""
+    for method in ("on_train_end", "on_test_end", "on_predict_end"):
+        wrap_callback_list(method, functools.partial(_at_end, method == "on_train_end"))
+
+
+def _at_end(is_training: bool, call: Callable[..., None], callback_list: Any, *args: Any, **kwargs: Any) -> None:
+    strategy: Any = getattr(getattr(callback_list, "model", None), "distribute_strategy", None)
+    hooks_of(strategy).at_end(strategy, is_training)
+    call(*args, **kwargs)
 
 
 class ListedCallback(keras.callbacks.Callback):

@@ -1,17 +1,17 @@
 """Calls strategies at the beginning and the end of an epoch of `fit`, `evaluate` and `predict`."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tfdist.keras_internals.keras_symbols import BASE_TRAINER, trainer
+from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, trainer
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 
-_Trainer = private(BASE_TRAINER, "logs of an epoch")
 private(f"{BASE_TRAINER}._get_metrics_result_or_logs", "chooses the logs of an epoch that callbacks get")
 
 
+@patch
 def patch_local_epochs(
     is_ours: Callable[[Any], bool],
     begin: Callable[[Any, bool, bool], None],
@@ -56,10 +56,10 @@ def patch_local_epochs(
                 end(strategy, self._is_over_training_data and is_complete)
 
     ReportingEpochIterator.__name__ = stock.__name__
-    trainer.TFEpochIterator = ReportingEpochIterator
-    results_or_logs = _Trainer._get_metrics_result_or_logs
+    replace(trainer, "TFEpochIterator")(ReportingEpochIterator)
+    results_or_logs = TensorFlowTrainer._get_metrics_result_or_logs
 
-    @functools.wraps(results_or_logs)
+    @replace(TensorFlowTrainer, "_get_metrics_result_or_logs")
     def results_or_mean_logs(self: Any, logs: Any) -> Any:
         chosen = results_or_logs(self, logs)
         if not is_ours(self.distribute_strategy) or not isinstance(chosen, dict):
@@ -69,8 +69,6 @@ def patch_local_epochs(
         numbers = {name: value for name, value in chosen.items() if _is_number(value)}
         means = mean_of_workers(self.distribute_strategy, [float(value) for value in numbers.values()])
         return {**chosen, **dict(zip(numbers, means, strict=True))}
-
-    _Trainer._get_metrics_result_or_logs = results_or_mean_logs
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,6 @@
 """Scales each replica's losses, and its metrics of losses, by its share of the samples of the global batch."""
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable
@@ -12,6 +11,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
 from tfdist.keras_internals.model_introspection import added_losses
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import of_running_step
 from tfdist.tensorflow_internals.factors import divided, is_scalar, times
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
 from tfdist.tensorflow_internals.operation_origins import is_symbolic
@@ -20,7 +21,13 @@ LossStep = Any  # of `tfdist.losses.loss_scaling`, which follows the losses of a
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
+def current_step() -> LossStep | None:
+    """Returns how the losses of the step that is running are scaled; `None` outside of a step."""
+    return of_running_step(lambda hooks: hooks.current_step())
+
+
+@patch
+def patch_losses() -> None:
     """Makes Keras, its metrics and gradient tapes scale losses by `current_step().fraction` while a step is running.
 
     Keras divides every mean by the number of replicas, which is right if all replicas have the same number of samples
@@ -30,21 +37,19 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
 
     In a layer's `call` a loss stays a mean over the replica's samples, because `add_loss`, for which layers compute
     losses, scales it: `scale(loss)` and `scale(0.1 * loss + penalty)` are right, scaled parts in them are not.
-
-    May be called more than once, for different steps.
     """
     scale, unscale = losses.scale_loss_for_distribution, losses.unscale_loss_for_distribution
     unscale_output = compile_utils.loss_module.unscale_loss_for_distribution
     reduce_values, reduce_weighted_values = losses.reduce_values, losses.reduce_weighted_values
 
-    @functools.wraps(scale)
+    @_replace("scale_loss_for_distribution")
     def scale_by_share(value: Any) -> Any:
         step = current_step()
         if step is None:
             return scale(value)
         return _scaled(step, value, step.fraction)
 
-    @functools.wraps(unscale)
+    @_replace("unscale_loss_for_distribution")
     def unscale_by_share(value: Any) -> Any:
         step = current_step()
         if step is None:
@@ -53,7 +58,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
             return step.mark(divided(value, step.fraction), 0)
         return divided(value, step.sum_scale if step.holds_samples(value) else step.fraction)
 
-    @functools.wraps(reduce_values)
+    @_replace("reduce_values")
     def reduce_values_by_share(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
         step = current_step()
         if step is not None and reduction in (*_MEANS, "sum") and tuple(values.shape) == ():
@@ -65,7 +70,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
             return _scaled(step, reduce_values(values, sample_weight, reduction), step.sum_scale)
         return reduce_values(values, sample_weight, reduction)
 
-    @functools.wraps(reduce_weighted_values)
+    @_replace("reduce_weighted_values")
     def reduce_weighted_values_by_share(
         values: Any,
         sample_weight: Any = None,
@@ -105,12 +110,10 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
 
     # The mean of an output's loss weights all replicas equally if the batch dimension is not static, so each replica
     # has to contribute its share.
-    compile_utils.loss_module = types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss)
-    _replace(losses, "scale_loss_for_distribution", scale_by_share)
-    _replace(losses, "unscale_loss_for_distribution", unscale_by_share)
+    replace(compile_utils, "loss_module")(types.SimpleNamespace(unscale_loss_for_distribution=unscale_output_loss))
     compute_loss = TensorFlowTrainer._compute_loss
 
-    @functools.wraps(compute_loss)
+    @replace(TensorFlowTrainer, "_compute_loss")
     def compute_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
         if step is None:
@@ -122,7 +125,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
 
     model_loss = keras.Model.compute_loss
 
-    @functools.wraps(model_loss)
+    @replace(keras.Model, "compute_loss")
     def model_loss_by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, loss = current_step(), model_loss(self, *args, **kwargs)
         # With `reduction="none"` it has a value for each sample, which Keras does not scale.
@@ -130,7 +133,7 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
 
     aggregate = TensorFlowTrainer._aggregate_additional_loss
 
-    @functools.wraps(aggregate)
+    @replace(TensorFlowTrainer, "_aggregate_additional_loss")
     def aggregate_by_share(self: Any, loss: Any) -> Any:
         step = current_step()
         if step is None:
@@ -139,45 +142,33 @@ def patch_losses(current_step: Callable[[], LossStep | None]) -> None:
         loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
         return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True, is_certain=is_penalty)))
 
-    keras.Model.compute_loss = model_loss_by_share
-    TensorFlowTrainer._aggregate_additional_loss = aggregate_by_share
-    TensorFlowTrainer._compute_loss = compute_loss_by_share
-    _replace(losses, "reduce_values", reduce_values_by_share)
-    _replace(losses, "reduce_weighted_values", reduce_weighted_values_by_share)
-    _patch_own_calls(current_step)
-    patch_metric_updates(current_step)
-
-    patch_layer_outputs(current_step)
-
-    def parts(targets: list[Any], gradients: list[Any] | None) -> list[tuple[Any, Any]] | None:
-        step = current_step()
-        return None if step is None else step.parts_of_gradient(targets, gradients)
-
-    patch_gradient_tapes(parts)
+    _patch_own_calls()
+    _patch_metric_updates()
+    _patch_layer_outputs()
+    patch_gradient_tapes()
 
 
-def _patch_own_calls(current_step: Callable[[], LossStep | None]) -> None:
+@patch
+def _patch_own_calls() -> None:
     """Makes compiled losses whose class overrides `__call__` return a part: no reduction of Keras scales theirs."""
     get_loss = compile_utils.get_loss
 
-    @functools.wraps(get_loss)
+    @replace(compile_utils, "get_loss")
     def get_loss_by_share(*args: Any, **kwargs: Any) -> Any:
         loss = get_loss(*args, **kwargs)
         is_reduced = loss is None or type(loss).__call__ is keras.losses.Loss.__call__
-        return loss if is_reduced else _OwnCall(loss, current_step)
-
-    compile_utils.get_loss = get_loss_by_share
+        return loss if is_reduced else _OwnCall(loss)
 
 
 class _OwnCall:
     """A loss that computes the loss of a batch itself."""
 
-    def __init__(self, loss: Any, current_step: Callable[[], LossStep | None]) -> None:
+    def __init__(self, loss: Any) -> None:
         self.name = getattr(loss, "name", None)
-        self._loss, self._current_step = loss, current_step
+        self._loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._current_step()
+        step = current_step()
         if step is None:
             return self._loss(*args, **kwargs)
         others_have_scaled, step.has_scaled = step.has_scaled, False
@@ -188,12 +179,17 @@ class _OwnCall:
         return loss
 
 
-def _replace(module: types.ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    """Replaces a function of Keras, also in modules of Keras that have imported it by name, as Keras 3.16 does."""
-    stock = getattr(module, name)
-    for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
-        if vars(user).get(name) is stock:
-            setattr(user, name, replacement)
+def _replace(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function of losses, also in modules of Keras that have imported it by name, as Keras 3.16 does."""
+
+    def put(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        stock = getattr(losses, name)
+        for user in [user for user in sys.modules.values() if getattr(user, "__name__", "").startswith("keras.src.")]:
+            if vars(user).get(name) is stock:
+                replace(user, name)(replacement)
+        return replacement
+
+    return put
 
 
 def _scaled(step: LossStep, value: Any, scale: Any) -> Any:
@@ -221,41 +217,36 @@ def means_of_outputs(model: Any) -> list[tuple[Any, Any]]:
     return [] if compiled is None else [(mean.total, mean.count) for mean in compiled.metrics]
 
 
-def patch_layer_outputs(current_step: Callable[[], LossStep | None]) -> None:
+@patch
+def _patch_layer_outputs() -> None:
     """Makes batch normalization and scaled losses known to `current_step()` while a step is running.
 
     Normalized samples count as values of these samples alone: the statistics of a batch are those of the replica, which
     Keras documents, or those of all replicas. A scaled loss in a mixed precision is the loss.
-
-    May be called more than once, for different steps.
     """
     normalize, scale_loss = keras.layers.BatchNormalization.call, keras.optimizers.LossScaleOptimizer.scale_loss
 
-    @functools.wraps(normalize)
+    @replace(keras.layers.BatchNormalization, "call")
     def normalize_samples(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         step, outputs = current_step(), normalize(self, inputs, *args, **kwargs)
         if step is not None:
             step.mark_samples(outputs, inputs)
         return outputs
 
-    @functools.wraps(scale_loss)
+    @replace(keras.optimizers.LossScaleOptimizer, "scale_loss")
     def scale_known_loss(self: Any, loss: Any) -> Any:
         step, scaled = current_step(), scale_loss(self, loss)
         return scaled if step is None else step.mark_like(scaled, loss)
 
-    keras.layers.BatchNormalization.call = normalize_samples
-    keras.optimizers.LossScaleOptimizer.scale_loss = scale_known_loss
 
-
-def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
+@patch
+def _patch_metric_updates() -> None:
     """Makes `keras.metrics.Mean` and `Sum` count a scalar once for the global batch while a step is running.
 
     A step of one process adds its loss to a `Mean` as one value. Each of several replicas adds a part of the loss, or
     the mean over its own samples; both become the mean, with the replica's fraction of the samples as its weight. So
     the sums over the replicas are the loss, and a count of 1. Whole numbers and booleans are counted as Keras does. A
     scalar that cannot be followed counts as a mean in `Mean`, and as a part in `Sum`.
-
-    May be called more than once, for different steps.
     """
     update_mean, update_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
 
@@ -269,23 +260,20 @@ def patch_metric_updates(current_step: Callable[[], LossStep | None]) -> None:
         is_known_scalar = getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) == 0
         return step if is_known_scalar and not isinstance(values, (list, tuple)) else None
 
-    @functools.wraps(update_mean)
+    @replace(keras.metrics.Mean, "update_state")
     def update_mean_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = counts_once(values)
         if step is None:
             return update_mean(self, values, sample_weight)
         return update_mean(self, step.mean_of(values), _part_of_weight(step, sample_weight))
 
-    @functools.wraps(update_sum)
+    @replace(keras.metrics.Sum, "update_state")
     def update_sum_by_share(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = counts_once(values)
         mean = None if step is None else step.mean_if_known(values)
         if step is None or mean is None:
             return update_sum(self, values, sample_weight)
         return update_sum(self, times(mean, _part_of_weight(step, sample_weight)))
-
-    keras.metrics.Mean.update_state = update_mean_by_share
-    keras.metrics.Sum.update_state = update_sum_by_share
 
 
 def _part_of_weight(step: LossStep, sample_weight: Any) -> Any:

@@ -1,15 +1,15 @@
 """What a training step asks a Keras model: its step, its inputs, the variables that a step changes."""
 
-import functools
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, trainer, tree
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.function_methods import inlined, python_function_of
 
 
@@ -61,38 +61,24 @@ def predicting_model(function: Any) -> Any:
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, keras.Model)), None)
 
 
-def patch_predict_on_batch(is_ours: Callable[[Any], bool], split_rows: Callable[[Any, Any], Any]) -> None:
-    """Makes `predict_on_batch` predict every row once; in Keras, every replica predicts all rows.
+@patch
+def patch_predictions() -> None:
+    """Makes `predict_on_batch` predict every row once, and predictions come in the order of the rows.
 
-    Args:
-        is_ours: Whether a strategy is one of tfdist's.
-        split_rows: Takes a strategy and the input; returns the input with its rows distributed over the replicas.
+    In Keras every replica predicts all rows of `predict_on_batch`, and predictions of `predict` are reordered by the
+    number of this worker's replicas.
     """
-    predict = TensorFlowTrainer.predict_on_batch
+    predict, concatenate = TensorFlowTrainer.predict_on_batch, trainer._multi_worker_concat
 
-    @functools.wraps(predict)
+    @replace(TensorFlowTrainer, "predict_on_batch")
     def predict_rows_once(self: Any, x: Any) -> Any:
         strategy = self.distribute_strategy
-        return predict(self, split_rows(strategy, x) if is_ours(strategy) else x)
+        return predict(self, hooks_of(strategy).split_rows(strategy, x))
 
-    TensorFlowTrainer.predict_on_batch = predict_rows_once
-
-
-def patch_concatenation(keeps_order: Callable[[Any], bool]) -> None:
-    """Concatenates predictions in the order of the replicas if their parts of a batch are in that order.
-
-    Keras reorders them by the number of this worker's replicas.
-
-    Args:
-        keeps_order: Whether a strategy is one of tfdist's, whose parts of a batch are in that order.
-    """
-    concatenate = trainer._multi_worker_concat
-
-    @functools.wraps(concatenate)
+    @replace(trainer, "_multi_worker_concat")
     def concatenate_in_order(v: Any, strategy: Any) -> Any:
-        return strategy.gather(v, axis=0) if keeps_order(strategy) else concatenate(v, strategy)
-
-    trainer._multi_worker_concat = concatenate_in_order
+        keeps_order = hooks_of(strategy).keeps_order(strategy)
+        return strategy.gather(v, axis=0) if keeps_order else concatenate(v, strategy)
 
 
 def first_input(data: Any) -> Any:

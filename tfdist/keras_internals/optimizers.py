@@ -4,17 +4,20 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled_over_replicas, current_loss_scale
+from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
 from tfdist.keras_internals.variable_paths import unique_path
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import UpdateHooks, has_hooks, hooks_of
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
@@ -225,95 +228,80 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
         thread.submit(build).result()
 
 
-def patch_optimizers_of_strategies(
-    is_ours: Callable[[Any], bool],
-    update: Callable[[OptimizerUpdate, list[Any]], None],
-    together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
-    build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
-) -> None:
-    """Makes optimizers whose strategy `is_ours` update by `update`; see `patch_optimizers`."""
-    patch_optimizers(lambda optimizer: is_ours(optimizer._distribution_strategy), update, together, build)
+_of_stock_strategies: weakref.WeakKeyDictionary[Any, UpdateHooks] = weakref.WeakKeyDictionary()
 
 
-def patch_optimizers(
-    is_ours: Callable[[Any], bool],
-    update: Callable[[OptimizerUpdate, list[Any]], None],
-    together: Callable[[Callable[[list[Any]], None], list[Any], list[bool]], None],
-    build: Callable[[Any, list[Any]], None] = lambda optimizer, variables: None,
-) -> None:
-    """Makes optimizers that are `is_ours` update by `update`; others are unchanged.
+def update_hooks(optimizer: Any) -> UpdateHooks | None:
+    """Returns how an optimizer updates if tfdist updates its variables."""
+    return _of_stock_strategies.get(optimizer) or hooks_of(optimizer._distribution_strategy).optimizers
+
+
+def update_by(optimizer: Any, hooks: UpdateHooks) -> None:
+    """Makes an optimizer of one of TensorFlow's strategies update by `hooks`."""
+    patch_optimizers()
+    _of_stock_strategies[optimizer] = hooks
+
+
+@patch
+def patch_optimizers() -> None:
+    """Makes optimizers that have `update_hooks` update by them, and their schedules count updates.
 
     Keras' own order (clip, reduce, average on every micro-step; detect an overflow in a replica's own gradients) is
     implemented in private methods of its optimizer classes, which custom loops call without involving the strategy.
-
-    Args:
-        is_ours: Whether tfdist updates an optimizer's variables.
-        update: Takes the optimizer and the gradients of a replica.
-        together: Takes a function, gradients, and for each gradient whether it is a new value of its variable instead;
-            calls the function once with the gradients of all micro-batches.
-        build: Takes an optimizer that is not built yet, and its variables; if it does not build it, Keras does.
     """
-    apply, apply_gradients = TFOptimizer.apply, TFOptimizer._backend_apply_gradients
-    reduce_gradients = TFOptimizer._all_reduce_sum_gradients
+    apply_gradients, reduce_gradients = TFOptimizer._backend_apply_gradients, TFOptimizer._all_reduce_sum_gradients
     overwrite = TFOptimizer._overwrite_variables_directly_with_gradients
+    learning_rate = TFOptimizer._get_current_learning_rate
 
-    def once_a_step(apply: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(apply)
+    def once_a_step(owner: Any, apply: Callable[..., Any]) -> None:
+        stock = owner.apply
+
+        @replace(owner, "apply")
         def apply_once(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            if not is_ours(self):
-                return apply(self, grads, trainable_variables)
+            hooks = update_hooks(self)
+            if hooks is None:
+                return stock(self, grads, trainable_variables)
             variables = None if trainable_variables is None else list(trainable_variables)
             is_outside = is_outside_of_replicas(self._distribution_strategy)
             if not self.built and variables:
-                (build_outside_trace if is_outside and tf.executing_eagerly() else build)(self, variables)
+                (build_outside_trace if is_outside and tf.executing_eagerly() else hooks.build)(self, variables)
             of_all = self._trainable_variables if variables is None and self.built else variables or []
             are_values = [self._overwrite_variable_with_gradient(variable) for variable in of_all]
             if is_outside:
                 on_replica = functools.partial(apply_once, self, trainable_variables=variables)
                 return apply_on_replicas(self._distribution_strategy, on_replica, list(grads), are_values)
-            return together(lambda total: apply(self, total, variables), list(grads), are_values)
+            return hooks.together(lambda total: apply(self, total, variables), list(grads), are_values)
 
-        return apply_once
+    once_a_step(TFOptimizer, TFOptimizer.apply)
+    once_a_step(LossScaleOptimizer, apply_scaled)
 
-    @functools.wraps(apply_gradients)
+    @replace(TFOptimizer, "_backend_apply_gradients")
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        if not is_ours(self):
+        hooks = update_hooks(self)
+        if hooks is None:
             return apply_gradients(self, grads, trainable_variables)
-        return update(OptimizerUpdate(self, trainable_variables, current_loss_scale()), list(grads))
+        return hooks.update(OptimizerUpdate(self, trainable_variables, current_loss_scale()), list(grads))
 
-    @functools.wraps(overwrite)
+    @replace(TFOptimizer, "_overwrite_variables_directly_with_gradients")
     def overwrite_with_largest(self: Any, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
-        if is_ours(self):
+        if update_hooks(self) is not None:
             grads = [
                 _largest_of_replicas(gradient) if self._overwrite_variable_with_gradient(variable) else gradient
                 for gradient, variable in zip(grads, vars, strict=True)
             ]
         return overwrite(self, grads, vars)
 
-    @functools.wraps(reduce_gradients)
+    @replace(TFOptimizer, "_all_reduce_sum_gradients")
     def reduce_gradients_once(self: Any, grads_and_vars: Any) -> Any:
         return list(grads_and_vars) if _reduced.get() else reduce_gradients(self, grads_and_vars)
 
-    TFOptimizer._overwrite_variables_directly_with_gradients = overwrite_with_largest
-    TFOptimizer._all_reduce_sum_gradients = reduce_gradients_once
-    TFOptimizer._backend_apply_gradients = update_over_replicas
-    patch_learning_rates(is_ours)
-    TFOptimizer.apply = once_a_step(apply)
-    LossScaleOptimizer.apply = once_a_step(apply_scaled_over_replicas(is_ours))
-
-
-def patch_learning_rates(is_ours: Callable[[Any], bool]) -> None:
-    """Makes schedules of optimizers that are `is_ours` count updates instead of micro-steps."""
-    current_learning_rate = TFOptimizer._get_current_learning_rate
-
-    @functools.wraps(current_learning_rate)
+    @replace(TFOptimizer, "_get_current_learning_rate")
     def learning_rate_by_updates(self: Any) -> Any:
         schedule = self._learning_rate
-        if is_ours(self) and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        is_ours = self in _of_stock_strategies or has_hooks(self._distribution_strategy)
+        if is_ours and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             return schedule(self.iterations)
-        return current_learning_rate(self)
-
-    TFOptimizer._get_current_learning_rate = learning_rate_by_updates
+        return learning_rate(self)
 
 
 def _largest_of_replicas(value: Any) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """Keras' progress bar, shown on the chief alone, with the number of bytes that a step sends."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import keras
 
 from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.private_symbols import has_reached
+from tfdist.strategy_hooks import hooks_of
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _READ_SECONDS = 0.5  # how often a moving bar reads the counters
@@ -76,39 +78,35 @@ class CommunicationProgressBar(keras.callbacks.ProgbarLogger):
         return {**(logs or {})} if self._per_step is None else {**(logs or {}), _LABEL: self._per_step}
 
 
-def patch_progress_bar(is_ours: Callable[[Any], bool], sent_bytes: Callable[[Any], int | None]) -> None:
+def patch_progress_bar() -> None:
     """Makes `fit`, `evaluate` and `predict` show a `CommunicationProgressBar`, on the chief alone.
 
     A `keras.callbacks.ProgbarLogger` in the user's list of callbacks is left unchanged: every worker shows it then.
-
-    Args:
-        is_ours: Whether a strategy is one of tfdist's.
-        sent_bytes: Takes a strategy, returns the bytes of gradients that this process has sent so far, or `None`.
     """
-    bars = keras.callbacks.ProgbarLogger
+    wrap_callback_list("__init__", _create)
 
-    def create(
-        call: Callable[..., None],
-        callback_list: Any,
-        callbacks: Any = None,
-        add_history: bool = False,
-        add_progbar: bool = False,
-        model: Any = None,
-        **params: Any,
-    ) -> None:
-        strategy: Any = getattr(model, "distribute_strategy", None)
-        has_bar = any(isinstance(callback, bars) for callback in keras.tree.flatten(callbacks or []))
-        if not add_progbar or has_bar or not is_ours(strategy):
-            return call(callbacks, add_history, add_progbar, model, **params)
-        is_chief = strategy.rank == 0
-        call(callbacks, add_history, is_chief, model, **params)
-        if is_chief:
-            bar = CommunicationProgressBar(lambda: sent_bytes(strategy))
-            bar.set_model(model)
-            bar.set_params(params)
-            callback_list.callbacks[:] = [
-                bar if type(callback) is bars else callback for callback in callback_list.callbacks
-            ]
-        return None
 
-    wrap_callback_list("__init__", create)
+def _create(
+    call: Callable[..., None],
+    callback_list: Any,
+    callbacks: Any = None,
+    add_history: bool = False,
+    add_progbar: bool = False,
+    model: Any = None,
+    **params: Any,
+) -> None:
+    strategy: Any = getattr(model, "distribute_strategy", None)
+    sent_bytes, bars = hooks_of(strategy).sent_bytes, keras.callbacks.ProgbarLogger
+    has_bar = any(isinstance(callback, bars) for callback in keras.tree.flatten(callbacks or []))
+    if not add_progbar or has_bar or sent_bytes is None:
+        return call(callbacks, add_history, add_progbar, model, **params)
+    is_chief = strategy.rank == 0
+    call(callbacks, add_history, is_chief, model, **params)
+    if is_chief:
+        bar = CommunicationProgressBar(functools.partial(sent_bytes, strategy))
+        bar.set_model(model)
+        bar.set_params(params)
+        callback_list.callbacks[:] = [
+            bar if type(callback) is bars else callback for callback in callback_list.callbacks
+        ]
+    return None

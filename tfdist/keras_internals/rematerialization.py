@@ -13,36 +13,32 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import get_mask, set_mask, stateless_scope, tree
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import of_running_step
 
 _core = private("keras.src.backend.tensorflow:core", "rematerializes by a function that differentiates variables only")
 private("keras.src.backend.tensorflow.core:remat", "as above")
 _is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope", "whether only shapes are computed")
 
 
-def patch_rematerialization(is_recomputed: Callable[[], bool | None]) -> None:
-    """Replaces rematerialized calls while `is_recomputed()` is not None.
-
-    Args:
-        is_recomputed: None for models of other strategies, which keep Keras' own rematerialization. For models in
-            stages, whether the function is computed again, or simply called, as where nothing is differentiated.
-    """
+@patch
+def patch_rematerialization() -> None:
+    """Replaces rematerialized calls in models in stages, whose steps say whether they are computed again."""
     stock = _core.remat
 
-    @functools.wraps(stock)
+    @replace(_core, "remat")
     def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         rematerialized = stock(f)
 
         @functools.wraps(f)
         def call(*args: Any, **kwargs: Any) -> Any:
-            recomputed = is_recomputed()
+            recomputed = of_running_step(lambda hooks: hooks.is_recomputed())
             if recomputed is None:
                 return rematerialized(*args, **kwargs)
             return _TracedCall(f, args, kwargs)() if recomputed and not _is_symbolic() else f(*args, **kwargs)
 
         return call
-
-    _core.remat = remat
 
 
 class _TracedCall:

@@ -1,12 +1,12 @@
 """Saves models where several workers save to the same path: readers see each file as it was before, or complete."""
 
-import functools
 import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 
 _saving = private("keras.src.saving:saving_lib", "writes a model into memory before it writes the file")
@@ -26,6 +26,7 @@ for _path, _why in {
 Replacing = Callable[[str], AbstractContextManager[str]]
 
 
+@patch
 def patch_saved_files(replacing: Replacing) -> None:
     """Makes Keras write models and weights to a path beside the given one, and then replace the files there.
 
@@ -37,8 +38,10 @@ def patch_saved_files(replacing: Replacing) -> None:
     started = time.time()
     written: set[str] = set()  # by this process
 
-    def write_beside(stock: Callable[..., None], *, creates_folder: bool) -> Callable[..., None]:
-        @functools.wraps(stock)
+    def write_beside(owner: Any, name: str, *, creates_folder: bool) -> None:
+        stock = getattr(owner, name)
+
+        @replace(owner, name)
         def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
             if not _is_local(filepath):
                 return stock(model, filepath, *args, **kwargs)
@@ -53,8 +56,9 @@ def patch_saved_files(replacing: Replacing) -> None:
             written.add(path)
             return None
 
-        return save
+    stock_makedirs, stock_ask = _files.makedirs, _prompts.ask_to_proceed_with_overwrite
 
+    @replace(_files, "makedirs")
     def makedirs(path: Any) -> None:
         try:
             stock_makedirs(path)
@@ -62,16 +66,15 @@ def patch_saved_files(replacing: Replacing) -> None:
             if not os.path.isdir(path):
                 raise
 
+    @replace(_prompts, "ask_to_proceed_with_overwrite")
     def ask_to_proceed_with_overwrite(filepath: Any) -> bool:
         path = os.path.realpath(filepath)
         is_of_another_worker = path not in written and os.path.getmtime(path) > started
         return is_of_another_worker or bool(stock_ask(filepath))
 
-    stock_makedirs, stock_ask = _files.makedirs, _prompts.ask_to_proceed_with_overwrite
-    _files.makedirs, _prompts.ask_to_proceed_with_overwrite = makedirs, ask_to_proceed_with_overwrite
-    _saving.save_model = write_beside(_saving.save_model, creates_folder=False)
-    _saving.save_weights_only = write_beside(_saving.save_weights_only, creates_folder=False)
-    _hdf5.save_model_to_hdf5 = write_beside(_hdf5.save_model_to_hdf5, creates_folder=True)
+    write_beside(_saving, "save_model", creates_folder=False)
+    write_beside(_saving, "save_weights_only", creates_folder=False)
+    write_beside(_hdf5, "save_model_to_hdf5", creates_folder=True)
 
 
 def _is_local(path: Any) -> bool:

@@ -1,6 +1,5 @@
 """Patches for training that a chief schedules on workers: functions of `fit`, metrics, optimizers, gradients."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, TFOptimizer
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import hooks_of
 
 _ATTRIBUTE = "_tfdist_scheduled_training"
 _stock_result = TensorFlowTrainer.get_metrics_result
@@ -37,22 +38,25 @@ def metrics_result(model: Any) -> dict[str, Any]:
     return dict(_stock_result(model))
 
 
-def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) -> None:
-    """Makes models whose strategy `is_ours` use the functions `train`, `test` and `predict` of `make(model)`.
+@patch
+def patch_trainer() -> None:
+    """Makes models use the functions `train`, `test` and `predict` of what trains them for their strategy, if it does.
 
     Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `logs_of_all_steps` at the end
     of an epoch, `forget` when the model has been compiled again.
     """
     stock = TensorFlowTrainer
-    make_functions = {name: getattr(stock, f"make_{name}_function") for name in ("train", "test", "predict")}
     result, reset = stock.get_metrics_result, stock.reset_metrics
     result_or_logs = stock._get_metrics_result_or_logs
 
-    def replaced(name: str) -> Callable[..., Any]:
-        @functools.wraps(make_functions[name])
+    def replace_make(name: str) -> None:
+        make_stock = getattr(stock, f"make_{name}_function")
+
+        @replace(stock, f"make_{name}_function")
         def make_function(self: Any, force: bool = False) -> Any:
-            if not is_ours(self.distribute_strategy):
-                return make_functions[name](self, force)
+            make = hooks_of(self.distribute_strategy).training
+            if make is None:
+                return make_stock(self, force)
             training = training_of(self, make)
             if getattr(self, f"{name}_function") is None or force:
                 training.forget(name)
@@ -60,33 +64,27 @@ def patch_trainer(is_ours: Callable[[Any], bool], make: Callable[[Any], Any]) ->
             setattr(self, f"{name}_function", function)
             return function
 
-        return make_function
+    for name in ("train", "test", "predict"):
+        replace_make(name)
 
-    for name in make_functions:
-        setattr(stock, f"make_{name}_function", replaced(name))
-
-    @functools.wraps(result)
+    @replace(stock, "get_metrics_result")
     def result_of_all(self: Any) -> Any:
         training = training_of(self)
         if training is not None and tf.executing_eagerly():
             training.wait()
         return result(self)
 
-    @functools.wraps(reset)
+    @replace(stock, "reset_metrics")
     def reset_all(self: Any) -> Any:
         training = training_of(self)
         if training is not None:
             training.begin()
         return reset(self)
 
-    @functools.wraps(result_or_logs)
+    @replace(stock, "_get_metrics_result_or_logs")
     def result_or_logs_of_all(self: Any, logs: Any) -> Any:
         training = training_of(self)
         return result_or_logs(self, logs if training is None else training.logs_of_all_steps() or logs)
-
-    stock.get_metrics_result = result_of_all
-    stock._get_metrics_result_or_logs = result_or_logs_of_all
-    stock.reset_metrics = reset_all
 
 
 def update_counter(optimizer: Any) -> tf.Variable:
@@ -112,11 +110,12 @@ class EncodedGradient:
     decode: Callable[[Sequence[tf.Tensor]], Any]
 
 
+@patch
 def patch_optimizer_update_step() -> None:
     """Makes optimizers accept `EncodedGradient`s, which are decoded on the device of their variable."""
     stock = TFOptimizer._distributed_tf_update_step
 
-    @functools.wraps(stock)
+    @replace(TFOptimizer, "_distributed_tf_update_step")
     def update_where_decoded(self: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         pairs = list(grads_and_vars)
         if not any(isinstance(gradient, EncodedGradient) for gradient, _ in pairs):
@@ -128,5 +127,3 @@ def patch_optimizer_update_step() -> None:
 
             distribution.extended.update(variable, update, args=(learning_rate, *gradient.tensors), group=False)
         return None
-
-    TFOptimizer._distributed_tf_update_step = update_where_decoded

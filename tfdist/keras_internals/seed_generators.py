@@ -1,14 +1,14 @@
 """Keras' seed generators: different random numbers on each replica, and the global generator."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 
 _GLOBAL_NAME = private(
     "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
@@ -25,22 +25,20 @@ _set_global = private("keras.src.backend.common.global_state:set_global_attribut
 _STRIDE = 0x9E3779B1  # odd, so that replicas differ in many bits (Knuth's multiplicative hashing)
 
 
-def patch_seed_generators(is_ours: Callable[[Any], bool], part: Callable[[], Any]) -> None:
-    """Makes Keras' seed generators draw different seeds on each replica, under a strategy that `is_ours`.
+@patch
+def patch_seed_generators() -> None:
+    """Makes Keras' seed generators draw different seeds on each replica, or in each micro-batch.
 
     The state of a generator is equal on all replicas, and stays so; without this patch every replica would drop the
     same units of its samples. The first replica draws the seeds of one process.
-
-    Args:
-        is_ours: Whether a strategy is one of tfdist's.
-        part: Returns the number of the replica, or of the micro-batch among those of all replicas.
     """
     draw = keras.random.SeedGenerator.next
 
-    @functools.wraps(draw)
+    @replace(keras.random.SeedGenerator, "next")
     def draw_for_replica(self: Any, ordered: bool = True) -> Any:
         seed = draw(self, ordered)
-        if tf.distribute.in_cross_replica_context() or not is_ours(tf.distribute.get_strategy()):
+        part = None if tf.distribute.in_cross_replica_context() else hooks_of(tf.distribute.get_strategy()).part
+        if part is None:
             return seed
         number = part()
         known = tf.get_static_value(number)
@@ -50,8 +48,6 @@ def patch_seed_generators(is_ours: Callable[[Any], bool], part: Callable[[], Any
         replica = tf.cast(number, tf.uint32)
         offset = tf.stack([replica * tf.constant(_STRIDE, tf.uint32), tf.constant(0, tf.uint32)])
         return seed + tf.cast(offset, seed.dtype)
-
-    keras.random.SeedGenerator.next = draw_for_replica
 
 
 def global_seed_generator() -> Any:

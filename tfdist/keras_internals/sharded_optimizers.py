@@ -1,6 +1,5 @@
 """Optimizers whose slots are split over the replicas: which can be, what a replica owns, moving averages of weights."""
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +12,9 @@ from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 
 for _path, _why in {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer.build": "does not tell which variables slots will be for",
@@ -134,25 +135,23 @@ def split_slots_of(update: OptimizerUpdate) -> SplitSlots | None:
     return split_slots(update._optimizer)
 
 
-def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
-    """Makes optimizers create split slots.
-
-    Args:
-        sharding_of: Takes the strategy of an optimizer; returns what plans and gathers, or `None` for whole slots.
-    """
+@patch
+def patch_sharded_optimizers() -> None:
+    """Makes optimizers create split slots, under strategies that say how."""
     build, add = TFOptimizer.build, TFOptimizer.add_variable_from_reference
     add_factor = keras.optimizers.Adafactor.add_variable
 
-    @functools.wraps(build)
+    @replace(TFOptimizer, "build")
     def build_with_layout(self: Any, variables: Any) -> Any:
-        sharding = None if isinstance(self, LossScaleOptimizer) else sharding_of(self._distribution_strategy)
+        strategy = self._distribution_strategy
+        sharding = None if isinstance(self, LossScaleOptimizer) else hooks_of(strategy).sharding(strategy)
         if sharding is not None:
             is_whole = owns_whole_variables(self)
             if is_whole is not None:
                 _split[self] = SplitSlots(self, variables, sharding, is_whole=is_whole)
         return build(self, variables)
 
-    @functools.wraps(add)
+    @replace(TFOptimizer, "add_variable_from_reference")
     def add_split(self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:
         slots = _split.get(self)
         if slots is None or (name == _ACCUMULATOR and not slots.splits_accumulators(self, reference_variable)):
@@ -166,7 +165,7 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
         self._track_variable(slot)
         return slot
 
-    @functools.wraps(add_factor)
+    @replace(keras.optimizers.Adafactor, "add_variable")
     def add_split_factor(self: Any, shape: Any, initializer: Any = "zeros", dtype: Any = None, **more: Any) -> Any:
         slots = _split.get(self)
         slot = None
@@ -181,20 +180,15 @@ def patch_sharded_optimizers(sharding_of: Callable[[Any], Any]) -> None:
     def assign_whole(name: str) -> None:
         stock = getattr(TFOptimizer, name)
 
-        @functools.wraps(stock)
+        @replace(TFOptimizer, name)
         def assign(self: Any, variable: Any, value: Any) -> Any:
             if isinstance(variable, ShardedVariable) and not is_updating_parts():  # as `build` may do
                 return getattr(variable, name)(value)
             return stock(self, variable, value)
 
-        setattr(TFOptimizer, name, assign)
-
-    TFOptimizer.build = build_with_layout
-    TFOptimizer.add_variable_from_reference = add_split
-    keras.optimizers.Adafactor.add_variable = add_split_factor
     for name in ("assign", "assign_add", "assign_sub"):
         assign_whole(name)
-    patch_sharded_averages(lambda optimizer: split_slots(optimizer) is not None)
+    _patch_sharded_averages()
 
 
 def _name_of(variable: Any) -> str:
@@ -254,21 +248,18 @@ for _path, _why in {
     private(_path, _why)
 
 
-def patch_sharded_averages(is_split: Callable[[Any], bool]) -> None:
-    """Makes Keras copy whole averages, gathered from all workers, where it copies between weights and averages.
-
-    Args:
-        is_split: Whether the averages of an optimizer are split.
-    """
+@patch
+def _patch_sharded_averages() -> None:
+    """Makes Keras copy whole averages, gathered from all workers, where it copies between weights and averages."""
     callback = keras.callbacks.SwapEMAWeights
 
     def unless_split(owner: Any, name: str, copy: Callable[[Any, Any], None]) -> None:
         stock = getattr(owner, name)
 
-        @functools.wraps(stock)
+        @replace(owner, name)
         def copy_all(self: Any, argument: Any) -> Any:
             optimizer = self if owner is TFOptimizer else argument
-            if not is_split(optimizer):
+            if split_slots(optimizer) is None:
                 return stock(self, argument)
             variables = argument if owner is TFOptimizer else optimizer._trainable_variables
             averages = optimizer._model_variables_moving_average
@@ -278,8 +269,6 @@ def patch_sharded_averages(is_split: Callable[[Any], bool]) -> None:
                 if average is not None:
                     copy(variable, average)
             return None
-
-        setattr(owner, name, copy_all)
 
     unless_split(TFOptimizer, "_overwrite_model_variables_with_average_value", _overwrite)
     unless_split(callback, "_tf_swap_variables", _swap)

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 
 _DistributedVariable = private(
     "tensorflow.python.distribute.values:DistributedVariable",
@@ -15,8 +17,9 @@ _DistributedVariable = private(
 )
 
 
-def patch_statements_in_scope(is_ours: Callable[[Any], bool]) -> None:
-    """Makes statements work outside of the replicas of a strategy that `is_ours`.
+@patch
+def patch_statements_in_scope() -> None:
+    """Makes statements work outside of the replicas of a strategy whose variables have copies.
 
     Gradient tapes differentiate with respect to the copy of a variable that is read there, the first one. A
     `TFSMLayer`, whose function chooses the copies by the replica, runs on the replicas.
@@ -27,18 +30,18 @@ def patch_statements_in_scope(is_ours: Callable[[Any], bool]) -> None:
         return (
             tf.distribute.has_strategy()
             and tf.distribute.in_cross_replica_context()
-            and is_ours(tf.distribute.get_strategy())
+            and hooks_of(tf.distribute.get_strategy()).has_copies
         )
 
-    @functools.wraps(gradient)
+    @replace(tf.GradientTape, "gradient")
     def gradient_of_copies(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         return gradient(self, target, _first_copies(sources) if is_outside() else sources, *args, **kwargs)
 
-    @functools.wraps(jacobian)
+    @replace(tf.GradientTape, "jacobian")
     def jacobian_of_copies(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         return jacobian(self, target, _first_copies(sources) if is_outside() else sources, *args, **kwargs)
 
-    @functools.wraps(call)
+    @replace(keras.layers.TFSMLayer, "call")
     def call_on_replicas(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (tf.executing_eagerly() and is_outside()):
             return call(self, *args, **kwargs)
@@ -46,13 +49,11 @@ def patch_statements_in_scope(is_ours: Callable[[Any], bool]) -> None:
         results = strategy.run(functools.partial(call, self, *args, **kwargs))
         return tf.nest.map_structure(lambda result: strategy.experimental_local_results(result)[0], results)
 
-    tf.GradientTape.gradient, tf.GradientTape.jacobian = gradient_of_copies, jacobian_of_copies
-    keras.layers.TFSMLayer.call = call_on_replicas
     if not hasattr(_DistributedVariable, "__float__"):
-        _DistributedVariable.__float__ = lambda self: float(self.read_value())
-        _DistributedVariable.__int__ = lambda self: int(self.read_value())
+        replace(_DistributedVariable, "__float__")(lambda self: float(self.read_value()))
+        replace(_DistributedVariable, "__int__")(lambda self: int(self.read_value()))
         for name in ("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update"):
-            setattr(_DistributedVariable, name, _on_copies(name))
+            replace(_DistributedVariable, name)(_on_copies(name))
 
 
 def _first_copies(sources: Any) -> Any:

@@ -1,6 +1,5 @@
 """Builds Keras models from the shapes that a dataset declares, without drawing a batch; checks before that."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,9 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, tree
 from tfdist.keras_internals.model_introspection import has_own_step
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import has_hooks, hooks_of
 from tfdist.tensorflow_internals.counted_batches import batch_spec
 
 private(f"{BASE_TRAINER}._symbolic_build", "builds model, metrics and optimizer without a batch")
@@ -80,6 +81,7 @@ def build_for_training(model: Any, element_spec: Any = None) -> None:
         _build_without_call(model)
 
 
+@patch
 def add_early_check(check: Callable[[Any, Any], None]) -> None:
     """Calls `check(strategy, dataset)` when `fit` or `evaluate` starts. Adding the same check again has no effect.
 
@@ -87,43 +89,35 @@ def add_early_check(check: Callable[[Any, Any], None]) -> None:
     batch, which fails under strategies that it does not support.
     """
     build = TensorFlowTrainer._maybe_symbolic_build
-    if check in getattr(build, "early_checks", ()):
-        return
 
-    @functools.wraps(build)
+    @replace(TensorFlowTrainer, "_maybe_symbolic_build")
     def check_and_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         if iterator is not None:
             check(self.distribute_strategy, iterator._distributed_dataset)
         return build(self, iterator=iterator, data_batch=data_batch)
 
-    check_and_build.early_checks = (*getattr(build, "early_checks", ()), check)  # type: ignore[attr-defined]
-    TensorFlowTrainer._maybe_symbolic_build = check_and_build
 
-
-def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[[Any], Any]) -> None:
+@patch
+def patch_symbolic_build() -> None:
     """Makes Keras build models from the shapes that a dataset declares.
 
     Keras draws a batch and averages it over all replicas only to learn its shapes. That fails for strings and for an
     uneven first batch, sends a batch over the network, advances a seeded shuffle, so that the samples come in another
     order than in one process, and leaves a second iterator behind that writes the same `Dataset.cache` as the one in
     use.
-
-    Args:
-        is_ours: Whether a strategy is one of tfdist's.
-        local_values: Takes a strategy, returns a context in which its `reduce` returns a local value unchanged. Used
-            when the declared shapes do not suffice, so that Keras draws a batch.
     """
     build = TensorFlowTrainer._maybe_symbolic_build
 
-    @functools.wraps(build)
+    @replace(TensorFlowTrainer, "_maybe_symbolic_build")
     def build_from_shapes(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = self.distribute_strategy
+        is_ours = has_hooks(strategy)
         if iterator is not None:
             _check_has_end(iterator)
-        if is_ours(strategy) and _lacks_call(self):
+        if is_ours and _lacks_call(self):
             return _build_without_call(self)
-        steps_by_itself = is_ours(strategy) and has_own_step(self)
-        declared = _declared_batch_of(iterator) if iterator is not None and is_ours(strategy) else None
+        steps_by_itself = is_ours and has_own_step(self)
+        declared = _declared_batch_of(iterator) if iterator is not None and is_ours else None
         if declared is not None:
             try:
                 with strategy.scope():
@@ -133,7 +127,7 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
                     return _build_without_call(self)
                 # Given a batch, Keras either builds or raises the error that the user should see.
         try:
-            with local_values(strategy):
+            with hooks_of(strategy).local_values(strategy):  # as Keras draws a batch
                 return build(self, iterator=iterator, data_batch=data_batch)
         except _BUILD_ERRORS as error:
             if steps_by_itself:
@@ -142,8 +136,6 @@ def patch_symbolic_build(is_ours: Callable[[Any], bool], local_values: Callable[
             if rows is not None:
                 strategy.divided_rows.of([rows], strategy.num_replicas_in_sync).explain(error)
             raise
-
-    TensorFlowTrainer._maybe_symbolic_build = build_from_shapes
 
 
 def _lacks_call(model: Any) -> bool:

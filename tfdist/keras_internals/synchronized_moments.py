@@ -1,31 +1,25 @@
 """Means and variances over all replicas, for synchronized batch normalization: only rows that are samples count."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import of_running_step
 
 _nn = private("keras.src.backend.tensorflow:nn", "calls the moments over all replicas")
 _stock = private("keras.src.backend.tensorflow.nn:_compute_moments_sync", "counts the rows of replicas without samples")
 
 
-def patch_synchronized_moments(has_samples: Callable[[], Any]) -> None:
-    """Leaves the rows of replicas without samples out of the moments over all replicas; call this once.
+@patch
+def patch_synchronized_moments() -> None:
+    """Leaves the rows of replicas without samples out of the moments over all replicas."""
 
-    Args:
-        has_samples: Returns whether the replica that runs has samples: a bool, or a bool scalar if that is unknown
-            while a step is traced; `None` outside of a step.
-    """
-
-    @functools.wraps(_stock)
+    @replace(_nn, "_compute_moments_sync")
     def moments(x: Any, axes: Any, keepdims: bool) -> Any:
-        context, counts = tf.distribute.get_replica_context(), has_samples()
+        context, counts = tf.distribute.get_replica_context(), of_running_step(lambda hooks: hooks.has_samples())
         return _stock(x, axes, keepdims) if counts is None or not context else _moments(x, axes, keepdims, counts)
-
-    _nn._compute_moments_sync = moments
 
 
 def _moments(x: Any, axes: Any, keepdims: bool, counts: Any) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,6 +1,5 @@
 """Writes checkpoints and SavedModels where several workers write to the same path: readers see only complete files."""
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 
 _TrackableSaver = private(
@@ -21,6 +21,7 @@ private(
 private("tensorflow.python.saved_model.save:save_and_return_nodes", "copies assets to their final names")
 
 
+@patch
 def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str]]) -> None:
     """Makes TensorFlow write eager checkpoints and SavedModels to a path beside the given one, and then replace it.
 
@@ -31,7 +32,7 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
     """
     stock_save, stock_export = _TrackableSaver.save, _saved_model.save_and_return_nodes
 
-    @functools.wraps(stock_save)
+    @replace(_TrackableSaver, "save")
     def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_local(file_prefix) or not tf.executing_eagerly():
             return stock_save(self, file_prefix, *args, **kwargs)
@@ -41,7 +42,7 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
             written = stock_save(self, unfinished, *args, **kwargs).numpy().decode()
         return tf.constant(os.path.join(folder, os.path.basename(written)))
 
-    @functools.wraps(stock_export)
+    @replace(_saved_model, "save_and_return_nodes")
     def save_and_return_nodes(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_local(export_dir):
             return stock_export(obj, export_dir, *args, **kwargs)
@@ -51,8 +52,6 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as unfinished:
             return stock_export(obj, unfinished, *args, **kwargs)
-
-    _TrackableSaver.save, _saved_model.save_and_return_nodes = save, save_and_return_nodes
 
 
 def _creation(variable: Any) -> int:

@@ -5,12 +5,12 @@ read ahead is lost. The mark is the type of the distributed value, so it passes 
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.counted_batches import draw_optionals
 from tfdist.tensorflow_internals.input_pipeline import pipeline_nodes
@@ -55,7 +55,7 @@ def mark_complete(dataset: Any) -> Any:
 
     It shares the state of `dataset`, which does not change.
     """
-    _patch_distributed_iterators()
+    patch_marked_iterators()
     marked = copy.copy(dataset)
     marked._element_spec = tf.nest.map_structure(
         lambda spec: CompletePerReplicaSpec(*spec._value_specs), dataset._element_spec
@@ -85,21 +85,19 @@ def parts_of_complete(data: Any, part_of: Callable[[Any, int], Any]) -> Any:
     return tf.nest.pack_sequence_as(data, leaves)
 
 
-def _patch_distributed_iterators() -> None:
+@patch
+def patch_marked_iterators() -> None:
     """Makes TensorFlow's distributed iterators draw marked batches. More calls have no effect."""
-    if not hasattr(_Iterator.get_next, "draws_complete"):
-        _Iterator.get_next = _or_marked(_Iterator.get_next, _get_next)
-        _Iterator.get_next_as_optional = _or_marked(_Iterator.get_next_as_optional, _get_next_as_optional)
+    replace(_Iterator, "get_next")(_or_marked(_Iterator.get_next, _get_next))
+    replace(_Iterator, "get_next_as_optional")(_or_marked(_Iterator.get_next_as_optional, _get_next_as_optional))
 
 
 def _or_marked(stock: Callable[..., Any], draw: Callable[[Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def draw_marked(self: Any, *args: Any, **kwargs: Any) -> Any:
         specs = tf.nest.flatten(getattr(self, "_element_spec", None))
         is_marked = any(isinstance(spec, CompletePerReplicaSpec) for spec in specs)
         return draw(self) if is_marked else stock(self, *args, **kwargs)
 
-    draw_marked.draws_complete = True  # type: ignore[attr-defined]
     return draw_marked
 
 

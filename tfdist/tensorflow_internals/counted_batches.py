@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.tensorflow_symbols import regroup
 
@@ -25,9 +26,7 @@ _INPUT = "tensorflow.python.distribute.input_lib"
 _PerReplica = private("tensorflow.python.distribute.values:PerReplica", "holds the parts of a batch")
 _PerReplicaSpec = private("tensorflow.python.distribute.values:PerReplicaSpec", "the type of such a value")
 _Iterator = private(f"{_INPUT}:DistributedIteratorBase", "draws the batches of the replicas")
-_replicas_with_values = private(
-    f"{_INPUT}:_calculate_replicas_with_values", "lets all workers agree whether the data has ended"
-)
+private(f"{_INPUT}:_calculate_replicas_with_values", "lets all workers agree whether the data has ended")
 _values_or_none = private(f"{_INPUT}:_get_value_or_dummy", "gives a replica without data a batch without rows")
 _input_lib = private("tensorflow.python.distribute:input_lib", "likewise, as its iterators call it")
 private(
@@ -218,31 +217,30 @@ def without_filled_rows(data: Any) -> Any:
     return tf.nest.map_structure(cut, data)
 
 
+@patch
 def patch_distributed_iterators() -> None:
     """Makes TensorFlow's distributed iterators draw `CountedPerReplica` values. More calls have no effect."""
-    if not hasattr(_Iterator.get_next, "draws_counted"):
-        _Iterator.get_next = _or_counted(_Iterator.get_next, _get_next)
-        _Iterator.get_next_as_optional = _or_counted(_Iterator.get_next_as_optional, _get_next_as_optional)
+    replace(_Iterator, "get_next")(_or_counted(_Iterator.get_next, _get_next))
+    replace(_Iterator, "get_next_as_optional")(_or_counted(_Iterator.get_next_as_optional, _get_next_as_optional))
 
 
 _ends_are_known: Callable[[Any], Any] = lambda strategy: None  # noqa: E731
 
 
+@patch
 def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
-    """Lets workers draw batches without asking each other whether the data has ended; call this once.
+    """Lets workers draw batches without asking each other whether the data has ended.
 
     Args:
         ends_are_known: Takes a strategy, returns a bool variable: whether the caller makes as many steps on all
             workers as the one with most data has batches, and needs no totals. `None`: workers always ask.
     """
-    global _ends_are_known, _replicas_with_values
-    _ends_are_known, stock = ends_are_known, _replicas_with_values
+    global _ends_are_known
+    _ends_are_known, stock = ends_are_known, _input_lib._calculate_replicas_with_values
 
-    @functools.wraps(stock)
+    @replace(_input_lib, "_calculate_replicas_with_values")
     def replicas_with_values(strategy: Any, input_workers: Any, optionals: Any) -> tf.Tensor:
         return _unless_known(strategy, [1], lambda: stock(strategy, input_workers, optionals))
-
-    _replicas_with_values = _input_lib._calculate_replicas_with_values = replicas_with_values
 
 
 def draw_optionals(iterator: Any) -> tuple[list[Any], tf.Tensor]:
@@ -255,7 +253,7 @@ def draw_optionals(iterator: Any) -> tuple[list[Any], tf.Tensor]:
         optionals = iterator._iterators[0].get_next_as_optional_list()
     if not iterator._enable_get_next_as_optional:
         return optionals, tf.cast(optionals[0].has_value(), tf.int64)
-    return optionals, _replicas_with_values(iterator._strategy, workers, [optionals])
+    return optionals, _input_lib._calculate_replicas_with_values(iterator._strategy, workers, [optionals])
 
 
 def _unless_known(strategy: Any, if_known: Any, ask: Callable[[], tf.Tensor]) -> tf.Tensor:
@@ -266,12 +264,10 @@ def _unless_known(strategy: Any, if_known: Any, ask: Callable[[], tf.Tensor]) ->
 
 
 def _or_counted(stock: Callable[..., Any], draw: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def draw_counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = _counted(getattr(self, "_element_spec", None))
         return stock(self, *args, **kwargs) if spec is None else draw(self, spec)
 
-    draw_counted.draws_counted = True  # type: ignore[attr-defined]
     return draw_counted
 
 

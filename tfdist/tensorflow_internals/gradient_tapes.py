@@ -1,28 +1,22 @@
 """Lets a step scale the losses that a `tf.GradientTape` differentiates, unless it scales them itself."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-Parts = list[tuple[Any, Any]]
+from tfdist.patches import patch, replace
+from tfdist.strategy_hooks import of_running_step
 
 
-def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | None]) -> None:
-    """Makes `tf.GradientTape.gradient` and `tf.gradients` differentiate `parts(...)` if the sources contain a variable.
+@patch
+def patch_gradient_tapes() -> None:
+    """Makes tapes and `tf.gradients` differentiate a step's `parts_of_gradient` if the sources contain a variable.
 
-    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged. May be called more
-    than once, with different functions.
-
-    Args:
-        parts: Takes the targets and, if they are given, the gradients of the loss with respect to each. Returns
-            tensors to differentiate instead with the gradient of the loss with respect to each, of the tensor's shape;
-            or `None` to change nothing.
+    Gradients with respect to tensors (a gradient penalty, an adversarial example) are unchanged.
     """
     gradient, of_graph = tf.GradientTape.gradient, tf.gradients
 
-    @functools.wraps(gradient)
+    @replace(tf.GradientTape, "gradient")
     def gradient_of_parts(
         self: Any,
         target: Any,
@@ -30,22 +24,23 @@ def patch_gradient_tapes(parts: Callable[[list[Any], list[Any] | None], Parts | 
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        given = None if output_gradients is None else tf.nest.flatten(output_gradients)
-        found = parts(tf.nest.flatten(target), given) if _has_variable(sources) else None
+        found = _parts(target, sources, output_gradients)
         if found is not None:
             target, output_gradients = [tensor for tensor, _ in found], [scale for _, scale in found]
         return gradient(self, target, sources, output_gradients, unconnected_gradients)
 
-    @functools.wraps(of_graph)
+    @replace(tf, "gradients")
     def gradients_of_parts(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given = None if grad_ys is None else tf.nest.flatten(grad_ys)
-        found = parts(tf.nest.flatten(ys), given) if _has_variable(xs) else None
+        found = _parts(ys, xs, grad_ys)
         if found is None:
             return of_graph(ys, xs, grad_ys, *args, **kwargs)
         return of_graph([tensor for tensor, _ in found], xs, [scale for _, scale in found], *args, **kwargs)
 
-    tf.GradientTape.gradient = gradient_of_parts
-    tf.gradients = gradients_of_parts
+
+def _parts(targets: Any, sources: Any, gradients: Any) -> list[tuple[Any, Any]] | None:
+    step = of_running_step(lambda hooks: hooks.current_step()) if _has_variable(sources) else None
+    given = None if gradients is None else tf.nest.flatten(gradients)
+    return None if step is None else step.parts_of_gradient(tf.nest.flatten(targets), given)
 
 
 def _has_variable(sources: Any) -> bool:

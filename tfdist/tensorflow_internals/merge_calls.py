@@ -5,13 +5,14 @@ which they started, so not in a branch of a condition. But the merge call may co
 the replicas again, as in Keras' LossScaleOptimizer.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import of_running_step
 
 _ThreadContext = private(
     "tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext",
@@ -30,22 +31,18 @@ private(
 Branch = Callable[[], object]
 
 
-def patch_merge_calls(keep: Callable[[], Callable[[], None]]) -> None:
-    """Restores in each replica, after a merge call, the Python state that the other replicas have changed meanwhile.
-
-    Args:
-        keep: Notes the state of the replica that runs; returns a function that restores it.
-    """
+@patch
+def patch_merge_calls() -> None:
+    """Restores in each replica, after a merge call, the Python state that the other replicas have changed meanwhile."""
     merge = _ThreadContext._merge_call
 
-    @functools.wraps(merge)
+    @replace(_ThreadContext, "_merge_call")
     def merge_and_restore(self: Any, *args: Any, **kwargs: Any) -> Any:
-        restore = keep()
+        restore = of_running_step(lambda hooks: hooks.keep_state())
         result = merge(self, *args, **kwargs)
-        restore()
+        if restore is not None:
+            restore()
         return result
-
-    _ThreadContext._merge_call = merge_and_restore
 
 
 def cond_over_replicas(predicate: tf.Tensor, if_true: Branch, if_false: Branch) -> None:

@@ -6,12 +6,12 @@ as borrowed, so that no kernel reuses it for an output. A slice of it has no suc
 replicas or micro-batches, kernels write into the array, or into the file.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.utils.reused_memory import ReusedMemory
 
@@ -27,19 +27,15 @@ _COPIED_TYPES = frozenset(
 )
 
 
+@patch
 def copy_results_of_python_functions() -> None:
     """Makes TensorFlow receive copies of the results of all Python functions. More calls have no effect."""
     stock = _Registry.__call__
-    if hasattr(stock, "copies_results"):
-        return
 
-    @functools.wraps(stock)
+    @replace(_Registry, "__call__")
     def call(self: Any, token: str, device: str | None, args: Any) -> Any:
         results = stock(self, token, device, args)
         return [_copied(result) for result in results] if isinstance(results, list) else _copied(results)
-
-    call.copies_results = True  # type: ignore[attr-defined]
-    _Registry.__call__ = call
 
 
 def _copied(result: Any) -> Any:

@@ -5,13 +5,15 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import has_hooks
 from tfdist.tensorflow_internals.tensorflow_symbols import context
 
 _random_ops = private(
@@ -28,30 +30,30 @@ private(
 )
 
 
+@patch
 def exclude_from_autograph() -> None:
     """Makes autograph call tfdist's functions as they are, as those of TensorFlow and Keras.
 
     Otherwise it converts all that a `tf.function` of the user calls (`strategy.run` and what that calls), which takes
     seconds. Functions of the user that tfdist calls are converted as before.
     """
-    if not any(rule.matches("tfdist") for rule in _autograph.CONVERSION_RULES):
-        _autograph.CONVERSION_RULES = (_autograph.DoNotConvert("tfdist"), *_autograph.CONVERSION_RULES)
+    rules = (_autograph.DoNotConvert("tfdist"), *_autograph.CONVERSION_RULES)
+    replace(_autograph, "CONVERSION_RULES")(rules)
 
 
-def patch_graph_reset(is_ours: Callable[[Any], bool]) -> None:
-    """Keeps the default graph within the scope of a strategy that `is_ours`, as in `keras.utils.clear_session`.
+@patch
+def patch_graph_reset() -> None:
+    """Keeps the default graph within the scope of a strategy of tfdist, as in `keras.utils.clear_session`.
 
     The graph holds the scope: what is created afterwards would be outside, and the end of the scope would fail. Without
-    graphs of TensorFlow 1 it holds nothing else. May be called more than once, for different strategies.
+    graphs of TensorFlow 1 it holds nothing else.
     """
     reset = tf.compat.v1.reset_default_graph
 
-    @functools.wraps(reset)
+    @replace(tf.compat.v1, "reset_default_graph")
     def reset_outside_of_scopes() -> None:
-        if not (tf.distribute.has_strategy() and is_ours(tf.distribute.get_strategy())):
+        if not (tf.distribute.has_strategy() and has_hooks(tf.distribute.get_strategy())):
             reset()
-
-    tf.compat.v1.reset_default_graph = reset_outside_of_scopes
 
 
 def reject_graphs_of_tensorflow_1() -> None:

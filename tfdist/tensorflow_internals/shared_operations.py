@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 
 _FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
@@ -31,7 +32,6 @@ _LARGEST_CONSTANT_BYTES = 256
 _current: contextvars.ContextVar["_Shared | None"] = contextvars.ContextVar("tfdist_shared_operations", default=None)
 _free: contextvars.ContextVar[Any] = contextvars.ContextVar("tfdist_free_constants", default=None)
 _active: "list[_Shared]" = []
-_is_patched = False
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def shared_operations() -> Iterator[None]:
     if not isinstance(graph, _FuncGraph) or (outer is not None and outer.graph is graph):
         yield
         return
-    _patch_graphs()
+    patch_graphs()
     shared = _Shared(graph)
     token = _current.set(shared)
     _active.append(shared)
@@ -66,7 +66,7 @@ def step_after(tensors: Sequence[tf.Tensor]) -> Iterator[None]:
 
     Thousands of constants with control inputs make each pass of TensorFlow over the graph slower.
     """
-    _patch_graphs()
+    patch_graphs()
     token = _free.set(tf.compat.v1.get_default_graph())
     try:
         with tf.control_dependencies(tensors):
@@ -123,17 +123,15 @@ def _without_waiting(graph: Any, create: Callable[[], tf.Operation]) -> tf.Opera
         return create()
 
 
-def _patch_graphs() -> None:
+@patch
+def patch_graphs() -> None:
     """Makes the graphs of functions ask the context of the thread, which is that of a replica.
 
     After a merge call another thread may change variables of a replica, so writes count in all contexts.
     """
-    global _is_patched
-    if _is_patched:
-        return
     create = _FuncGraph._create_op_internal
 
-    @functools.wraps(create)
+    @replace(_FuncGraph, "_create_op_internal")
     def create_or_share(self: Any, op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         new = functools.partial(create, self, op_type, inputs, *args, **kwargs)
         if op_type == "Const" and _free.get() is self:
@@ -151,6 +149,3 @@ def _patch_graphs() -> None:
                 if one.graph is self:
                     one.forget_reads(handles)
         return operation
-
-    _FuncGraph._create_op_internal = create_or_share
-    _is_patched = True

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
@@ -218,6 +219,7 @@ def _sources(output: tf.Tensor) -> frozenset[str]:
     return frozenset(found)
 
 
+@patch
 def patch_random_numbers() -> None:
     """Makes functions that XLA will compile draw the numbers that TensorFlow draws on CPUs and GPUs without XLA.
 
@@ -226,14 +228,14 @@ def patch_random_numbers() -> None:
     """
     select, draw_uniform = _random.get_key_counter_alg, _operations.stateless_random_uniform_v2
 
-    @functools.wraps(select)
+    @replace(_random, "get_key_counter_alg")
     def select_philox(seed: Any, alg: Any) -> Any:
         if not is_compiling() or tf.is_tensor(alg):
             return select(seed, alg)
         is_automatic = alg is None or _random.convert_alg_to_int(alg) == tf.random.Algorithm.AUTO_SELECT.value
         return select(seed, "philox" if is_automatic else alg)
 
-    @functools.wraps(draw_uniform)
+    @replace(_operations, "stateless_random_uniform_v2")
     def draw_equal(shape: Any, key: Any, counter: Any, alg: Any, dtype: Any = tf.float32, name: Any = None) -> Any:
         layout = _FLOATS.get(tf.as_dtype(dtype))
         if not is_compiling():
@@ -245,6 +247,3 @@ def patch_random_numbers() -> None:
         mantissas = tf.cast(bits & tf.constant(mantissa, tf.uint32), integer)
         ones = tf.bitcast(mantissas | tf.constant(one, integer), dtype)  # from 1 to 2
         return ones - tf.cast(1, dtype)
-
-    _random.get_key_counter_alg = select_philox
-    _operations.stateless_random_uniform_v2 = draw_equal

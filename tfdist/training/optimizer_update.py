@@ -1,7 +1,6 @@
 """One optimizer update over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,16 +10,14 @@ import tensorflow as tf
 from tfdist.collectives.all_reduce import ReductionContext
 from tfdist.compression.gradient_tensors import all_finite, divided, with_shape, zeros_unless
 from tfdist.keras_internals.accumulation import Accumulation
-from tfdist.keras_internals.optimizers import OptimizerUpdate, patch_optimizers
+from tfdist.keras_internals.optimizers import OptimizerUpdate, update_by, update_hooks
 from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
+from tfdist.strategy_hooks import UpdateHooks
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step, current_timing
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
-
-_updated_by_tfdist: weakref.WeakSet[Any] = weakref.WeakSet()
-_patched = False
 
 
 def apply_once_for_micro_batches(
@@ -182,13 +179,10 @@ def apply_updates_with_tfdist(accumulation: Accumulation) -> None:
     evaluates schedules by micro-steps, and averages the weights in each micro-step. Under strategies of tfdist nothing
     changes.
     """
-    global _patched
-    if is_tfdist_strategy(accumulation.strategy) or accumulation.optimizers[0] in _updated_by_tfdist:
+    if is_tfdist_strategy(accumulation.strategy) or update_hooks(accumulation.optimizers[0]) is not None:
         return
-    if not _patched:
-        patch_optimizers(_updated_by_tfdist.__contains__, _update_stock, apply_once_for_micro_batches)
-        _patched = True
-    _updated_by_tfdist.update(accumulation.optimizers)
+    for one in accumulation.optimizers:
+        update_by(one, UpdateHooks(_update_stock, apply_once_for_micro_batches))
     accumulation.leave_to_tfdist()
 
 
