@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
         "cluster collectives compression exchange internals load_balancing local_updates losses model_parallel "
-        "parameter_server patches planning private_symbols servers sharded_state strategy_hooks training utils versions".split()
+        "parameter_server patches planning private_symbols servers sharded_state strategy_hooks training utils "
+        "versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "utils"}),
     "training": frozenset(
