@@ -1,8 +1,8 @@
 """A small training that fails if a newer TensorFlow or Keras behaves otherwise than tfdist assumes.
 
-A missing private symbol is an error anyway (`tfdist.private_symbols`). This finds symbols that exist, but are used in
-another way: optimizers that count updates elsewhere, steps that are numbered otherwise, losses that bypass a replaced
-function, gradients that are reduced twice.
+A missing private symbol of a module or a class is an error anyway (`tfdist.private_symbols`). This also looks up the
+private attributes of instances, and finds what exists, but is used in another way: optimizers that count updates
+elsewhere, steps that are numbered otherwise, losses that bypass a replaced function, gradients that are reduced twice.
 """
 
 import functools
@@ -17,11 +17,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_internals import keras_attributes
 from tfdist.keras_internals.epoch_iterator import last_step
+from tfdist.private_symbols import MissingPrivateSymbolError, check_attributes
+from tfdist.tensorflow_internals import tensorflow_attributes
 from tfdist.versions import UntestedVersionWarning, check_versions, installed_versions
 
 _TIMEOUT_SECONDS = 300.0
 _PROGRAM = "from tfdist.strategies.version_canaries import main; main()"
+_MISSING_SYMBOL = 3  # the exit status of the child if an attribute is missing
+_TABLES = (keras_attributes, tensorflow_attributes)  # which record what `check_attributes` looks up
 _is_canary = False
 
 
@@ -39,6 +44,7 @@ def check_installed_versions(*, is_chief: bool) -> None:
 
     Raises:
         UnsupportedVersionError: If TensorFlow or Keras is too old.
+        MissingPrivateSymbolError: If objects of TensorFlow or Keras have lost a private attribute.
         IncompatibleVersionError: If a canary fails.
     """
     if not _is_canary:
@@ -67,6 +73,8 @@ def _check_once(is_chief: bool) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         warnings.warn(f"tfdist could not check these versions: {error}.", UntestedVersionWarning, stacklevel=4)
         return
+    if child.returncode == _MISSING_SYMBOL:
+        raise MissingPrivateSymbolError(child.stdout.splitlines()[-1])
     if child.returncode:
         found = "; ".join(child.stdout.splitlines()) or "; ".join(child.stderr.splitlines()[-1:]) or child.returncode
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
@@ -117,11 +125,16 @@ def canary_failures(devices: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Prints what differs, a line each, and exits with 1 if anything does."""
+    """Prints what differs, a line each, and exits with 1 if anything does; or the error of a missing attribute."""
     global _is_canary
     _is_canary = True
     physical = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(physical, [tf.config.LogicalDeviceConfiguration()] * 2)
+    try:
+        check_attributes()
+    except MissingPrivateSymbolError as error:
+        sys.stdout.write(f"{error}\n")
+        sys.exit(_MISSING_SYMBOL)
     try:
         failures = canary_failures(["CPU:0", "CPU:1"])
     except Exception as error:  # whatever a library that has changed raises

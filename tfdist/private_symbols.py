@@ -1,7 +1,13 @@
-"""Looks up and records private symbols of TensorFlow and Keras; the error names a missing one."""
+"""Looks up and records private symbols of TensorFlow and Keras; the error names a missing one.
+
+What a module or a class has is looked up when it is imported (`private`). What only an instance has is recorded with a
+function that creates a small one (`private_attributes`), and looked up by `check_attributes`.
+"""
 
 import importlib
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packaging.version import Version
@@ -13,13 +19,56 @@ class MissingPrivateSymbolError(ImportError):
 
 @dataclass(frozen=True)
 class PrivateSymbol:
-    """One private symbol: its `path` (`module:attribute.attribute`) and `why` tfdist needs it."""
+    """One private symbol: its `path` (`module:attribute.attribute`) and `why` tfdist needs it.
+
+    In the path of an attribute of instances the class is followed by `()`, as in `keras:Model()._compile_loss`.
+    """
 
     path: str
     why: str
 
+    @property
+    def is_of_instances(self) -> bool:
+        """Whether only instances have it, so that no import finds out that it is missing."""
+        return "()" in self.path
+
+
+@dataclass(frozen=True)
+class InstanceKind:
+    """Instances whose private attributes tfdist uses.
+
+    Attributes:
+        path: `module:Class()`, which need not be importable: it is a name for readers.
+        attributes: What is used of it, by name.
+        make: Creates a small instance, or another object with the same attributes; None if this needs a cluster.
+    """
+
+    path: str
+    attributes: Mapping[str, PrivateSymbol]
+    make: Callable[[], Any] | None
+
+    def with_instance(self, instance: Any) -> "InstanceKind":
+        """Returns this kind with a given instance, such as one of a cluster."""
+        return replace(self, make=lambda: instance)
+
+    def missing(self) -> list[tuple[PrivateSymbol, str]]:
+        """Creates an instance, if it can, and returns each attribute that it lacks, with what was found instead."""
+        if self.make is None:
+            return []
+        try:
+            instance = self.make()
+        except Exception as error:  # whatever a library that has changed raises
+            found = f"{type(error).__name__} while an instance was created: {' '.join(str(error).split())[:300]}"
+            return [(symbol, found) for symbol in self.attributes.values()]
+        return [
+            (symbol, f"an instance of {type(instance).__name__} without {name}")
+            for name, symbol in self.attributes.items()
+            if not hasattr(instance, name)
+        ]
+
 
 _used: dict[str, PrivateSymbol] = {}
+_instance_kinds: dict[str, InstanceKind] = {}
 
 
 def has_reached(library: str, version: str) -> bool:
@@ -58,15 +107,61 @@ def private(path: str, why: str, *, since: str | None = None, before: Any = None
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
-        raise MissingPrivateSymbolError(
-            f"tfdist needs {path!r} ({why}), which the installed {library} does not have. Received: {error}. "
-            f"Expected: a {library} version within the range that tfdist was tested with "
-            "(`tfdist.versions.tested_ranges()`). Install one of these, or report the version to tfdist."
-        ) from error
+        raise _missing(PrivateSymbol(path, why), str(error)) from error
     _used[path] = PrivateSymbol(path, why)
     return found
 
 
+def _missing(symbol: PrivateSymbol, found: str) -> MissingPrivateSymbolError:
+    library = symbol.path.partition(":")[0].partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", "")
+    return MissingPrivateSymbolError(
+        f"tfdist needs {symbol.path!r} ({symbol.why}), which the installed {f'{library} {version}'.strip()} does not "
+        "have. "
+        f"Received: {found}. Expected: a {library} version within the range that tfdist was tested with "
+        "(`tfdist.versions.tested_ranges()`). Install one of these, or report the version to tfdist."
+    )
+
+
+def private_attributes(path: str, attributes: Mapping[str, str], make: Callable[[], Any] | None = None) -> None:
+    """Records private attributes of instances. Nothing is looked up until `check_attributes`.
+
+    Args:
+        path: `module:Class()`; by its public name, if the class has one.
+        attributes: By name, what each is needed for.
+        make: Creates a small instance. None if this needs a cluster: only a test looks these up.
+    """
+    symbols = {name: PrivateSymbol(f"{path}.{name}", why) for name, why in attributes.items()}
+    _instance_kinds[path] = InstanceKind(path, symbols, make)
+    _used.update({symbol.path: symbol for symbol in symbols.values()})
+
+
+def instance_kinds() -> list[InstanceKind]:
+    """Returns the kinds of instances whose attributes were recorded."""
+    return list(_instance_kinds.values())
+
+
+def check_attributes(kinds: Iterable[InstanceKind] | None = None) -> int:
+    """Creates an instance of each kind and looks up its attributes. Only for child processes: the instances remain.
+
+    Args:
+        kinds: By default all that were recorded. Those that need a cluster are left out.
+
+    Returns:
+        The number of attributes that were looked up.
+
+    Raises:
+        MissingPrivateSymbolError: If one does not exist; the message names it, and the others.
+    """
+    kinds = [kind for kind in (_instance_kinds.values() if kinds is None else kinds) if kind.make]
+    missing = [pair for kind in kinds for pair in kind.missing()]
+    if missing:
+        (first, found), *others = missing
+        also = f", nor {', '.join(repr(symbol.path) for symbol, _ in others)}" if others else ""
+        raise _missing(first, found + also)
+    return sum(len(kind.attributes) for kind in kinds)
+
+
 def used_symbols() -> list[PrivateSymbol]:
-    """Returns the private symbols that this process has looked up, by path."""
+    """Returns the private symbols that this process has looked up or recorded, by path."""
     return [_used[path] for path in sorted(_used)]

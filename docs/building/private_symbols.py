@@ -1,4 +1,5 @@
-"""Writes the table of private symbols into `docs/architecture.md`, from the calls of `private(path, why=...)`.
+"""Writes the table of private symbols into `docs/architecture.md`, from the calls of `private` and
+`private_attributes`.
 
 Run `python docs/building/private_symbols.py` after such a call was added, changed or removed.
 """
@@ -10,7 +11,7 @@ from tfdist.private_symbols import PrivateSymbol, used_symbols
 
 PAGE = Path(__file__).resolve().parents[1] / "architecture.md"
 HEADING = "| module | symbol | why |\n|---|---|---|\n"
-SHORT = {"tensorflow.python.": "tf….", "keras.src.": "keras…."}
+SHORT = {"tensorflow.python.": "tf….", "tensorflow": "tf", "keras.src.": "keras…."}
 
 
 def row(symbol: PrivateSymbol) -> str:

@@ -6,6 +6,7 @@ import keras
 import pytest
 
 from tfdist.keras_internals import epoch_iterator, losses
+from tfdist.private_symbols import MissingPrivateSymbolError
 from tfdist.strategies import MirroredStrategy, version_canaries
 from tfdist.strategies.version_canaries import IncompatibleVersionError, canary_failures, check_installed_versions
 from tfdist.versions import UntestedVersionWarning
@@ -116,6 +117,20 @@ def test_the_child_gets_no_cluster(untested, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "{}")
     untested("import os, sys; import tfdist; sys.exit('TF_CONFIG' in os.environ)")
     check_installed_versions(is_chief=True)
+
+
+def test_a_missing_attribute_is_an_error_that_names_it(untested):
+    untested(
+        "import keras\n"
+        "compile = keras.Model.compile\n"
+        "def compile_without(self, *args, **kwargs):\n"
+        "    compile(self, *args, **kwargs)\n"
+        "    del self._compile_loss\n"
+        "keras.Model.compile = compile_without\n"
+        f"{version_canaries._PROGRAM}"
+    )
+    with pytest.raises(MissingPrivateSymbolError, match=r"needs 'keras:Model\(\)\._compile_loss' .* Expected: a keras"):
+        MirroredStrategy(["CPU:0"])
 
 
 @pytest.mark.slow

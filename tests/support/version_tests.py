@@ -24,7 +24,7 @@ _MICRO = "tests/training/test_micro_batches.py::test_micro_batches_equal_the_who
 
 # Files, tests, and tests with the name of a case.
 GROUPS: dict[str, list[str]] = {
-    "canaries": ["tests/strategies/test_version_canaries.py"],
+    "canaries": ["tests/strategies/test_version_canaries.py", "tests/test_private_attributes.py"],
     "one process": [
         *(f"{_PARITY}[2 local replicas-{name}]" for name in _ONE_PROCESS),
         *(f"{_MICRO}[{name}]" for name in _MICRO_BATCHES),

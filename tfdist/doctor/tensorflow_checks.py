@@ -32,7 +32,7 @@ result["devices"] = [
 try:
     import tfdist.strategies
     from tfdist.private_symbols import used_symbols
-    result["symbols"] = len(used_symbols())
+    result["symbols"] = sum(not symbol.is_of_instances for symbol in used_symbols())
 except ImportError as error:
     result["missing"] = str(error)
 result["bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -67,8 +67,6 @@ for _method, _why in {
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._use_merge_call": "as for MirroredExtended",
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._reduce_to": "does not map over structures",
     "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices": "uses only one CPU device",
-    "collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_multi_worker": "starts the server",
-    "cross_device_utils:CollectiveKeys._get_new_group_key": "gives each group of devices a key",
     "cross_device_ops:CollectiveAllReduce._batch_all_gather": "traces a function for each gather",
     "cross_device_ops:CollectiveAllReduce._all_reduce": "reduces the tensors of one replica",
     "cross_device_utils:CollectiveReplicaLauncher._next_instance_key": "numbers the collectives",
