@@ -1,9 +1,9 @@
 """Finds the private attributes of other libraries' objects that tfdist's source uses: an underscore name that none of
 its own classes gives to the object.
 
-The types of objects are not known here. In the internals an attribute counts as tfdist's own if a class in the same file
-defines it, or, of `self`, a base class in another file of tfdist. Elsewhere any class of tfdist may: only the internals
-touch private parts of TensorFlow and Keras, and few other objects of libraries occur. Everything else is a library's.
+The types of objects are not known here. In the internals an attribute counts as tfdist's own if a class in the same
+file defines it, or, of `self`, a base class in another file of tfdist. Elsewhere any class of tfdist may: few objects of
+libraries occur there. Everything else is a library's.
 """
 
 import ast

@@ -19,7 +19,7 @@ for _path, _why in {
     "tensorflow:data.Dataset._inputs": "the datasets that a dataset reads",
     "tensorflow:data.Dataset._functions": "the functions that a dataset calls",
     f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV2._container_strategy": "the strategy of this implementation",
-    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV1._in_multi_worker_mode": "whether workers agree on the end of data",
+    f"{_DISTRIBUTE}.distribute_lib:StrategyExtendedV1._in_multi_worker_mode": "whether workers agree on an end",
     f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_strategy": (
         "joins TensorFlow's cluster"
     ),
