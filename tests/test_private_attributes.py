@@ -59,7 +59,12 @@ REFERENCES = {
 
 
 def names_of_rows() -> set[str]:
-    return {name for symbol in used_symbols() for name in symbol.path.replace(":", ".").split(".")}
+    """The names in the paths of rows, also of those for later versions of a library than this one."""
+    paths = [symbol.path for symbol in used_symbols()]
+    for node in (node for source in _SOURCES.values() for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "private":
+            paths += [ast.literal_eval(node.args[0])] if any(word.arg == "since" for word in node.keywords) else []
+    return {name for path in paths for name in path.replace(":", ".").split(".")}
 
 
 def used_names(sources: dict[str, str]) -> set[str]:

@@ -2,8 +2,8 @@
 its own classes gives to the object.
 
 The types of objects are not known here. In the internals an attribute counts as tfdist's own if a class in the same
-file defines it, or, of `self`, a base class in another file of tfdist. Elsewhere any class of tfdist may: few objects of
-libraries occur there. Everything else is a library's.
+file defines it, or, of `self`, a base class in another file of tfdist. Elsewhere any class of tfdist may, as few
+objects of libraries occur there. Everything else is a library's.
 """
 
 import ast
