@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
         "cluster collectives compression exchange internals load_balancing local_updates losses model_parallel "
-        "parameter_server planning servers sharded_state training utils versions".split()
+        "parameter_server planning private_symbols servers sharded_state training utils versions".split()
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "utils"}),
     "training": frozenset({"collectives", "compression", "internals", "load_balancing", "losses", "sharded_state"}),
