@@ -11,6 +11,7 @@ from tfdist.keras_internals.auto_jit_compile import patch_auto_jit_compile
 from tfdist.keras_internals.created_parts import NewValue, patch_creation_from_initializers
 from tfdist.keras_internals.epoch_iterator import patch_errors_of_steps
 from tfdist.keras_internals.losses import patch_losses
+from tfdist.keras_internals.model_introspection import strategy_of
 from tfdist.keras_internals.optimizers import patch_learning_rates
 from tfdist.keras_internals.rematerialization import patch_rematerialization
 from tfdist.keras_internals.saving_memory import patch_saving
@@ -50,7 +51,7 @@ def patch_keras_once(strategy_class: Any) -> None:
     patch_graph_reset(is_ours)
     patch_losses(current_stage_loss)
     patch_saving(lambda model: is_ours(getattr(model, "distribute_strategy", None)))
-    patch_learning_rates(lambda optimizer: is_ours(optimizer._distribution_strategy))
+    patch_learning_rates(lambda optimizer: is_ours(strategy_of(optimizer)))
 
     def is_recomputed() -> bool | None:
         loss = current_stage_loss()
