@@ -89,6 +89,16 @@ def test_every_foreign_attribute_has_a_row():
     assert len(found) > 150
 
 
+def test_only_internals_use_private_attributes():
+    found = foreign_attributes(_SOURCES)
+    outside = {
+        name: sorted(place for place in places if "_internals/" not in place)
+        for name, places in found.items()
+        if name not in EXCEPTIONS
+    }
+    assert not {name: places for name, places in outside.items() if places}, "Read them in a function of the internals."
+
+
 def test_every_exception_is_needed():
     found, rows = foreign_attributes(_SOURCES), names_of_rows()
     assert {name for name in EXCEPTIONS if name not in found or name in rows} == set()

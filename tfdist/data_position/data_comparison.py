@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.data_position.position import Position
+from tfdist.tensorflow_internals.distributed_datasets import type_of_first_part
 
 # Per part of a batch: its path, its dtype, and its dimensions except the batch dimension, `None` if unknown.
 ElementDescriptions = list[list[Any]]
@@ -34,7 +35,7 @@ def describe_elements(element_spec: Any, *, is_exact: bool = True) -> ElementDes
     """
     parts = []
     for path, spec in keras.tree.flatten_with_path(element_spec):
-        spec = getattr(spec, "_value_specs", [spec])[0]  # of the first replica
+        spec = type_of_first_part(spec)
         if hasattr(spec, "dtype") and hasattr(spec, "shape"):
             rank = spec.shape.rank
             sizes = None if rank is None else [size if is_exact else None for size in spec.shape.as_list()[1:]]

@@ -82,3 +82,23 @@ def _as_traced(rest: Any, dataset: Any) -> Any:
     rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
     rest._element_spec = dataset._element_spec
     return rest
+
+
+def batch_types(dataset: Any) -> Any:
+    """Returns the types of a distributed dataset's batches, with the sizes that `element_spec` drops."""
+    return dataset._element_spec
+
+
+def asks_for_the_end(dataset: Any) -> bool:
+    """Whether the iterators of a distributed dataset ask all workers for the end of the data."""
+    return bool(dataset._enable_get_next_as_optional)
+
+
+def num_own_replicas(dataset: Any) -> int:
+    """Returns the number of replicas of this worker that draw batches of a distributed dataset."""
+    return len(dataset._input_workers.compute_devices_for_worker(0))
+
+
+def type_of_first_part(spec: Any) -> Any:
+    """Returns the type of the first replica's part, for the type of a distributed batch; others are returned as is."""
+    return getattr(spec, "_value_specs", [spec])[0]

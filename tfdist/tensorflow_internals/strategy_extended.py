@@ -81,7 +81,7 @@ class ReplicaMirroredExtended(OrdersReplicas, MirroredExtended):
         if not isinstance(stock, CollectiveAllReduce):
             raise ValueError(
                 "MirroredStrategy reduces with collectives, which need devices of one type. "
-                f"Received: devices={list(self._devices)}. Expected: CPUs only or GPUs only. "
+                f"Received: devices={list(self.worker_devices)}. Expected: CPUs only or GPUs only. "
                 "Leave one of the types out of `devices`."
             )
         if self._requested_options is not None:

@@ -181,10 +181,7 @@ private_attributes(
 )
 private_attributes(
     f"{_DISTRIBUTE}.mirrored_strategy:MirroredExtended()",
-    {
-        "_devices": "names the devices in an error",
-        "_collective_ops": "the cross-device operations, which are replaced",
-    },
+    {"_collective_ops": "the cross-device operations, which are replaced"},
     lambda: _mirrored().extended,
 )
 private_attributes(

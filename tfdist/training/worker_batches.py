@@ -18,6 +18,7 @@ from tfdist.tensorflow_internals.counted_batches import (
     know_ends,
     replica_spec,
 )
+from tfdist.tensorflow_internals.distributed_datasets import asks_for_the_end, batch_types, num_own_replicas
 from tfdist.tensorflow_internals.input_pipeline import (
     constant_batch_size,
     is_per_worker,
@@ -85,7 +86,7 @@ def batch_traits(dataset: Any, batches: int | None) -> list[int]:
     if not is_carrier(dataset):
         return [_UNKNOWN, 0, _NEITHER]
     sizes, is_divided = 0, not is_per_worker(dataset)
-    kind = _ROWS if can_count(first_input(dataset._element_spec)) else _NEITHER
+    kind = _ROWS if can_count(first_input(batch_types(dataset))) else _NEITHER
     if has_static_sizes(dataset):
         spec = replica_spec(dataset)
         sizes = zlib.crc32(repr(tf.nest.flatten(spec)).encode()) + 1
@@ -109,16 +110,16 @@ def counted_batches(dataset: Any, traits: Sequence[Sequence[int]], replicas: int
         return know_ends(dataset) if end_together else dataset
     if end_together and have_equal_sizes:
         return carry_static_counts(dataset, replicas)
-    if not dataset._enable_get_next_as_optional:  # without an end: the exchange runs beside the forward pass
+    if not asks_for_the_end(dataset):  # without an end: the exchange runs beside the forward pass
         return dataset
     if have_equal_sizes and kinds == {_ZEROS}:
         return keep_static_sizes(dataset)
-    return dataset if _NEITHER in kinds else carry_counts(dataset, first_input(dataset._element_spec))
+    return dataset if _NEITHER in kinds else carry_counts(dataset, first_input(batch_types(dataset)))
 
 
 def _number_of_steps(dataset: Any, batches: int | None, is_divided: bool) -> int:
     """Returns the number of steps after which a worker's data ends, or of the batches of which it draws parts."""
-    devices = len(dataset._input_workers.compute_devices_for_worker(0))
+    devices = num_own_replicas(dataset)
     (own,) = (int(part.cardinality()) for part in parts_of_dataset(dataset))
     if own >= 0:
         return own // devices if own % devices == 0 else _UNKNOWN
