@@ -25,11 +25,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "cluster collectives compression exchange internals load_balancing local_updates model_parallel "
         "parameter_server planning servers sharded_state training utils versions".split()
     ),
-    "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
-    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state"}),
+    "model_parallel": frozenset({"collectives", "compression", "internals", "updates", "utils"}),
+    "training": frozenset({"collectives", "compression", "internals", "load_balancing", "sharded_state", "updates"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
-    "sharded_state": frozenset({"collectives", "compression", "internals"}),
+    "sharded_state": frozenset({"collectives", "compression", "internals", "updates"}),
+    "updates": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
