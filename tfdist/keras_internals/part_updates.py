@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_updates import is_of_each_variable
+from tfdist.keras_internals.keras_updates import is_of_each_variable, is_time_of_averages, moved_average
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
@@ -182,14 +182,13 @@ class PartUpdate:
                 continue
             value = values[position] if position in values else self.own_part(position)
             part = averages[position] = average.parts[self._local_replica]
-            momentum = tf.cast(tf.not_equal(optimizer.iterations, 0), value.dtype) * optimizer.ema_momentum
-            part.assign(momentum * part + (1 - momentum) * value)
+            part.assign(moved_average(optimizer, part, value))
         if not optimizer.ema_overwrite_frequency:
             return values
         positions = list(averages)
         present = [values[one] if one in values else self.own_part(one) for one in positions]
         chosen = tf.cond(
-            tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0),
+            is_time_of_averages(optimizer),
             lambda: [tf.convert_to_tensor(averages[position]) for position in positions],
             lambda: present,
         )

@@ -131,7 +131,7 @@ class ColumnUpdate:
 
     def clip_and_apply(self, gradients: Sequence[Any]) -> None:
         """See `HeldUpdate`. Constraints are applied, too."""
-        clipped, count = clip(self._optimizer, gradients, self), len(self._variables)
+        clipped, count = clip(self, gradients), len(self._variables)
         of_columns = [clipped[first : first + count] for first in range(0, len(clipped), count)]
         update_together = _update_together(self._optimizer)
         together = [index for index, one in enumerate(self._variables) if update_together and self._is_split(one)]

@@ -72,7 +72,7 @@ class ShardedUpdate(WholeUpdate):
 
     def clip_and_apply(self, gradients: Sequence[Any]) -> None:
         """Clips, updates the own parts, and assigns the variables that all replicas have updated."""
-        clipped = dict(zip(self._parts.owned, clip(self.update.optimizer, gradients, self), strict=True))
+        clipped = dict(zip(self._parts.owned, clip(self, gradients), strict=True))
         values = self._parts.rounded(self._parts.apply(clipped, self._compiles))
         changed = set(self._parts.changed)
         for unit in self._layout.units:

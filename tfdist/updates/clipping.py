@@ -1,15 +1,16 @@
 """Clips gradients of which each holder has parts, by the norms of the whole ones, with Keras' formulas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import multiplied, values_of, with_values
 from tfdist.keras_internals.keras_updates import clip_by_norm
+from tfdist.updates.update_engine import HeldUpdate
 
 
-class HeldParts(Protocol):
+class HeldParts(HeldUpdate, Protocol):
     """Who holds which parts or copies of gradients."""
 
     #: Of each gradient that is held here, the number of its variable.
@@ -23,12 +24,10 @@ class HeldParts(Protocol):
             of_parts: Whether it is `None` for gradients that are held whole.
         """
 
-    def each(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-        """See `HeldUpdate.each`."""
 
-
-def clip(optimizer: Any, gradients: Sequence[Any], held: HeldParts) -> list[Any]:
+def clip(held: HeldParts, gradients: Sequence[Any]) -> list[Any]:
     """Clips by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`."""
+    optimizer = held.update.optimizer
     if optimizer.clipnorm and optimizer.clipnorm > 0:
         squares, limit, clip_whole = held.squares(gradients, of_parts=True), optimizer.clipnorm, clip_by_norm(optimizer)
 

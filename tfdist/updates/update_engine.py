@@ -90,7 +90,7 @@ def run_micro_step(
     return None
 
 
-def apply_accumulated(held: HeldUpdate, micro_steps: int, around: Around = lambda apply, sums: apply()) -> None:
+def apply_accumulated(held: HeldUpdate, micro_steps: int, around: Around) -> None:
     """Updates by the mean of the `micro_steps` that the accumulators hold, and resets them."""
     _apply_totals(held, _read(held), micro_steps, around)
 
