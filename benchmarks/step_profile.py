@@ -70,7 +70,7 @@ def kind_of(operation: tf.Operation) -> str:
         if "/tfdist/compression/" in frame.filename or "/tfdist/collectives/" in frame.filename:
             reduces_blocks = frame.filename.endswith("block_compressor.py") and frame.name == "reduce"
             return DECODE if frame.name in _DECODING or reduces_blocks else ENCODE
-        if "/optimizers/" in frame.filename or "optimizer_update" in frame.filename:
+        if "/optimizers/" in frame.filename or "/tfdist/updates/" in frame.filename:
             return UPDATE
         if "/metrics/" in frame.filename or "metric_synchronization" in frame.filename:
             return METRICS

@@ -11,7 +11,7 @@ STEPS: list[tuple[str, str, str]] = [
     ("1. Part of the global batch", "training/replica_step.py", "user"),
     ("2. Loss, scaled by the replica's share of the samples", "keras_internals/losses.py", ""),
     ("3. Backpropagation: the last layer's gradient first", "Keras", ""),
-    ("4. Accumulate micro-steps, divide by the loss scale", "training/optimizer_update.py", ""),
+    ("4. Accumulate micro-steps, divide by the loss scale", "updates/update_engine.py", ""),
     ("5. Pack gradients into buckets", "collectives/buckets.py", ""),
     ("6. Encode: gradient + residual → payload + new residual", "compression/", "core"),
 ]

@@ -39,6 +39,22 @@ def test_micro_steps_equal_a_step_on_a_large_batch(by_callback: bool) -> None:
     assert difference(model.weights, reference.weights) <= 1e-6 and difference_of_columns(model) == 0.0
 
 
+def test_the_rest_of_an_update_with_a_fixed_loss_scale() -> None:
+    """Keras divides by `loss_scale_factor` before it accumulates, so that sums of gradients are not scaled by it."""
+
+    def model_of(strategy: Any, batch_size: int, **options: Any) -> keras.Model:
+        with strategy.scope():
+            model = runs.made(
+                runs.mlp, lambda m: runs.compile_classifier(m, optimizers.SGD(0.1, loss_scale_factor=8.0))
+            )
+        model.fit(runs.X[:40], runs.CLASSES[:40], batch_size=batch_size, shuffle=False, verbose=0, **options)
+        return model
+
+    model = model_of(strategy_of(2, 2), 8, callbacks=[GradientAccumulation(2, flush_at_end=True)])
+    reference = in_one_process(lambda strategy: model_of(strategy, 16))
+    assert difference(model.weights, reference.weights) <= 1e-6 and difference_of_columns(model) == 0.0
+
+
 def test_an_overflow_skips_a_complete_update() -> None:
     x = runs.X[:48].copy()
     x[17, 0] = np.inf  # the gradient is NaN in the second micro-step of the second update

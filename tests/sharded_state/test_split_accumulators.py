@@ -6,6 +6,7 @@ import pytest
 import sharded_models
 import tensorflow as tf
 from keras import optimizers
+from one_process import in_one_process
 from test_sharded_edge_cases import assert_equal_outcomes
 
 from tfdist.callbacks import FailureRecovery, GradientAccumulation
@@ -55,6 +56,18 @@ def test_weights_and_slots_equal_those_of_whole_sums(cpus, name, arguments):
         return without_accumulators(model)
 
     assert_equal_outcomes(cpus, outcome, options=SPLIT)
+
+
+@pytest.mark.parametrize("options", [SPLIT, pytest.param(True, marks=pytest.mark.long)], ids=["split", "whole sums"])
+def test_micro_steps_equal_those_of_one_process(cpus, options):
+    """Of Keras itself: whole and split state share the order of an update, so that they cannot show its mistakes."""
+
+    def weights(strategy):
+        return sharded_models.trained(strategy, sharded_models.OPTIMIZERS["resumed"]).get_weights()
+
+    ours = weights(MirroredStrategy(cpus[:3], shard_optimizer_state=options))
+    for value, expected in zip(ours, in_one_process(weights), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.long

@@ -26,14 +26,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "parameter_server patches planning private_symbols servers sharded_state strategy_hooks training utils "
         "versions".split()
     ),
-    "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "utils"}),
+    "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
     "training": frozenset(
-        {"collectives", "compression", "internals", "load_balancing", "losses", "sharded_state", "strategy_hooks"}
+        "collectives compression internals load_balancing losses sharded_state strategy_hooks updates".split()
     ),
     "losses": frozenset({"internals"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
-    "sharded_state": frozenset({"collectives", "compression", "internals"}),
+    "sharded_state": frozenset({"collectives", "compression", "internals", "updates"}),
+    "updates": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),

@@ -44,6 +44,12 @@ def divided(gradient: Any, divisor: Any) -> Any:
     return with_values(gradient, tf.cast(values / tf.cast(divisor, values.dtype), values.dtype))
 
 
+def multiplied(gradient: Any, factor: Any) -> Any:
+    """Returns a gradient multiplied by a scalar, in the dtype of the gradient."""
+    values = values_of(gradient)
+    return with_values(gradient, values * tf.cast(factor, values.dtype))
+
+
 def zeros_unless(contributes: tf.Tensor | None, gradient: Any) -> Any:
     """Returns `gradient`, or zeros of its shape if the bool scalar `contributes` is false; `None` counts as true."""
     values = tf.convert_to_tensor(values_of(gradient))

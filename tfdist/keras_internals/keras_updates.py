@@ -123,3 +123,14 @@ def averages_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[tf.Varia
     averages = optimizer._model_variables_moving_average
     pairs = [(one, averages[optimizer._get_variable_index(one)]) for one in variables]
     return [(held_variable(one), held_variable(average)) for one, average in pairs if average is not None]
+
+
+def moved_average(optimizer: Any, average: Any, value: Any) -> tf.Tensor:
+    """Returns the next moving average of a weight, or of a part of it, by Keras' formula."""
+    momentum = tf.cast(tf.not_equal(optimizer.iterations, 0), value.dtype) * optimizer.ema_momentum
+    return momentum * average + (1 - momentum) * value
+
+
+def is_time_of_averages(optimizer: Any) -> tf.Tensor:
+    """Whether the present update replaces the weights by their averages; it has an `ema_overwrite_frequency`."""
+    return tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)

@@ -13,7 +13,13 @@ import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
-from tfdist.keras_internals.keras_updates import is_equal_on_replicas, is_of_each_variable, is_of_keras, settings
+from tfdist.keras_internals.keras_updates import (
+    is_equal_on_replicas,
+    is_of_each_variable,
+    is_of_keras,
+    is_time_of_averages,
+    settings,
+)
 from tfdist.keras_internals.statements_in_scope import apply_on_replicas, is_outside_of_replicas
 from tfdist.keras_internals.variable_paths import unique_path
 from tfdist.patches import patch, replace
@@ -185,7 +191,7 @@ class OptimizerUpdate:
             optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
             if optimizer.ema_overwrite_frequency:
                 cond_over_replicas(
-                    tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0),
+                    is_time_of_averages(optimizer),
                     lambda: optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables),
                     lambda: None,
                 )

@@ -1,10 +1,10 @@
-"""The update of a replica's own parts of variables by a Keras optimizer: clip, decay, apply, average."""
+"""The update of a replica's own parts of variables by a Keras optimizer: decay, apply, average."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_updates import is_of_each_variable
+from tfdist.keras_internals.keras_updates import is_of_each_variable, is_time_of_averages, moved_average
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
@@ -36,13 +36,16 @@ class PartUpdate:
         self._exact = {
             position: exact.parts[local_replica]
             for position, exact in slots.exact_weights.items()
-            if self._spans[position].stop > self._spans[position].start
+            if self._owns(position)
         }
         units = [unit.positions for unit in slots.layout.units]
         number = min(len(units), _MOST_COMPUTATIONS)
         self._computations = {one: index * number // len(units) for index, unit in enumerate(units) for one in unit}
         #: The positions of the variables that have a gradient.
         self.positions = [self._optimizer._get_variable_index(variable) for variable in update._variables]
+        present = set(self.positions)
+        #: Those of which the replica owns a part, in the order in which they are exchanged.
+        self.owned = [one for unit in units for one in unit if one in present and self._owns(one)]
 
     @property
     def changed(self) -> list[int]:
@@ -51,58 +54,16 @@ class PartUpdate:
         return list(range(len(self._sizes))) if overwrites else self.positions
 
     @property
-    def accumulators(self) -> dict[int, tf.Variable]:
-        """The replica's parts of the sums of gradients, if these are split."""
-        if not self._optimizer.gradient_accumulation_steps:
-            return {}
-        found = {position: self._optimizer._accumulated_gradients[position] for position in self.positions}
-        return {
-            position: accumulator.parts[self._local_replica]
-            for position, accumulator in found.items()
-            if isinstance(accumulator, ShardedVariable) and self._spans[position].stop > self._spans[position].start
-        }
+    def accumulators(self) -> list[tf.Variable]:
+        """The replica's parts of the sums of gradients of `owned`, if these are split."""
+        found = [self._optimizer._accumulated_gradients[position] for position in self.owned]
+        return [accumulator.parts[self._local_replica] for accumulator in found]
 
     @property
     def has_split_accumulators(self) -> bool:
         """Whether sums of gradients are split."""
         accumulators = self._optimizer._accumulated_gradients if self._optimizer.gradient_accumulation_steps else []
         return any(isinstance(accumulator, ShardedVariable) for accumulator in accumulators)
-
-    def clip(self, parts: Parts, sum_over_replicas: Callable[[tf.Tensor], tf.Tensor]) -> Parts:
-        """Clips by the norms of the whole gradients, as the optimizer's `clipnorm` or `global_clipnorm` demands.
-
-        Args:
-            parts: The parts of the gradients.
-            sum_over_replicas: Sums a vector over all replicas.
-        """
-        optimizer = self._optimizer
-        if optimizer.clipnorm and optimizer.clipnorm > 0:
-            squares = dict(zip(self.positions, tf.unstack(self._squares(parts, sum_over_replicas)), strict=True))
-            return {position: self._clipped_by_norm(part, squares[position]) for position, part in parts.items()}
-        if optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
-            limit = optimizer.global_clipnorm
-            norm = tf.sqrt(tf.reduce_sum(self._squares(parts, sum_over_replicas)))
-            scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN if the norm is not finite
-            return {position: part * tf.cast(scale, part.dtype) for position, part in parts.items()}
-        if optimizer.clipvalue and optimizer.clipvalue > 0:
-            limit = optimizer.clipvalue
-            return {position: tf.clip_by_value(part, -limit, limit) for position, part in parts.items()}
-        return parts
-
-    def _squares(self, parts: Parts, sum_over_replicas: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """The sums of the squares of each whole gradient, in the order of `positions`."""
-        widest = tf.float64 if any(part.dtype == tf.float64 for part in parts.values()) else tf.float32
-        own = [
-            tf.cast(tf.reduce_sum(tf.square(parts[position])), widest) if position in parts else tf.zeros([], widest)
-            for position in self.positions
-        ]
-        return sum_over_replicas(tf.stack(own))
-
-    def _clipped_by_norm(self, part: tf.Tensor, square: tf.Tensor) -> tf.Tensor:
-        limit = self._optimizer.clipnorm
-        square = tf.cast(square, part.dtype)
-        norm = tf.where(square > 0, tf.sqrt(tf.where(square > 0, square, tf.ones_like(square))), square)
-        return part * limit / tf.maximum(norm, limit)
 
     def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
         """Decays and updates parts, and their moving averages; returns the new values of the parts of `changed`.
@@ -149,6 +110,9 @@ class PartUpdate:
         """The replica's part of a whole value."""
         span = self._spans[position]
         return tf.reshape(value, [-1])[span.start : span.stop]
+
+    def _owns(self, position: int) -> bool:
+        return self._spans[position].stop > self._spans[position].start
 
     def rows(self, position: int) -> int | None:
         """The first dimension of a variable; `None` if it is a scalar."""
@@ -214,18 +178,17 @@ class PartUpdate:
         optimizer = self._optimizer
         averages: dict[int, tf.Variable] = {}
         for position, average in enumerate(optimizer._model_variables_moving_average):
-            if average is None or self._spans[position].start == self._spans[position].stop:
+            if average is None or not self._owns(position):
                 continue
             value = values[position] if position in values else self.own_part(position)
             part = averages[position] = average.parts[self._local_replica]
-            momentum = tf.cast(tf.not_equal(optimizer.iterations, 0), value.dtype) * optimizer.ema_momentum
-            part.assign(momentum * part + (1 - momentum) * value)
+            part.assign(moved_average(optimizer, part, value))
         if not optimizer.ema_overwrite_frequency:
             return values
         positions = list(averages)
         present = [values[one] if one in values else self.own_part(one) for one in positions]
         chosen = tf.cond(
-            tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0),
+            is_time_of_averages(optimizer),
             lambda: [tf.convert_to_tensor(averages[position]) for position in positions],
             lambda: present,
         )

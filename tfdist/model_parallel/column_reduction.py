@@ -15,7 +15,6 @@ from tfdist.compression import Compressor, Dense, Group, Policy, WarmUp
 from tfdist.compression.gradient_tensors import all_finite, values_of
 from tfdist.model_parallel.column_program import ColumnProgram
 from tfdist.model_parallel.columns import summed_over_columns
-from tfdist.model_parallel.device_updates import doing
 from tfdist.model_parallel.transfers import DENSE, record_transfer, unrecorded
 
 
@@ -49,7 +48,7 @@ def _function(variables: list[tf.Variable]) -> Callable[..., None]:
                 else:
                     variable.scatter_update(tf.IndexedSlices(value, indices))
 
-        tf.cond(finite, doing(assign), doing(lambda: None))
+        tf.cond(finite, assign, lambda: None)
 
     return tf.function(store, autograph=False, experimental_attributes={"_noinline": True})
 
@@ -109,8 +108,8 @@ class ColumnReduction:
         count = self._states(counted[0])[0][_STEPS]
         tf.cond(
             tf.less(count, steps.pop()),
-            doing(unrecorded(lambda: update(self._sums(gradients, is_warm_up=True)))),  # its steps count as compressed
-            doing(lambda: update(self._sums(gradients, is_warm_up=False))),
+            unrecorded(lambda: update(self._sums(gradients, is_warm_up=True))),  # its steps count as compressed
+            lambda: update(self._sums(gradients, is_warm_up=False)),
         )
 
     def _sums(self, gradients: Sequence[ColumnGradient], *, is_warm_up: bool) -> Sums:

@@ -12,9 +12,46 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.keras_updates import averages_of, has_own_update_step, has_own_weight_decay
+from tfdist.keras_internals.keras_updates import (
+    averages_of,
+    has_own_update_step,
+    has_own_weight_decay,
+    is_time_of_averages,
+    moved_average,
+)
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
+
+
+class SeparateFunctions:
+    """Calls functions that TensorFlow optimizes by themselves, so that all columns round equally.
+
+    In them, copies on the present device stand for the scalars of the optimizer that all devices share.
+    """
+
+    def __init__(self, optimizer: Any, *, copies_scalars: bool = True) -> None:
+        """Reads the scalars of `optimizer`, which is without its loss scale."""
+        self._optimizer = optimizer
+        self._shared = shared_optimizer_variables(optimizer) if copies_scalars else []
+        self._values = [held_variable(one).read_value() for one in self._shared]
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function`, which takes and returns tensors."""
+
+        def separate(values: list[tf.Tensor], *given: Any) -> Any:
+            if not self._shared:
+                return function(*given)
+            with keras.StatelessScope(list(zip(self._shared, values, strict=True))) as scope:
+                result = function(*given)
+            changed = set(scope.state_mapping) - {id(one) for one in self._shared}
+            for variable in self._optimizer.variables if changed else ():
+                if id(variable) in changed:  # the optimizer has assigned it as Keras' variable
+                    held_variable(variable).assign(scope.get_current_value(variable))
+            return result
+
+        noinline = {"_noinline": True}
+        scalars = [tf.identity(value) for value in self._values]
+        return tf.function(separate, autograph=False, experimental_attributes=noinline)(scalars, *arguments)
 
 
 def apply_by_device(
@@ -28,20 +65,15 @@ def apply_by_device(
         gradients: Clipped, on the devices of their variables.
         compiles_large: Whether XLA compiles the updates of large variables on CPUs.
     """
-    shared = [] if has_own_weight_decay(optimizer) else shared_optimizer_variables(optimizer)
-    values = [held_variable(one).read_value() for one in shared]
     if has_own_update_step(optimizer):  # which must run once for all variables
-        return _update(optimizer, list(variables), list(gradients), [], [], compiles_large=False)
-    groups: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-    for variable, gradient in zip(variables, gradients, strict=True):
-        group = groups[held_variable(variable).device]
-        group[0].append(variable)
-        group[1].append(gradient)
-    for device, (own, of_own) in groups.items():
+        return _apply(optimizer, list(variables), False, list(gradients))
+    separate = SeparateFunctions(optimizer, copies_scalars=not has_own_weight_decay(optimizer))
+    for device, positions in _by_device(variables).items():
+        own, is_cpu = [variables[one] for one in positions], tf.DeviceSpec.from_string(device).device_type == "CPU"
+        update = functools.partial(_apply, optimizer, own, compiles_large and is_cpu)
         with tf.device(device):
-            is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
-            update = _update_function(optimizer, own, shared, compiles_large=compiles_large and is_cpu)
-            update(of_own, [tf.identity(value) for value in values])
+            separate(update, [gradients[one] for one in positions])
+    return None
 
 
 def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
@@ -51,91 +83,43 @@ def average_by_device(optimizer: Any, variables: Sequence[keras.Variable]) -> No
         optimizer: The optimizer, without its loss scale.
         variables: The variables.
     """
-    shared = shared_optimizer_variables(optimizer)
-    values = [held_variable(one).read_value() for one in shared]
-    groups: dict[str, list[Any]] = defaultdict(list)
-    for variable in variables:
-        groups[held_variable(variable).device].append(variable)
-
-    def average(own: list[Any], scalars: Sequence[tf.Tensor]) -> None:
-        with keras.StatelessScope(list(zip(shared, scalars, strict=True))):
-            _average(optimizer, own)
-
-    for device, own in groups.items():
+    separate = SeparateFunctions(optimizer)
+    for device, positions in _by_device(variables).items():
         with tf.device(device):
-            scalars = [tf.identity(value) for value in values]
-            function = functools.partial(average, own)
-            tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(scalars)
+            separate(functools.partial(_average, optimizer, [variables[one] for one in positions]))
 
 
-def _update_function(
-    optimizer: Any, variables: list[keras.Variable], shared: Sequence[keras.Variable], *, compiles_large: bool
-) -> Callable[[list[Any], list[tf.Tensor]], None]:
-    def update(gradients: list[Any], values: list[tf.Tensor]) -> None:
-        _update(optimizer, variables, gradients, shared, values, compiles_large=compiles_large)
-
-    return tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
-
-
-def _update(
-    optimizer: Any,
-    variables: list[keras.Variable],
-    gradients: list[Any],
-    shared: Sequence[keras.Variable],
-    values: Sequence[tf.Tensor],
-    *,
-    compiles_large: bool,
-) -> None:
-    """Updates variables of one device; `values` are those of the scalars that all devices share."""
-    scope = keras.StatelessScope(list(zip(shared, values, strict=True))) if shared else None
-    if scope is None:
-        return _apply(optimizer, variables, gradients, compiles_large=compiles_large)
-    with scope:
-        _apply(optimizer, variables, gradients, compiles_large=compiles_large)
-    mapped = {id(one) for one in shared}
-    for variable in optimizer.variables:  # that the optimizer has assigned as Keras' variables
-        value = scope.get_current_value(variable)
-        if id(variable) not in mapped and value is not None:
-            held_variable(variable).assign(value)
+def _by_device(variables: Sequence[keras.Variable]) -> dict[str, list[int]]:
+    """The positions of the variables of each device."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for position, variable in enumerate(variables):
+        found[held_variable(variable).device].append(position)
+    return found
 
 
-def _apply(optimizer: Any, variables: list[keras.Variable], gradients: list[Any], *, compiles_large: bool) -> None:
-    update = OptimizerUpdate(optimizer, variables)
-    update.update(gradients, compiles_large=compiles_large)
-    finish_update(optimizer, update, variables)
+def _apply(optimizer: Any, variables: list[keras.Variable], compiles_large: bool, gradients: list[Any]) -> None:
+    OptimizerUpdate(optimizer, variables).update(gradients, compiles_large=compiles_large)
+    finish_update(optimizer, variables)
 
 
-def finish_update(optimizer: Any, update: OptimizerUpdate, variables: list[keras.Variable]) -> None:
+def finish_update(optimizer: Any, variables: list[keras.Variable]) -> None:
     """Updates the moving averages of variables of one device, then applies their constraints, in Keras' order."""
     if optimizer.use_ema:
         _average(optimizer, variables)
-    update.constrain()
+    OptimizerUpdate(optimizer, variables).constrain()
 
 
 def _average(optimizer: Any, variables: list[keras.Variable]) -> None:
     """Updates the moving averages of weights, and replaces the weights by them if it is time."""
     pairs = averages_of(optimizer, variables)
-    is_later = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for held, average in pairs:
         with tf.device(held.device):
-            momentum = tf.cast(is_later, held.dtype) * optimizer.ema_momentum
-            average.assign(momentum * average + (1 - momentum) * held)
+            average.assign(moved_average(optimizer, average, held))
     if optimizer.ema_overwrite_frequency:
-        is_time = tf.equal((optimizer.iterations + 1) % optimizer.ema_overwrite_frequency, 0)
 
         def overwrite() -> None:
             for held, average in pairs:
                 with tf.device(held.device):
                     held.assign(average)
 
-        tf.cond(is_time, doing(overwrite), doing(lambda: None))
-
-
-def doing(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
-    """Returns a branch of a condition, which must return a tensor."""
-
-    def branch() -> tf.Tensor:
-        function()
-        return tf.constant(True)
-
-    return branch
+        tf.cond(is_time_of_averages(optimizer), overwrite, lambda: None)

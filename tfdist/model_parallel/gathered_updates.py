@@ -10,11 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_variables import held_variable, holding, shared_optimizer_variables
+from tfdist.keras_internals.placed_variables import held_variable, holding
 from tfdist.keras_internals.whole_values import GatheredValue, slots_of, update_step, updates_elements
 from tfdist.model_parallel.columns import Columns
-from tfdist.model_parallel.device_updates import finish_update
+from tfdist.model_parallel.device_updates import SeparateFunctions, finish_update
 from tfdist.model_parallel.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
@@ -30,16 +29,14 @@ def update_by_gathering(
         gradients: By column and variable, clipped.
         columns: The columns.
     """
-    shared = shared_optimizer_variables(optimizer)
-    scalars = [held_variable(one).read_value() for one in shared]
+    separate = SeparateFunctions(optimizer)
     for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
         state = [variable, *(one for one in slots_of(optimizer, variable) if _is_split(one))]
         # All are read before the first of them changes.
         read = [_read_parts(one) for one in state]
         for column, device in enumerate(columns.devices_of(variable)):
             with columns.entered(column), tf.device(device):
-                update = _Update(optimizer, state, column, columns.ways, shared)
-                update([tf.identity(one) for one in scalars], read, of_columns)
+                _Update(optimizer, state, column, columns.ways, separate)(read, of_columns)
 
 
 def _is_split(variable: keras.Variable) -> bool:
@@ -58,15 +55,13 @@ class _Update:
     """The update of one variable in one column, whose parts of variables are entered."""
 
     def __init__(
-        self, optimizer: Any, state: Sequence[keras.Variable], column: int, ways: int, shared: Sequence[keras.Variable]
+        self, optimizer: Any, state: Sequence[keras.Variable], column: int, ways: int, separate: SeparateFunctions
     ) -> None:
-        self._optimizer, self._state, self._shared = optimizer, state, shared
+        self._optimizer, self._state, self._separate = optimizer, state, separate
         self._column, self._group = column, slice(column - column % ways, column - column % ways + ways)
         self._alone = updates_elements(optimizer, state[0])
 
-    def __call__(
-        self, scalars: Sequence[tf.Tensor], read: Sequence[tuple[ShardedVariable, list[tf.Tensor]]], gradients: Any
-    ) -> None:
+    def __call__(self, read: Sequence[tuple[ShardedVariable, list[tf.Tensor]]], gradients: Any) -> None:
         """Updates by a function that TensorFlow optimizes by itself, so that all columns round equally."""
         own, values, device = self._column, [], held_variable(self._state[0]).device
         for one, (held, parts) in zip(self._state, read, strict=True):
@@ -79,15 +74,14 @@ class _Update:
             pairs = zip(self._state[1:], slots, strict=True)
             held_by = {id(one): (one, value) for one, value in pairs}
             parts = [held_variable(one) for one in self._state]
-            with keras.StatelessScope(list(zip(self._shared, scalars, strict=True))):
-                with holding(held_by):
-                    update_step(self._optimizer, gradient, weights)
-                for part, value, (held, _) in zip(parts, values, read, strict=True):
-                    if value.is_written:
-                        part.assign(value.value if self._alone else held.part_of(value.value, own))
-                finish_update(self._optimizer, OptimizerUpdate(self._optimizer, [self._state[0]]), [self._state[0]])
+            with holding(held_by):
+                update_step(self._optimizer, gradient, weights)
+            for part, value, (held, _) in zip(parts, values, read, strict=True):
+                if value.is_written:
+                    part.assign(value.value if self._alone else held.part_of(value.value, own))
+            finish_update(self._optimizer, [self._state[0]])
 
-        tf.function(update, autograph=False, experimental_attributes={"_noinline": True})()
+        self._separate(update)
         if not self._alone:
             for kind in (WEIGHT_GRADIENT, DENSE):
                 record_transfer(kind, gradients[self._group], device)

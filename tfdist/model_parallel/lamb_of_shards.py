@@ -4,6 +4,7 @@ Keras' own `update_step` computes the parts of the update: for a weight of zeros
 the update itself. Only the squares of the two norms leave a device.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_updates import decay_weights
-from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.placed_variables import held_variable, shared_optimizer_variables
+from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.model_parallel.columns import Columns
-from tfdist.model_parallel.device_updates import finish_update
+from tfdist.model_parallel.device_updates import SeparateFunctions, finish_update
 
 
 def update_by_lamb(
@@ -29,35 +29,19 @@ def update_by_lamb(
         gradients: By column and variable, clipped.
         columns: The columns.
     """
-    shared = shared_optimizer_variables(optimizer)
-    values = [held_variable(one).read_value() for one in shared]
+    separate = SeparateFunctions(optimizer)
     for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
-        devices = columns.devices_of(variable)
-        parts = []
+        update_part, apply = (functools.partial(one, optimizer, variable) for one in (_update_of_part, _apply))
+        devices, parts = columns.devices_of(variable), []
         for column, (gradient, device) in enumerate(zip(of_columns, devices, strict=True)):
             with columns.entered(column), tf.device(device):
-                scalars = [tf.identity(value) for value in values]
-                parts.append(_separate(_update_of_part, optimizer, variable, shared)(scalars, gradient))
+                parts.append(separate(update_part, gradient))
         for column, device in enumerate(devices):
             first = column - column % columns.ways
             of_column = parts[first : first + columns.ways]
             norms = [tf.sqrt(tf.add_n([part[index] for part in of_column])) for index in (1, 2)]
             with columns.entered(column), tf.device(device):
-                scalars = [tf.identity(value) for value in values]
-                _separate(_apply, optimizer, variable, shared)(scalars, parts[column][0], norms)
-
-
-def _separate(function: Any, optimizer: Any, variable: keras.Variable, shared: Sequence[keras.Variable]) -> Any:
-    """Returns a function that TensorFlow optimizes by itself, so that all columns round equally.
-
-    It takes the values of the scalars that all devices share, and the other arguments of `function`.
-    """
-
-    def separate(values: list[tf.Tensor], *arguments: Any) -> Any:
-        with keras.StatelessScope(list(zip(shared, values, strict=True))):
-            return function(optimizer, variable, *arguments)
-
-    return tf.function(separate, autograph=False, experimental_attributes={"_noinline": True})
+                separate(apply, parts[column][0], norms)
 
 
 def _update_of_part(optimizer: Any, variable: keras.Variable, gradient: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -75,4 +59,4 @@ def _apply(optimizer: Any, variable: keras.Variable, update: tf.Tensor, norms: l
     is_known = (of_weights > 0) & (of_update > 0)
     ratio = tf.where(is_known, of_weights / tf.where(is_known, of_update, 1), 1)
     held.assign_sub(ratio * tf.cast(optimizer.learning_rate, held.dtype) * update)
-    finish_update(optimizer, OptimizerUpdate(optimizer, [variable]), [variable])
+    finish_update(optimizer, [variable])

@@ -1,6 +1,6 @@
 """One update of an optimizer whose slots are split: scatter gradients, update the own part, gather what changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,44 +16,90 @@ from tfdist.keras_internals.sharded_optimizers import SplitSlots, split_slots_of
 from tfdist.sharded_state.exchange import all_gather, own_part, reduce_scatter
 from tfdist.sharded_state.layout import Unit
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
+from tfdist.updates.whole_update import WholeUpdate
 
 
-class ShardedUpdate:
-    """The update of one optimizer on one replica. Call its methods in their order, in the replica context."""
+class ShardedUpdate(WholeUpdate):
+    """The `HeldUpdate` of one optimizer on one replica, which holds parts of the sums, and whole gradients before.
 
-    def __init__(self, update: OptimizerUpdate, slots: SplitSlots) -> None:
-        self._slots, self._layout, sharding = slots, slots.layout, slots.sharding
-        context = tf.distribute.get_replica_context()
-        self._replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+    Call its methods in their order, in the replica context.
+    """
+
+    is_whole = False
+
+    def __init__(
+        self, update: OptimizerUpdate, slots: SplitSlots, context: ReductionContext, compiles: bool | None
+    ) -> None:
+        super().__init__(update, context, compiles)
+        self._layout, sharding = slots.layout, slots.sharding
+        replica_context = tf.distribute.get_replica_context()
+        self._replica = int(tf.get_static_value(replica_context.replica_id_in_sync_group))
         self._reduction = sharding.reduction(self._replica - sharding.first)
         self._replicas: Sequence[int] = sharding.replicas
         kind = OwnedUpdate if slots.is_whole else PartUpdate
         self._parts = kind(update, slots, self._replica - sharding.first)
         self._group: Group | None = None
+        self.exchanges_micro_steps = self._parts.has_split_accumulators
+        self.numbers: Sequence[int] = [self._parts.positions.index(position) for position in self._parts.owned]
 
-    def scatter(self, gradients: Sequence[Any], context: ReductionContext) -> dict[int, tf.Tensor]:
-        """Sums gradients over the replicas; returns the own parts of the sums.
+    @property
+    def accumulators(self) -> Sequence[tf.Variable]:
+        """See `HeldUpdate`."""
+        return self._parts.accumulators if self.exchanges_micro_steps else super().accumulators
 
-        Args:
-            gradients: Dense or `tf.IndexedSlices`, in the order of the variables of the update.
-            context: Marked as one of gradients.
-        """
-        by_position = dict(zip(self._parts.positions, gradients, strict=True))
+    def write(self, function: Callable[..., Any], *values: Sequence[Any]) -> None:
+        """See `HeldUpdate`."""
+        if self.exchanges_micro_steps:
+            self.each(function, self.accumulators, *values)
+        else:
+            super().write(function, *values)
+
+    def all_finite(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """See `HeldUpdate`."""
+        overflows = tf.cast(tf.logical_not(all_finite(gradients)), tf.int32)
+        return tf.equal(sum_over_replicas([overflows])[0], 0)
+
+    def squares(self, gradients: Sequence[Any], *, of_parts: bool) -> Sequence[tf.Tensor | None]:
+        """See `HeldParts`. All gradients are held in parts."""
+        del of_parts
+        dtype, by_number = squares_dtype(gradients), dict(zip(self.numbers, gradients, strict=True))
+        own = [
+            sum_of_squares(by_number[number], dtype) if number in by_number else tf.zeros([], dtype)
+            for number in range(len(self._parts.positions))
+        ]
+        return tf.unstack(sum_over_replicas([tf.stack(own)])[0])
+
+    def clip_and_apply(self, gradients: Sequence[Any]) -> None:
+        """Clips, updates the own parts, and assigns the variables that all replicas have updated."""
+        clipped = dict(zip(self._parts.owned, clip(self, gradients), strict=True))
+        values = self._parts.rounded(self._parts.apply(clipped, self._compiles))
+        changed = set(self._parts.changed)
+        for unit in self._layout.units:
+            positions = [position for position in unit.positions if position in changed]
+            if positions:
+                self._parts.assign(self._gathered(unit, values, positions))
+
+    def _summed(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the own parts of the sums of gradients, dense or `tf.IndexedSlices`, over the replicas."""
+        parts = self._scattered(dict(zip(self._parts.positions, gradients, strict=True)))
+        return [parts[position] for position in self._parts.owned]
+
+    def _scattered(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         if tf.executing_eagerly():  # replicas meet in merge calls, which have sums alone
-            return self._own(dict(zip(by_position, sum_over_replicas(gradients), strict=True)))
+            return self._own(dict(zip(gradients, sum_over_replicas(list(gradients.values())), strict=True)))
         if self._reduction.policy is not None:
-            return self._scatter_compressed(by_position)
-        self._group = group = self._reduction.gradient_group(gradients)
-        sparse = {position: one for position, one in by_position.items() if isinstance(one, tf.IndexedSlices)}
-        dense = {position: one for position, one in by_position.items() if position not in sparse}
+            return self._scatter_compressed(gradients)
+        self._group = group = self._reduction.gradient_group(list(gradients.values()))
+        sparse = {position: one for position, one in gradients.items() if isinstance(one, tf.IndexedSlices)}
+        dense = {position: one for position, one in gradients.items() if position not in sparse}
+        contributes = self._context.contributes
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
             for given in _by_dtype(unit, dense):
-                own = reduce_scatter(
-                    self._layout, unit, given, group, self._replicas, self._replica, context.contributes
-                )
+                own = reduce_scatter(self._layout, unit, given, group, self._replicas, self._replica, contributes)
                 parts.update(own)
-        sums = sum_tensors(list(sparse.values()), group, 0, context.contributes)
+        sums = sum_tensors(list(sparse.values()), group, 0, contributes)
         return parts | self._own(dict(zip(sparse, sums, strict=True)))
 
     def _scatter_compressed(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
@@ -70,49 +116,6 @@ class ShardedUpdate:
             if position not in sparse and self._layout.spans(position)[self._replica].size
         }
         return own | self._own(sparse)
-
-    @property
-    def has_split_accumulators(self) -> bool:
-        """Whether the sums of gradients are split, so that every micro-step has to `scatter` its gradients."""
-        return self._parts.has_split_accumulators
-
-    def accumulate(self, parts: dict[int, tf.Tensor]) -> None:
-        """Adds a result of `scatter` to the own parts of the sums."""
-        for position, accumulator in self._parts.accumulators.items():
-            accumulator.assign_add(_like(accumulator, parts[position]))
-
-    def accumulated(self, parts: dict[int, tf.Tensor] | None = None) -> dict[int, tf.Tensor]:
-        """Returns the own parts of the sums, flat, with `parts` added."""
-        totals = {}
-        for position, accumulator in self._parts.accumulators.items():
-            total = tf.convert_to_tensor(accumulator)
-            totals[position] = tf.reshape(total if parts is None else total + _like(accumulator, parts[position]), [-1])
-        return totals
-
-    def reset_accumulators(self) -> None:
-        """Sets the own parts of the sums to zero."""
-        for accumulator in self._parts.accumulators.values():
-            accumulator.assign(tf.zeros_like(accumulator))
-
-    def all_finite(self, parts: dict[int, tf.Tensor]) -> tf.Tensor:
-        """Returns whether all values of the gradients of all replicas are finite, a bool scalar."""
-        overflows = tf.cast(tf.logical_not(all_finite(list(parts.values()))), tf.int32)
-        return tf.equal(sum_over_replicas([overflows])[0], 0)
-
-    def clip_and_apply(self, parts: dict[int, tf.Tensor], compiles: bool | None) -> None:
-        """Clips, updates the own parts, and assigns the variables that all replicas have updated.
-
-        Args:
-            parts: The result of `scatter`.
-            compiles: See `OptimizerUpdate.clip_and_apply`.
-        """
-        clipped = self._parts.clip(parts, lambda squares: sum_over_replicas([squares])[0])
-        values = self._parts.rounded(self._parts.apply(clipped, compiles))
-        changed = set(self._parts.changed)
-        for unit in self._layout.units:
-            positions = [position for position in unit.positions if position in changed]
-            if positions:
-                self._parts.assign(self._gathered(unit, values, positions))
 
     def _own(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         return {
@@ -133,10 +136,6 @@ class ShardedUpdate:
         return dict(zip(positions, sum_over_replicas(padded), strict=True))
 
 
-def _like(variable: tf.Variable, part: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.reshape(part, variable.shape), variable.dtype)
-
-
 def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.Tensor]]:
     """The gradients of a unit, those of one dtype together: users may pass others than their variables have."""
     found: dict[tf.DType, dict[int, tf.Tensor]] = {}
@@ -146,7 +145,9 @@ def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.
     return list(found.values())
 
 
-def sharded_update(update: OptimizerUpdate) -> ShardedUpdate | None:
-    """Returns the update of an optimizer with split slots; `None` if its slots are whole, or if it has none."""
+def held_update(update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> WholeUpdate:
+    """Returns the update of an optimizer, a `ShardedUpdate` if it has split slots; see `WholeUpdate`."""
     slots = split_slots_of(update)
-    return None if slots is None else ShardedUpdate(update, slots)
+    if slots is None:
+        return WholeUpdate(update, context, compiles)
+    return ShardedUpdate(update, slots, context, compiles)

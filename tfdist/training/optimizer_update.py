@@ -1,4 +1,4 @@
-"""One optimizer update over all replicas: accumulate, reduce once, unscale, clip, decay, apply, average."""
+"""One optimizer update over all replicas, with what a step knows: micro-batches, samples, times, local updates."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReductionContext
-from tfdist.compression.gradient_tensors import all_finite, divided, with_shape, zeros_unless
+from tfdist.compression.gradient_tensors import zeros_unless
 from tfdist.keras_internals.accumulation import Accumulation
 from tfdist.keras_internals.optimizers import OptimizerUpdate, update_by, update_hooks
-from tfdist.sharded_state.sharded_update import ShardedUpdate, sharded_update
+from tfdist.sharded_state.sharded_update import held_update
 from tfdist.strategy_hooks import UpdateHooks
-from tfdist.tensorflow_internals.merge_calls import cond_over_replicas, sum_over_replicas
-from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.training.micro_batches import current_micro_batch, sum_pairwise
 from tfdist.training.sample_shares import compiles_updates, current_step, current_timing
 from tfdist.training.strategy_protocol import is_tfdist_strategy, training_strategy
+from tfdist.updates.update_engine import apply_accumulated, run_micro_step
+from tfdist.updates.whole_update import WholeUpdate
 
 
 def apply_once_for_micro_batches(
@@ -69,65 +69,18 @@ def update_over_replicas(
     """
     if (timing := current_timing()) is not None:
         timing.gradients_ready(gradients)
-    steps = optimizer.accumulation_steps
     local = _local_update(optimizer)
     if local is not None:
         gradients = local.take(gradients)
-    compiles = compiles_updates() if may_compile else False
-    reduce_and_apply = functools.partial(_reduce_and_apply, compiles=compiles)
-    if steps == 1:
-        reduce_and_apply(optimizer, gradients, context, contributes=_contributes(), micro_steps=1)
-        return
-    sharded = sharded_update(optimizer)
-    if sharded is not None and sharded.has_split_accumulators:
-        _accumulate_parts(optimizer, sharded, gradients, context, steps=steps, compiles=compiles)
-        return
-    accumulators = optimizer.accumulators
-    contributes = _contributes()
-
-    def finish() -> None:
-        total = [added(accumulator, gradient) for accumulator, gradient in zip(accumulators, gradients, strict=True)]
-        if contributes is not None:
-            total = tf.cond(contributes, lambda: total, lambda: [tf.convert_to_tensor(v) for v in accumulators])
-        reduce_and_apply(optimizer, total, context, contributes=None, micro_steps=steps)
-        _reset(optimizer)
-
-    def accumulate() -> None:
-        for accumulator, gradient in zip(accumulators, gradients, strict=True):
-            optimizer.strategy.extended.update(accumulator, add, args=(gradient,), group=False)
-
-    def accumulate_own() -> None:
-        if contributes is None:
-            accumulate()
-        else:
-            tf.cond(contributes, accumulate, lambda: None)
-
-    cond_over_replicas(tf.equal((optimizer.micro_steps + 1) % steps, 0), finish, accumulate_own)
+    held = held_update(optimizer, context, compiles_updates() if may_compile else False)
+    run_micro_step(held, gradients, _contributes(), functools.partial(_apply, held))
 
 
-def _accumulate_parts(
-    optimizer: OptimizerUpdate,
-    sharded: ShardedUpdate,
-    gradients: Sequence[Any],
-    context: ReductionContext,
-    *,
-    steps: int,
-    compiles: bool | None,
-) -> None:
-    """Runs one micro-step whose gradients are summed over the replicas, each of which keeps the sums of its part."""
-    # Sums are of the scaled loss, as without sharding; what a compressor sees does not depend on the scale.
-    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.value
-    parts = _reduce(optimizer, sharded, gradients, context, _contributes(), scale)
-    if scale is not None:
-        parts = {position: part * tf.cast(scale, part.dtype) for position, part in parts.items()}
-
-    def finish() -> None:
-        total = _divided_parts(sharded.accumulated(parts), _divisor(optimizer, steps))
-        _apply(optimizer, sharded, total, micro_steps=steps, compiles=compiles)
-        sharded.reset_accumulators()
-
-    is_last = tf.equal((optimizer.micro_steps + 1) % steps, 0)
-    cond_over_replicas(is_last, finish, lambda: sharded.accumulate(parts))
+def _apply(held: WholeUpdate, apply: Callable[[], None], sums: Sequence[Any]) -> None:
+    """Calls `apply`, which updates the variables by `sums`, unless the worker updates by itself and has no samples."""
+    timing, local = current_timing() if held.is_whole else None, _local_update(held.update)
+    with nullcontext() if timing is None else timing.updating(sums):
+        apply() if local is None else local.update(apply)
 
 
 def _local_update(optimizer: OptimizerUpdate) -> Any:
@@ -153,15 +106,8 @@ def flush(accumulation: Accumulation) -> int:
 
     def flush_replica() -> None:
         update = accumulation.update()
-        sharded = sharded_update(update)
-        if sharded is not None and sharded.has_split_accumulators:
-            total = _divided_parts(sharded.accumulated(), _divisor(update, micro_steps))
-            _apply(update, sharded, total, micro_steps=micro_steps)
-            sharded.reset_accumulators()
-        else:
-            accumulated = [tf.convert_to_tensor(accumulator) for accumulator in update.accumulators]
-            _reduce_and_apply(update, accumulated, context, contributes=None, micro_steps=micro_steps)
-            _reset(update)
+        held = held_update(update, context, False)
+        apply_accumulated(held, micro_steps, functools.partial(_apply, held))
         for variable in update.constrained_variables:
             variable.assign(variable.constraint(variable))
 
@@ -190,115 +136,9 @@ def _update_stock(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
     update_over_replicas(optimizer, gradients, ReductionContext(), may_compile=False)
 
 
-def _reduce_and_apply(
-    optimizer: OptimizerUpdate,
-    gradients: Sequence[Any],
-    context: ReductionContext,
-    *,
-    contributes: tf.Tensor | None,
-    micro_steps: int,
-    compiles: bool | None = False,
-) -> None:
-    """Sums `gradients`, the sums of `micro_steps` micro-steps, over the replicas and updates the variables."""
-    sharded = sharded_update(optimizer)
-    # Before the exchange: the state of a compressor must not depend on a loss scale, which changes, nor on the number
-    # of micro-steps of an update.
-    summed = _reduce(optimizer, sharded, gradients, context, contributes, _divisor(optimizer, micro_steps))
-    timing = current_timing() if sharded is None else None
-    with nullcontext() if timing is None else timing.updating(summed):
-        _apply(optimizer, sharded, summed, micro_steps=micro_steps, compiles=compiles)
-
-
-def _reduce(
-    optimizer: OptimizerUpdate,
-    sharded: ShardedUpdate | None,
-    gradients: Sequence[Any],
-    context: ReductionContext,
-    contributes: tf.Tensor | None,
-    divisor: Any,
-) -> Any:
-    """Divides gradients and returns their sums over the replicas; if sharded, the own parts."""
-    if contributes is not None and tf.executing_eagerly():
-        # Eager replicas reduce in a merge call, where a replica's own condition is not known.
-        gradients = [zeros_unless(contributes, gradient) for gradient in gradients]
-        contributes = None
-    if divisor is not None:
-        gradients = [divided(gradient, divisor) for gradient in gradients]
-    gradients = [with_shape(gradient, shape) for gradient, shape in zip(gradients, optimizer.shapes, strict=True)]
-    with context.of_gradients(contributes, optimizer.paths), shared_operations():
-        return sum_over_replicas(gradients) if sharded is None else sharded.scatter(gradients, context)
-
-
-def _divisor(optimizer: OptimizerUpdate, micro_steps: int) -> Any:
-    """What gradients of the scaled loss of `micro_steps` are divided by; `None` stands for 1."""
-    if optimizer.loss_scale is not None:
-        return optimizer.loss_scale.value * micro_steps
-    return None if micro_steps == 1 else float(micro_steps)
-
-
-def _divided_parts(parts: dict[int, tf.Tensor], divisor: Any) -> dict[int, tf.Tensor]:
-    return parts if divisor is None else {position: divided(part, divisor) for position, part in parts.items()}
-
-
-def _apply(
-    optimizer: OptimizerUpdate,
-    sharded: ShardedUpdate | None,
-    summed: Any,
-    *,
-    micro_steps: int,
-    compiles: bool | None = False,
-) -> None:
-    """Updates the variables by the result of `_reduce`, unless a loss scale is lowered."""
-    apply = functools.partial(_apply_reduced, optimizer, sharded, summed, micro_steps, compiles)
-    local = _local_update(optimizer)
-    apply() if local is None else local.update(apply)
-
-
-def _apply_reduced(
-    optimizer: OptimizerUpdate, sharded: ShardedUpdate | None, summed: Any, micro_steps: int, compiles: bool | None
-) -> None:
-    clip_and_apply: Callable[[Any, bool | None], None] = (sharded or optimizer).clip_and_apply
-    loss_scale = optimizer.loss_scale
-    if loss_scale is None:
-        clip_and_apply(summed, compiles)
-        return
-    finite = all_finite(summed) if sharded is None else sharded.all_finite(summed)
-    cond_over_replicas(
-        finite,
-        lambda: clip_and_apply(summed, compiles),
-        # Keras counts the micro-step after the update; the micro-steps of a skipped update must not count.
-        lambda: optimizer.take_back(micro_steps),
-    )
-    loss_scale.update(finite)
-
-
-def _reset(optimizer: OptimizerUpdate) -> None:
-    """Sets the accumulators to zero."""
-    for accumulator in optimizer.accumulators:
-        optimizer.strategy.extended.update(
-            accumulator, lambda variable: variable.assign(tf.zeros_like(variable)), group=False
-        )
-
-
 def _contributes() -> Any:
     """Returns whether this replica has samples, a bool scalar, or `None` if it certainly has."""
     step = current_step()
     if step is None or step.contributes is True:
         return None
     return tf.convert_to_tensor(step.contributes)
-
-
-def add(accumulator: tf.Variable, gradient: Any) -> None:
-    """Adds a gradient, dense or `tf.IndexedSlices`, to an accumulator."""
-    if isinstance(gradient, tf.IndexedSlices):
-        accumulator.scatter_add(gradient)
-    else:
-        accumulator.assign_add(tf.cast(gradient, accumulator.dtype))
-
-
-def added(accumulator: tf.Variable, gradient: Any) -> tf.Tensor:
-    """Returns the sum of an accumulator and a gradient, and leaves the accumulator unchanged."""
-    total = tf.convert_to_tensor(accumulator)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], gradient.values)
-    return total + tf.cast(gradient, total.dtype)
