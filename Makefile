@@ -1,5 +1,6 @@
 # make demo    train on real images with two workers, compare with one process, then kill a worker and compare again
 # make test    lint, types, doctests and tests
+# make check   lint, types and tests of each layer that need one process, for the way of working
 # make test-long  further tests of the same kinds
 # make notebooks  remove the outputs of the notebooks, and run them
 # make docs    the documentation as a site, into build/site
@@ -42,7 +43,7 @@ MADE_FROM := setup.cfg pyproject.toml tfdist/requirements.txt
 FINGERPRINT := $(shell { cat $(MADE_FROM); pwd; $(PYTHON) -VV; echo $(PYTHON); } 2>/dev/null | sha256sum | cut -c 1-16)
 STAMP := $(VENV)/installed-$(FINGERPRINT)
 
-.PHONY: help install demo test test-long browser slurm lint doctest format matrix parity gpu notebooks docs clean
+.PHONY: help install demo test check test-long browser slurm lint doctest format matrix parity gpu notebooks docs clean
 
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
@@ -68,6 +69,12 @@ demo: $(STAMP)
 # run in the order of the tree: the default order runs files of few, slow tests last, when one process waits for the other.
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Rules of the code, what has no TensorFlow in it, and the ways of a gradient and of a loss within a process.
+check: lint
+	$(BIN)/python -m pytest -n 0 tests/test_architecture.py tests/test_private_symbols.py tests/test_imports.py \
+	    tests/transport tests/exchange tests/utils tests/cluster tests/checkpoint tests/planning tests/collectives \
+	    tests/losses tests/strategies/test_mirrored_strategy.py
 
 # One of the long tests opens TensorBoard in a browser. It is skipped if there is none.
 browser:

@@ -10,9 +10,9 @@ from tfdist import cluster
 from tfdist.collectives import CommunicationStats
 from tfdist.compression import Policy
 from tfdist.keras_internals.created_parts import keras_creates_variable
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, load_balancing_of
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.client_datasets import ClientDatasets
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.modes import Asynchronous, Mode, Synchronous

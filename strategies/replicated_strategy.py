@@ -13,7 +13,6 @@ from tfdist.collectives.all_reduce import ReductionContext, ReplicaReduction
 from tfdist.collectives.buckets import DEFAULT_BUCKET_BYTES
 from tfdist.collectives.hierarchy import ReplicaHierarchy
 from tfdist.compression import Compressor, Policy
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     bound_step,
@@ -24,6 +23,7 @@ from tfdist.keras_internals.model_introspection import (
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_updates import LocalUpdates
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.sharded_state.sharded_state_options import ShardedState, sharded_state_of
 from tfdist.sharded_state.state_sharding import StateSharding
 from tfdist.strategies.checked_strategy import CheckedStrategy
@@ -66,6 +66,8 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
 
     Put it before TensorFlow's class in the list of bases.
     """
+
+    has_read_number = False  # whether the user's code has read the number of replicas
 
     def _configure(
         self,
@@ -126,6 +128,7 @@ class ReplicatedStrategy(TrainingStrategy, CheckedStrategy, _Strategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas. A loss that is divided by it counts as scaled for as many replicas."""
         if is_read_by_user():
+            self.has_read_number = True
             note_read_number()
         return replica_count(super().num_replicas_in_sync)
 

@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[float, float, str, str]] = {
     "model_parallel": (1103, 225, "stages on several devices", "core"),
     "sharded_state": (465, 310, "split optimizer state", "core"),
     "load_balancing": (650, 310, "rows by measured speed", "core"),
+    "losses": (850, 310, "means and sums of samples", "core"),
     "transport": (105, 395, "authenticated messages", ""),
     "exchange": (905, 500, "arrays between workers", "core"),
     "checkpoint": (315, 395, "the store of checkpoints", ""),
@@ -48,6 +49,9 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("spark", "data"): [(490, 38), (490, 32), (1194, 32), (1194, 526), (1176, 526)],
     ("recovery", "data_position"): [(366, 300), (366, 371)],
     ("launch", "probe"): [(130, 120), (130, 100)],
+    ("losses", "internals"): [(854, 378), (854, 474), (640, 474)],
+    ("model_parallel", "collectives"): [(1000, 376)],
+    ("parameter_server", "compression"): [(944, 302), (944, 368), (864, 404), (864, 458)],
     ("probe", "strategies"): [(246, 92), (730, 121)],
     ("exchange", "transport"): [(905, 552), (905, 600), (60, 600), (60, 447)],
 }

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdist import strategy_hooks
 from tfdist.keras_internals import losses as installed
-from tfdist.keras_internals.loss_scaling import LossStep
 from tfdist.keras_internals.strategy_patches import patch_keras
+from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.loss_normalizers import AllRecorded, LossNormalizers, MicroStep, Recording
 from tfdist.strategies import ParameterServerStrategy
 from tfdist.strategies.parameter_server_hooks import HOOKS

@@ -22,20 +22,21 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression exchange internals load_balancing local_updates model_parallel "
+        "cluster collectives compression exchange internals load_balancing local_updates losses model_parallel "
         "parameter_server patches planning servers sharded_state strategy_hooks training utils versions".split()
     ),
-    "model_parallel": frozenset({"collectives", "compression", "internals", "utils"}),
+    "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "utils"}),
     "training": frozenset(
-        {"collectives", "compression", "internals", "load_balancing", "sharded_state", "strategy_hooks"}
+        {"collectives", "compression", "internals", "load_balancing", "losses", "sharded_state", "strategy_hooks"}
     ),
+    "losses": frozenset({"internals"}),
     "load_balancing": frozenset({"internals", "utils"}),
     "local_updates": frozenset({"collectives", "compression", "internals", "utils"}),
     "sharded_state": frozenset({"collectives", "compression", "internals"}),
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
-    "parameter_server": frozenset({"compression", "internals", "load_balancing", "servers", "utils"}),
+    "parameter_server": frozenset({"compression", "internals", "load_balancing", "losses", "servers", "utils"}),
     "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
         "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.keras_internals import loss_scaling as loss_warnings
+from tfdist.losses import loss_scaling as loss_warnings
 from tfdist.strategies import MirroredStrategy
 from tfdist.training import scale_loss_for_distribution, unscale_loss_for_distribution
 
@@ -145,6 +145,16 @@ def test_a_constant_that_may_be_the_number_of_replicas_is_named(cpus):
     assert len(said) == 1
     assert "by 1/2, and there are 2 replicas: tfdist scales means itself, and takes this for a mean of this" in said[0]
     assert f"Received: {__file__}:" in said[0]
+
+
+def test_a_constant_within_a_mean_is_named_if_the_number_was_read_from_the_same_strategy(cpus):
+    def loss_of(outputs):
+        return tf.reduce_mean(0.5 * outputs**2)
+
+    strategy, other = MirroredStrategy(cpus[:2]), MirroredStrategy(cpus[:2])
+    assert other.num_replicas_in_sync == 2
+    assert not trained(strategy, loss_of)[2]
+    assert len(trained(other, loss_of)[2]) == 1
 
 
 def test_gradients_of_tensors_and_of_other_strategies_are_unchanged(cpus):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 from one_process import in_one_process
 
-from tfdist.keras_internals import loss_scaling as loss_warnings
+from tfdist.losses import loss_scaling as loss_warnings
 from tfdist.strategies import MirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")

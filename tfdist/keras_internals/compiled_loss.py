@@ -1,11 +1,18 @@
 """The loss of a compiled model on a micro-batch, without the losses that its layers add."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_scaling import LossStep
+
+class ScalesLosses(Protocol):
+    """What makes a loss over a part of the samples a part of that of the whole batch: a `LossStep`."""
+
+    has_scaled: bool
+
+    def as_part(self, loss: Any, *, is_mean: bool) -> Any:
+        """Returns the part of a loss."""
 
 
 class _Recorder:
@@ -57,7 +64,7 @@ def _own_classes(model: Any) -> list[type]:
 
 
 def loss_parts(
-    model: Any, step: LossStep, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+    model: Any, step: ScalesLosses, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
 ) -> tuple[Any, list[Any]]:
     """Computes the loss of a part of a batch.
 

@@ -10,13 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TensorFlowTrainer, compile_utils, is_in_layer_call, losses
-from tfdist.keras_internals.loss_scaling import LossStep, divided, is_scalar, times
 from tfdist.keras_internals.model_introspection import added_losses
 from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import of_running_step
+from tfdist.tensorflow_internals.factors import divided, is_scalar, times
 from tfdist.tensorflow_internals.gradient_tapes import patch_gradient_tapes
-from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.operation_origins import is_symbolic
 
+LossStep = Any  # of `tfdist.losses.loss_scaling`, which follows the losses of a step
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 

@@ -9,7 +9,7 @@ from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
 from tfdist.keras_internals.sharded_variables import PartOfVariable, ShardedVariable, parts_of_replica
-from tfdist.tensorflow_internals.sample_degrees import is_symbolic
+from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
 

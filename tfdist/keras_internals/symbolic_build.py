@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.keras_symbols import BASE_TRAINER, TensorFlowTrainer, tree
 from tfdist.keras_internals.model_introspection import has_own_step
 from tfdist.patches import patch, replace
@@ -135,7 +134,7 @@ def patch_symbolic_build() -> None:
                 return _build_without_call(self)
             rows = next((leaf.shape[0] for leaf in tree.flatten(declared) if leaf is not None), None)
             if rows is not None:
-                DividedRows.of([rows], strategy.num_replicas_in_sync).explain(error)
+                strategy.divided_rows.of([rows], strategy.num_replicas_in_sync).explain(error)
             raise
 
 

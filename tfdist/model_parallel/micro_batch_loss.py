@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_scaling import LossStep, times
+from tfdist.losses.loss_scaling import LossStep
+from tfdist.tensorflow_internals.factors import times
 
 _current: contextvars.ContextVar["_PartLoss | None"] = contextvars.ContextVar("tfdist_stage_loss", default=None)
 

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_scaling import LossStep
+from tfdist.losses.loss_scaling import LossStep
 from tfdist.parameter_server.worker_scope import WorkerScope
 from tfdist.tensorflow_internals.function_methods import inlined
 from tfdist.tensorflow_internals.pruned_function import PrunedFunction

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import first_input
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server import worker_step
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.gradient_buffers import GradientBuffers

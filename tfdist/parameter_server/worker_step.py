@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import values_of
 from tfdist.keras_internals.auto_jit_compile import jit_compiles_on_workers
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.losses import means_of_outputs
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.keras_internals.scheduled_training import update_counter
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.parameter_server.batch_split import PartInfo
 from tfdist.parameter_server.loss_normalizers import MicroStep
 from tfdist.parameter_server.step_results import LogPart, combined, log_part

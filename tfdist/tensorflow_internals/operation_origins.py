@@ -40,3 +40,8 @@ def is_of_keras(tensor: tf.Tensor) -> bool:
 def describe(value: Any) -> str:
     """Returns where `value` was computed, as far as that is known."""
     return user_line(value) if hasattr(value, "op") else repr(value)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether `value` is a dense tensor of a graph, whose origin can be followed."""
+    return isinstance(value, tf.Tensor) and hasattr(value, "graph") and not hasattr(value, "numpy")

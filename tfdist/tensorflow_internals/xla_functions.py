@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.sample_functions import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
 _random = private(
     "tensorflow.python.ops:random_ops_util",

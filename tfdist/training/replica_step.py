@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import jit_compiles
-from tfdist.keras_internals.divided_rows import DividedRows
 from tfdist.keras_internals.model_introspection import (
     accepts_zeros,
     added_losses,
@@ -18,6 +17,7 @@ from tfdist.keras_internals.model_introspection import (
     set_added_losses,
     step_states,
 )
+from tfdist.losses.divided_rows import DividedRows
 from tfdist.tensorflow_internals.counted_batches import CountedPerReplica
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas

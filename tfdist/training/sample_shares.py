@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_internals.auto_jit_compile import rejects_xla
-from tfdist.keras_internals.loss_scaling import LossStep, times
 from tfdist.keras_internals.model_introspection import added_losses, set_added_losses
 from tfdist.load_balancing.step_timer import TimedStep
+from tfdist.losses.loss_scaling import LossStep
+from tfdist.tensorflow_internals.factors import times
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
 
 _current: contextvars.ContextVar["ReplicaStep | None"] = contextvars.ContextVar("tfdist_replica_step", default=None)
@@ -66,8 +67,7 @@ def current_timing() -> TimedStep | None:
 
 
 def note_read_number() -> None:
-    """Notes that the user's code has read the number of replicas, in the step of this replica if one is running."""
-    LossStep.has_read_number_before = True
+    """Notes that the user's code has read the number of replicas in the step of this replica, if one is running."""
     step = _current.get()
     if step is not None:
         step.has_read_number = True

@@ -6,16 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.sample_axes import Rule, grows
-from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, sum_of, unknown
+from tfdist.losses.sample_axes import Rule, grows
+from tfdist.losses.sample_kinds import ZERO, Kind, sum_of, unknown
+from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
-_get_function = private(
-    "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
-)
-CONDITIONS = frozenset({"If", "StatelessIf"})
-LOOPS = frozenset({"While", "StatelessWhile"})
-PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
 _MOST_TURNS = 4  # until the kinds of a loop's values do not change any more
 
@@ -82,16 +76,6 @@ def _called(degrees: Any, operation: tf.Operation, name: str, kinds: Sequence[Ki
         return result if result.divisor is None else unknown(kinds)
 
     return of_output
-
-
-def called_graph(graph: Any, name: str) -> Any:
-    """Returns the graph of the function `name` that an operation of `graph` calls, or `None`."""
-    while graph is not None:
-        function = _get_function(graph, name)
-        if function is not None:
-            return getattr(function, "graph", None)
-        graph = getattr(graph, "outer_graph", None)
-    return None
 
 
 def _empty_list(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, mean_over_samples, sum_of, unknown
+from tfdist.losses.sample_kinds import ZERO, Kind, mean_over_samples, sum_of, unknown
 
 _ARITHMETIC = {"AddV2": np.add, "Sub": np.subtract, "FloorMod": np.mod, "Mul": np.multiply}
 Rule = Callable[[tf.Tensor, Sequence[Kind]], Kind]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_axes import Rule, grows, static, vector
-from tfdist.tensorflow_internals.sample_kinds import Kind, sum_of, unknown
+from tfdist.losses.sample_axes import Rule, grows, static, vector
+from tfdist.losses.sample_kinds import Kind, sum_of, unknown
 
 
 def _gather(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_axes import Rule
-from tfdist.tensorflow_internals.sample_kinds import Kind, function_of, product_of, unknown
+from tfdist.losses.sample_axes import Rule
+from tfdist.losses.sample_kinds import Kind, function_of, product_of, unknown
 
 _KERNEL_GRADIENTS = (
     "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Conv2DBackpropFilterV2".split()

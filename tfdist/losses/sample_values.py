@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_axes import Rule, grows, static, vector
-from tfdist.tensorflow_internals.sample_kinds import (
+from tfdist.losses.sample_axes import Rule, grows, static, vector
+from tfdist.losses.sample_kinds import (
     Kind,
     function_of,
     mean_over_samples,

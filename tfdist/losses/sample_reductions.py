@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.sample_axes import Rule, grows, is_whole, static, vector
-from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, function_of, mean_over_samples, unknown
+from tfdist.losses.sample_axes import Rule, grows, is_whole, static, vector
+from tfdist.losses.sample_kinds import ZERO, Kind, function_of, mean_over_samples, unknown
 
 _RANDOM = (
     "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal StatelessRandomNormalV2 "

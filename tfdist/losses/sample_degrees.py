@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals import (
+from tfdist.losses import (
     sample_axes,
     sample_contractions,
     sample_functions,
@@ -19,9 +19,10 @@ from tfdist.tensorflow_internals import (
     sample_selections,
     sample_values,
 )
+from tfdist.losses.sample_axes import is_whole
+from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
+from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.replica_count import power_of_count
-from tfdist.tensorflow_internals.sample_axes import is_whole
-from tfdist.tensorflow_internals.sample_kinds import ZERO, Kind, function_of, product_of, unknown
 
 # Operations that compute values of one sample from others, if the samples lie along their first axis.
 _MIX_SAMPLES = frozenset(
@@ -256,11 +257,6 @@ def degree_of_sum(kind: Kind) -> float | None:
     if kind.degree is None or kind.divisor is not None or len(kind.axes) > 1:
         return None
     return kind.degree if kind.degree == ZERO else kind.degree + bool(kind.axes)
-
-
-def is_symbolic(value: Any) -> bool:
-    """Whether `value` is a dense tensor of a graph, whose origin can be followed."""
-    return isinstance(value, tf.Tensor) and hasattr(value, "graph") and not hasattr(value, "numpy")
 
 
 _RULES: dict[str, Callable[[tf.Tensor, Sequence[Kind]], Kind]] = {

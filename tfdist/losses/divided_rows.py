@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfdist.keras_internals.loss_scaling import LossStep
+from tfdist.losses.loss_scaling import LossStep
+from tfdist.losses.sample_reductions import RANDOM
 from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
-from tfdist.tensorflow_internals.sample_reductions import RANDOM
 
 _ABOUT_SHAPES = re.compile(r"shape|dimension|slice index|is not in \[0,", re.IGNORECASE)
 _FIRST_AXIS = re.compile(r"slice index \d+ of dimension 0 out of bounds")

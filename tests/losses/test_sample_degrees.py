@@ -3,9 +3,9 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.loss_terms import loss_terms
+from tfdist.losses.loss_terms import loss_terms
+from tfdist.losses.sample_degrees import SampleDegrees
 from tfdist.tensorflow_internals.operation_origins import user_line
-from tfdist.tensorflow_internals.sample_degrees import SampleDegrees
 
 pytestmark = pytest.mark.usefixtures("cpus")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.loss_terms import Term, divides_by, loss_terms
-from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
-from tfdist.tensorflow_internals.sample_degrees import SampleDegrees, is_symbolic
-from tfdist.tensorflow_internals.sample_kinds import ZERO
+from tfdist.losses.loss_terms import Term, divides_by, loss_terms
+from tfdist.losses.sample_degrees import SampleDegrees
+from tfdist.losses.sample_kinds import ZERO
+from tfdist.tensorflow_internals.factors import divided, is_one, is_scalar, times
+from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras, is_symbolic
 
 _warned: set[str] = set()
 
@@ -85,7 +86,6 @@ class LossStep:
         unweighted: A value that a metric must count as Keras does.
         has_own_loss: Whether the model computes its loss itself.
         has_read_number: Whether the user's code has read the number of replicas in this step.
-        has_read_number_before: Whether it has in any step, or outside of one.
     """
 
     has_totals = False
@@ -95,7 +95,6 @@ class LossStep:
     replicas: int | None = None
     has_own_loss = False
     has_read_number = False
-    has_read_number_before = False
     unweighted: Any = None
     fraction: Any = 1
     sum_scale: Any = 1
@@ -300,8 +299,9 @@ class LossStep:
         terms = loss_terms(loss, self._degrees)
         while self._degrees.ambiguous:
             self._warnings.of_ambiguous_constant(self._degrees.ambiguous.pop())
-        replicas = int(tf.distribute.get_strategy().num_replicas_in_sync)
-        anywhere = self.has_read_number_before
+        strategy = tf.distribute.get_strategy()
+        replicas = int(strategy.num_replicas_in_sync)
+        anywhere = getattr(strategy, "has_read_number", False)
         for index, term in enumerate(terms):
             if replicas > 1 and term.is_mean and divides_by(term.tensor, replicas, anywhere=anywhere):
                 self._warnings.of_division_by_replicas(term.tensor, replicas, is_scaled=self.has_read_number)
@@ -337,30 +337,3 @@ def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:
     """The gradient of the loss with respect to a term's tensor; `given` is that of the user's code."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
     return tf.broadcast_to(scale, tf.shape(term.tensor)) if given is None else times(given, scale)
-
-
-def is_scalar(value: Any) -> bool:
-    """Whether a tensor or number has the rank 0, or a rank that is not known."""
-    shape = getattr(value, "shape", ())
-    return shape.rank in (0, None) if isinstance(shape, tf.TensorShape) else not len(shape)
-
-
-def times(value: Any, fraction: Any) -> Any:
-    """Returns `value * fraction`; 0 where `fraction` is 0, whatever `value` is.
-
-    A replica without samples has the fraction 0; its loss, which may be NaN (a mean over nothing), counts as 0.
-    """
-    if is_one(fraction):
-        return value
-    value = tf.convert_to_tensor(value)
-    return tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
-
-
-def divided(value: Any, fraction: Any) -> Any:
-    """Returns `value / fraction`; 0 where `fraction` is 0."""
-    return value if is_one(fraction) else tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype))
-
-
-def is_one(fraction: Any) -> bool:
-    """Whether a factor is the number 1, and no tensor."""
-    return not tf.is_tensor(fraction) and fraction == 1

@@ -7,8 +7,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.keras_internals import divided_rows
-from tfdist.keras_internals.divided_rows import DividedRows
+from tfdist.losses import divided_rows
+from tfdist.losses.divided_rows import DividedRows
 
 TWO = DividedRows(parts=2, rows=8, total=16)
 UNKNOWN = DividedRows(parts=2)
