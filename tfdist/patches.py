@@ -1,4 +1,4 @@
-"""What tfdist replaces in TensorFlow and Keras: each attribute once, listed, and undone in tests.
+"""What tfdist replaces in TensorFlow and Keras: by each patch once, listed, and undone in tests.
 
 `python -m tfdist.strategies` lists all that strategies replace.
 """

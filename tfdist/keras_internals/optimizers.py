@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
+from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
 LARGE_UPDATE = 200_000
@@ -234,7 +234,7 @@ def build_outside_trace(optimizer: Any, variables: Sequence[Any]) -> None:
         thread.submit(build).result()
 
 
-_of_stock_strategies: weakref.WeakKeyDictionary[Any, UpdateHooks] = weakref.WeakKeyDictionary()
+_of_stock_strategies: WeakIdentityMap[UpdateHooks] = WeakIdentityMap()
 
 
 def update_hooks(optimizer: Any) -> UpdateHooks | None:

@@ -1,6 +1,5 @@
 """Optimizers whose slots are split over the replicas: which can be, what a replica owns, moving averages of weights."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
+from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 for _path, _why in {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer.build": "does not tell which variables slots will be for",
@@ -121,7 +121,7 @@ class SplitSlots:
         )
 
 
-_split: weakref.WeakKeyDictionary[Any, SplitSlots] = weakref.WeakKeyDictionary()
+_split: WeakIdentityMap[SplitSlots] = WeakIdentityMap()
 
 
 def split_slots(optimizer: Any) -> SplitSlots | None:

@@ -1,7 +1,6 @@
 """The mode of ParameterServerStrategy in which clients train by themselves and send what they have changed."""
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,13 @@ import tensorflow as tf
 
 from tfdist.keras_internals.outer_optimizers import features_of_steps
 from tfdist.utils.argument_checks import check_whole_number, is_number
+from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 _SHORTEST_LIMIT_SECONDS = 600.0
 _DEADLINES_UNTIL_LIMIT = 10
 
 # Class and configuration of optimizers that were given before.
-_known: "weakref.WeakKeyDictionary[Any, tuple[type, dict[str, Any]]]" = weakref.WeakKeyDictionary()
+_known: WeakIdentityMap[tuple[type, dict[str, Any]]] = WeakIdentityMap()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +149,14 @@ def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
             "Expected: an optimizer without. Remove it."
         )
     try:
-        _known[optimizer] = type(optimizer), optimizer.get_config()
+        known = _known[optimizer] = type(optimizer), optimizer.get_config()
     except tf.errors.OpError as error:  # it was created before a strategy has connected this process to a cluster
-        if optimizer not in _known:
+        before = _known.get(optimizer)
+        if before is None:
             raise ValueError(
                 "The variables of the optimizer were lost when this process was connected to a cluster. Received: a "
                 "`server_optimizer` that was created before the first ParameterServerStrategy. Expected: one that is "
                 "created after it, or given to the mode before it. Create a new one."
             ) from error
-    return _known[optimizer]
+        known = before
+    return known
