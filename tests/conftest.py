@@ -56,7 +56,10 @@ def graph_passes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def unpatched() -> Iterator[None]:
-    """Begins a test without what tfdist replaces in TensorFlow and Keras; what the test installs is undone after it."""
+    """Begins a test without what tfdist replaces in TensorFlow and Keras; what the test installs is undone after it.
+
+    Request it before `monkeypatch`, which must end first: it would put stock attributes back where tfdist's belong.
+    """
     from tfdist.patches import without_patches
 
     with without_patches():

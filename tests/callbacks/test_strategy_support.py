@@ -65,7 +65,7 @@ def two_workers(monkeypatch):
     [lambda: GradientAccumulation(2), CommunicationReport, lambda: FailureRecovery("no")],
     ids=["accumulation", "report", "recovery"],
 )
-def test_several_workers_are_rejected_before_keras_fails(two_workers, unpatched, make):
+def test_several_workers_are_rejected_before_keras_fails(unpatched, two_workers, make):
     model = compiled(two_workers)
     with pytest.raises(
         ValueError,
@@ -150,7 +150,7 @@ class Batches(keras.utils.PyDataset):
         return self.arrays
 
 
-def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(cpus, tmp_path, monkeypatch, caplog, unpatched):
+def test_arrays_are_protected_under_a_stock_strategy_with_one_warning(unpatched, cpus, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(strategy_support, "_has_warned_of_arrays", False)
     np.save(tmp_path / "labels.npy", np.ones([8, 1], "float32"))
     labels = np.load(tmp_path / "labels.npy", mmap_mode="r")  # TensorFlow would crash when it writes

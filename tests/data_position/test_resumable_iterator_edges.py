@@ -274,7 +274,7 @@ def test_the_next_fit_begins_at_the_beginning(strategy):
 
 
 @pytest.mark.parametrize("agreement_first", [True, False])
-def test_workers_that_agree_on_the_number_of_batches_keep_it(strategy, agreement_first, monkeypatch, unpatched):
+def test_workers_that_agree_on_the_number_of_batches_keep_it(unpatched, strategy, agreement_first, monkeypatch):
     """The two extensions of Keras' iterator combine in either order."""
     hooks = StrategyHooks(agree_on_batches=lambda strategy, batches: batches and 4)
     monkeypatch.setattr(epoch_iterator, "hooks_of", lambda strategy: hooks)

@@ -29,7 +29,7 @@ class Exchange:
 
 
 @pytest.fixture
-def exchange(monkeypatch, tmp_path, unpatched):
+def exchange(unpatched, monkeypatch, tmp_path):
     """Patches this process as one of several workers; paths of the test are relative to its directory."""
     monkeypatch.chdir(tmp_path)
     exchange = Exchange()

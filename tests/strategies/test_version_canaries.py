@@ -52,7 +52,7 @@ def test_an_update_that_is_made_twice_is_found(cpus, monkeypatch):
     assert "the collectives of gradients in 4 updates are (8, 8) instead of (4, 4)" in canary_failures(cpus[:2])
 
 
-def test_a_function_imported_by_name_is_replaced_too(monkeypatch, unpatched):
+def test_a_function_imported_by_name_is_replaced_too(unpatched, monkeypatch):
     import keras.src.losses.losses as importing
 
     original = losses.losses.reduce_values
