@@ -117,6 +117,24 @@ def test_an_attribute_that_is_inherited_or_new_is_undone():
     assert table() == f"{__name__}:patch_answer: Adds a number.\n" + "\n".join([f"    {__name__}:Inherits.answer"] * 2)
 
 
+def test_undoing_leaves_what_others_have_put_back():
+    class Owner:
+        def answer(self):
+            return 1
+
+    @patch
+    def install():
+        """Answers otherwise."""
+        replace(Owner, "answer")(lambda self: 3)
+
+    stock = Owner.answer
+    with without_patches():
+        Owner.answer = lambda self: 2  # as `monkeypatch` does, and undoes before this context ends
+        install()
+        Owner.answer = stock
+    assert Owner.answer is stock
+
+
 def test_a_patch_that_fails_is_tried_again():
     fails = [True, False]
 

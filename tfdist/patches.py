@@ -90,7 +90,7 @@ def without_patches() -> Iterator[None]:
 
 def _undo() -> None:
     for owner, name, stock, new, _ in reversed(_replacements):
-        if (getattr(owner, name, None) if isinstance(owner, types.ModuleType) else vars(owner).get(name)) is not new:
+        if vars(owner).get(name) is not new:
             continue  # somebody else has replaced it since, or put back what was there
         if stock is _ABSENT:
             delattr(owner, name)

@@ -117,8 +117,7 @@ def _missing(symbol: PrivateSymbol, found: str) -> MissingPrivateSymbolError:
     version = getattr(sys.modules.get(library), "__version__", "")
     return MissingPrivateSymbolError(
         f"tfdist needs {symbol.path!r} ({symbol.why}), which the installed {f'{library} {version}'.strip()} does not "
-        "have. "
-        f"Received: {found}. Expected: a {library} version within the range that tfdist was tested with "
+        f"have. Received: {found}. Expected: a {library} version within the range that tfdist was tested with "
         "(`tfdist.versions.tested_ranges()`). Install one of these, or report the version to tfdist."
     )
 

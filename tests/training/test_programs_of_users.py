@@ -1,6 +1,7 @@
 """Programs in the shape of public ones, which were written for one process: equal to it, or told what to write."""
 
 import functools
+import importlib
 import warnings
 
 import keras
@@ -362,6 +363,15 @@ def test_statements_outside_of_replicas_equal_one_process(cpus):
     for value, reference in zip(values, expected, strict=True):
         np.testing.assert_allclose(value, reference, rtol=0, atol=TOLERANCE)
     assert all(np.array_equal(*of_replicas) for of_replicas in copies)
+
+
+def test_a_reset_graph_keeps_the_scope_also_by_another_import(cpus, monkeypatch):
+    monkeypatch.setattr(tf, "compat", tf.compat)  # which the import replaces
+    strategy = MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        importlib.import_module("tensorflow.compat.v1").reset_default_graph()
+        keras.utils.clear_session()
+        assert tf.distribute.get_strategy() is strategy
 
 
 def test_a_loaded_layer_works_within_the_scope(cpus, tmp_path):

@@ -24,6 +24,11 @@ _autograph = private(
     "tensorflow.python.autograph.core:config", "which packages autograph leaves as they are, as TensorFlow and Keras"
 )
 
+_GraphStack = private(
+    "tensorflow.python.framework.ops:_DefaultGraphStack", "holds the default graph, and the scope in it"
+)
+private("tensorflow.python.framework.ops:_DefaultGraphStack.reset", "is left out within a scope")
+
 private(
     "tensorflow.python.eager.context:Context.configure_coordination_service",
     "takes a worker that was silent for 10 s for lost, also while a slow link is busy",
@@ -48,12 +53,13 @@ def patch_graph_reset() -> None:
     The graph holds the scope: what is created afterwards would be outside, and the end of the scope would fail. Without
     graphs of TensorFlow 1 it holds nothing else.
     """
-    reset = tf.compat.v1.reset_default_graph
+    reset = _GraphStack.reset
 
-    @replace(tf.compat.v1, "reset_default_graph")
-    def reset_outside_of_scopes() -> None:
+    # Not `tf.compat.v1.reset_default_graph`: `import tensorflow.compat.v1` makes another module of that name.
+    @replace(_GraphStack, "reset")
+    def reset_outside_of_scopes(self: Any) -> None:
         if not (tf.distribute.has_strategy() and has_hooks(tf.distribute.get_strategy())):
-            reset()
+            reset(self)
 
 
 def reject_graphs_of_tensorflow_1() -> None:
