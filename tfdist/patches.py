@@ -91,7 +91,7 @@ def without_patches() -> Iterator[None]:
 def _undo() -> None:
     for owner, name, stock, new, _ in reversed(_replacements):
         if vars(owner).get(name) is not new:
-            continue  # somebody else has replaced it since, or put back what was there
+            continue  # somebody else has replaced it since, or restored what was there
         if stock is _ABSENT:
             delattr(owner, name)
         else:

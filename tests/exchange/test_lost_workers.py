@@ -21,7 +21,12 @@ rank, fault, shares_memory, *addresses = sys.argv[1:]
 exchange = Exchange(int(rank), addresses, token="t", silence_seconds=2.0, shares_memory=shares_memory == "memory")
 channel, values = exchange.channel(STEPS), np.ones(1_000_000, np.float32)
 for step in range(200):
+    if step == 5 and rank != "2":
+        exchange.control.publish(f"begins/{rank}", "")
     if step == 5 and rank == "2":
+        for other in range(2):
+            assert exchange.control.wait_for(f"begins/{other}", 30) is not None
+        time.sleep(0.5)  # then the others wait in the exchange
         print("fault", time.time(), flush=True)
         if fault == "leave":
             break
