@@ -147,6 +147,19 @@ def test_encrypted_workers_exchange(certificates: Path) -> None:
         assert all((result == 6.0).all() for result in sums(exchanges))
 
 
+def test_an_encrypted_connection_is_read_and_written_at_once(certificates: Path) -> None:
+    """By the thread that answers, and by those that publish: OpenSSL's connections are not safe in two threads."""
+    with joined(2, shares_memory=False, encryption=encryption(certificates, "ca")) as exchanges:
+
+        def publish_and_wait(rank: int) -> str | None:
+            for number in range(3000):
+                exchanges[rank].control.publish(f"{rank}/{number}", "published")
+            return exchanges[rank].control.wait_for(f"{1 - rank}/2999", 30)
+
+        assert on_workers(2, publish_and_wait) == ["published"] * 2
+        assert [exchange.failure for exchange in exchanges] == [None] * 2
+
+
 def test_a_certificate_of_another_authority_is_refused(certificates: Path) -> None:
     addresses = free_addresses(2)
     names = ("ca", "other")

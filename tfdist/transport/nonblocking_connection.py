@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,6 +41,7 @@ class NonblockingConnection:
         self._socket = connection
         self._codec = MessageCodec(send_key=keys.send_key, receive_key=keys.receive_key, received=received)
         self._unsent = bytearray()
+        self._using_socket = threading.Lock()  # OpenSSL breaks a connection that two threads read and write at once
 
     @classmethod
     def continuing(cls, connection: BlockingConnection) -> "NonblockingConnection":
@@ -83,7 +85,8 @@ class NonblockingConnection:
         """
         while self._unsent:
             try:
-                del self._unsent[: self._socket.send(self._unsent)]
+                with self._using_socket:
+                    del self._unsent[: self._socket.send(self._unsent)]
             except WOULD_BLOCK:
                 return
             except OSError as error:
@@ -99,7 +102,8 @@ class NonblockingConnection:
         reason = ""
         while not reason:
             try:
-                data = self._socket.recv(65_536)
+                with self._using_socket:
+                    data = self._socket.recv(65_536)
             except WOULD_BLOCK:
                 break
             except OSError as error:
