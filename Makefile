@@ -88,7 +88,7 @@ slurm:
 	    tests/slurm/install_slurm.sh; } >/dev/null 2>&1 || echo "No Slurm: the tests that start one are skipped."
 
 test-long: $(STAMP) browser slurm
-	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long
+	TEST_GRAPPLER=twice $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -31,7 +31,11 @@ def server_pid():
     """The process of parameter server 0, among the children of the process that started this one."""
     launcher = os.getppid()
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if '"task": {"type": "ps", "index": 0}' in Path(f"/proc/{pid}/environ").read_text():
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_text()
+        except OSError:  # it has just exited
+            continue
+        if '"task": {"type": "ps", "index": 0}' in environ:
             return int(pid)
     raise RuntimeError("there is no parameter server")
 

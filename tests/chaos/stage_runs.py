@@ -111,14 +111,14 @@ class Run:
 def _children(pid):
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
 def _words(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return []
 
 

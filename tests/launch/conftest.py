@@ -50,15 +50,15 @@ def wait_gone(rank):
 
 def wait_ended(pid_file_name):
     wait_for(pid_file_name)
-    stat = pathlib.Path("/proc", (HERE / pid_file_name).read_text(), "stat")
+    wait_until(lambda: state_of(pid_file_name) in ("Z", ""))
 
-    def has_ended():
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:  # reaped, perhaps between opening the file and reading it
-            return True
-
-    wait_until(has_ended)
+def state_of(pid_file_name):
+    "Returns the state of a process, such as 'T' for stopped, or '' if there is none."
+    try:
+        stat = pathlib.Path("/proc", (HERE / pid_file_name).read_text(), "stat").read_text()
+    except OSError:  # reaped, perhaps between opening the file and reading it
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 def beat(**said):
     "Sends a heartbeat."

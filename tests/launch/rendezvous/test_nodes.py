@@ -68,8 +68,7 @@ def test_lost_peer_waits_for_a_frozen_worker_on_another_host(node, tmp_path):
     """A worker beside the one that lost its peer continues meanwhile: nothing else failed on its host."""
     script = f"""
         def signalled(*_):
-            stat = pathlib.Path("/proc", (HERE / "pid-2").read_text(), "stat")
-            note("signalled", stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "")
+            note("signalled", state_of(pid_file(2)))
             sys.exit(0)
         if RANK == 0:
             wait_for("stopped"), wait_for("up")
