@@ -164,6 +164,18 @@ def test_balanced_rows_help_workers_of_different_speeds_only():
     assert seconds((1.0, 0.5), True) < seconds((1.0, 0.5), False)
 
 
+def test_memory_is_that_of_the_worker_with_most_rows():
+    def memory(measured, balanced):
+        return predict_data_parallel(
+            measured, on(FAST, speeds=(1.0, 0.5)), 2, DataParallel(is_balanced=balanced)
+        ).memory_bytes
+
+    measured = program(rows=96)
+    # The fastest worker has two thirds of balanced rows: as many as each of two workers has of 4/3 as many rows.
+    more = dataclasses.replace(measured, program=dataclasses.replace(measured.program, rows=128))
+    assert memory(measured, balanced=True) == pytest.approx(memory(more, balanced=False))
+
+
 def test_workers_with_several_cores_encode_beside_backpropagation():
     int8 = DataParallel("int8")
     one, four = (predict_data_parallel(program(), on(GIGABIT, cores=cores), 2, int8).step_seconds for cores in (1, 4))

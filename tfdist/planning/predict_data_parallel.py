@@ -62,10 +62,11 @@ def predict_data_parallel(
         (rows / parts, scaled(step_of(program, rows / parts, compiled=options.compiled), slowness))
         for rows, slowness in rows_of_workers(program.rows, workers, conditions.speeds, is_balanced=options.is_balanced)
     ]
-    micro_rows, step = max(steps, key=lambda pair: pair[1].seconds)
+    step = max((step for _, step in steps), key=lambda step: step.seconds)
     transfers = TransferCosts(measured.machine.transfers)
     drawn = data_seconds(measured, conditions)
-    memory = replica_bytes(program, micro_rows, conditions.devices)
+    # The fastest worker has the most rows if they are balanced.
+    memory = replica_bytes(program, max(rows for rows, _ in steps), conditions.devices)
     if options.micro_batches > 1 or options.accumulated > 1:
         memory += program.gradient_bytes
     if workers == 1:
