@@ -59,8 +59,10 @@ def check_checkpoints(context: CheckContext) -> list[Finding]:
 def _room(context: CheckContext, directory: Path, free: int) -> Finding:
     # During a save all kept checkpoints still exist.
     need = (context.keep + 1) * context.training_state_bytes
-    each = f"{format_bytes(context.training_state_bytes)} each ({format_count(context.parameters)} parameters, Adam)"
-    expected = f"{format_bytes(need)} for {context.keep} kept checkpoints and the one being written, {each}"
+    checkpoint_size = (
+        f"{format_bytes(context.training_state_bytes)} each ({format_count(context.parameters)} parameters, Adam)"
+    )
+    expected = f"{format_bytes(need)} for {context.keep} kept checkpoints and the one being written, {checkpoint_size}"
     if free >= need:
         return Finding(OK, "checkpoint room", f"{format_bytes(free)} free; needed: {expected}")
     remedy = "Free space, keep fewer (FailureRecovery(keep=...), --keep here), or choose another file system."

@@ -72,12 +72,12 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
         reference: That task.
         links: All measurements; those of `reference` count.
     """
-    own = [link for link in links if link.first == reference]
-    if not own:
+    reference_links = [link for link in links if link.first == reference]
+    if not reference_links:
         return []
     wrong = [
         link
-        for link in own
+        for link in reference_links
         if abs(link.clock_offset_seconds) - link.clock_uncertainty_seconds > MAX_CLOCK_DIFFERENCE_SECONDS
     ]
     if wrong:
@@ -91,7 +91,7 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
             "logs, files on network file systems and certificates depend on them."
         )
         return [Finding(WARNING, "clocks", found, expected, remedy)]
-    worst = max(own, key=lambda link: abs(link.clock_offset_seconds))
+    worst = max(reference_links, key=lambda link: abs(link.clock_offset_seconds))
     return [Finding(OK, "clocks", f"at most {_offset(worst)} from that of {reference}")]
 
 
