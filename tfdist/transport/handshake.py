@@ -215,13 +215,13 @@ class ServerHandshake:
             FrameError: If the body is malformed.
         """
         if self._hellos is None:
-            theirs, own = Hello.decode(body), self._own.encode()
-            self._own.require_compatible(theirs, same_version=self._credentials.same_version, reply=own)
-            expected = self._credentials.fingerprint(theirs.nonce)
-            if not hmac.compare_digest(theirs.cluster.encode(), expected.encode()):
+            client_hello, own_body = Hello.decode(body), self._own.encode()
+            self._own.require_compatible(client_hello, same_version=self._credentials.same_version, reply=own_body)
+            expected = self._credentials.fingerprint(client_hello.nonce)
+            if not hmac.compare_digest(client_hello.cluster.encode(), expected.encode()):
                 raise ClusterMismatchError(_WRONG_CLUSTER, reply=_encode_refusal(_WRONG_CLUSTER))
-            self._hellos = (body, own)
-            return own
+            self._hellos = (body, own_body)
+            return own_body
         if not is_proof(body, derive_mac(self._credentials, "client proof", *self._hellos)):
             raise TokenRejectedError(_WRONG_TOKEN, reply=_encode_refusal(_WRONG_TOKEN))
         labels = ("server key", "client key", "server proof")
