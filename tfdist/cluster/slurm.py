@@ -229,10 +229,10 @@ def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list
             break
         members = set(expand_hostlist(group))
         components.append([index for index, node in enumerate(nodes) if node in members])
-    found = [component for component in components if component]
-    if sorted(index for component in found for index in component) != list(range(len(nodes))):
+    nonempty_components = [component for component in components if component]
+    if sorted(index for component in nonempty_components for index in component) != list(range(len(nodes))):
         return [list(range(len(nodes)))]
-    return found
+    return nonempty_components
 
 
 def _placement(environ: Mapping[str, str], counts: tuple[int, ...], components: Sequence[int]) -> list[tuple[int, int]]:

@@ -55,11 +55,11 @@ def wait_for_peers(
             if names_are_fixed and time.monotonic() > began + _NAME_SECONDS:
                 check_names(missing)
             if missing and time.monotonic() > end:
-                found = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
+                missing_tasks = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
                 raise TimeoutError(
-                    f"The cluster was not complete after {timeout_seconds:g} s. Received: no answer from {found}. "
-                    "Expected: every task of the cluster to create its strategy in that time. Check the logs of "
-                    "the missing tasks, or allow more time with `tfdist run --start-timeout` or "
+                    f"The cluster was not complete after {timeout_seconds:g} s. Received: no answer from "
+                    f"{missing_tasks}. Expected: every task of the cluster to create its strategy in that time. Check "
+                    "the logs of the missing tasks, or allow more time with `tfdist run --start-timeout` or "
                     "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
                 )
             if missing:
