@@ -335,19 +335,19 @@ class RunDirectory:
                     "columns or parameters than those that it has begun with. Expected: the same, to resume it. "
                     f"Choose another `run_id`, or remove {self.path}."
                 )
-            found = {name: from_parquet(self.path / name) for name in parts}
+            datasets = {name: from_parquet(self.path / name) for name in parts}
         else:
             shutil.rmtree(self.path, ignore_errors=True)
-            found = {name: from_spark(part, store=self.path / name, keep=True) for name, part in parts.items()}
+            datasets = {name: from_spark(part, store=self.path / name, keep=True) for name, part in parts.items()}
             with atomic_files.replacing(file) as opened:
                 opened.write(json.dumps(description).encode())
-        for name, data in found.items():
+        for name, data in datasets.items():
             if not data.num_rows:
                 raise ValueError(
                     f"There are no rows to {'train on' if name == 'train' else 'validate with'}. Received: 0 rows. "
                     "Expected: at least one. Check the DataFrame and `validation`."
                 )
-        return found["train"], found.get("validation")
+        return datasets["train"], datasets.get("validation")
 
     def remove(self) -> None:
         """Removes the directory, unless the run has a name."""

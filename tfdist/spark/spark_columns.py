@@ -79,5 +79,5 @@ def fingerprint(df: Any, extra: str) -> str:
     from pyspark.sql import functions
 
     rows = functions.xxhash64(*(column(name) for name in df.columns)).cast("decimal(38,0)")
-    found = df.agg(functions.count(functions.lit(1)), functions.sum(rows)).first()
-    return hashlib.sha256(f"{df.schema.json()} {found[0]} {found[1]} {extra}".encode()).hexdigest()
+    totals = df.agg(functions.count(functions.lit(1)), functions.sum(rows)).first()
+    return hashlib.sha256(f"{df.schema.json()} {totals[0]} {totals[1]} {extra}".encode()).hexdigest()
