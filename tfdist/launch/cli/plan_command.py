@@ -263,12 +263,14 @@ def check_simulation_options(options: argparse.Namespace) -> None:
     Raises:
         UsageError: Options are missing, without effect, or a picture cannot be drawn.
     """
-    given = [f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)]
+    dependent_options = [
+        f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)
+    ]
     if not options.simulate:
-        if given:
+        if dependent_options:
             raise UsageError(
-                f"Options of a simulation without it. Received: {', '.join(given)}. Expected: --simulate, too. "
-                "Add it, or remove them."
+                f"Options of a simulation without it. Received: {', '.join(dependent_options)}. Expected: --simulate, "
+                "too. Add it, or remove them."
             )
         return
     if options.topology is None:

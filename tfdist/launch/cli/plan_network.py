@@ -64,8 +64,8 @@ def network_of(
         link = measured_link(config, environ, cores, _TIMEOUT_OF_PEERS, say)
         if link is None:
             return None
-        own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
-        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, own, config.source)
+        cores_per_worker = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
+        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, cores_per_worker, config.source)
     if options.link is not None:
         return PlannedNetwork(
             options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores

@@ -340,17 +340,17 @@ class _Round:
         while True:
             names = names_of_workers(self._client)
             with lock:
-                found = self._describe(names)
-                free = sorted(name for name, worker in found.items() if worker.is_free)[:needed]
+                dask_workers = self._describe(names)
+                free = sorted(name for name, worker in dask_workers.items() if worker.is_free)[:needed]
                 if len(free) == needed:
-                    return self._submit({name: found[name] for name in free})
+                    return self._submit({name: dask_workers[name] for name in free})
             if time.monotonic() >= limit:
-                rest = f", {self._resources}" if self._resources else ""
+                resources_text = f", {self._resources}" if self._resources else ""
                 raise TimeoutError(
-                    f"There are too few free Dask workers. Received: {len(found)} in the cluster, {len(free)} of them "
-                    f"with a free thread{rest} and no process of another call, after {seconds:g} s. Expected: "
-                    f"workers={needed}. Start more, by cluster.scale({needed}) or cluster.adapt(minimum={needed}), or "
-                    "give more `start_timeout_seconds`."
+                    f"There are too few free Dask workers. Received: {len(dask_workers)} in the cluster, {len(free)} "
+                    f"of them with a free thread{resources_text} and no process of another call, after {seconds:g} s. "
+                    f"Expected: workers={needed}. Start more, by cluster.scale({needed}) or "
+                    f"cluster.adapt(minimum={needed}), or give more `start_timeout_seconds`."
                 )
             self._wait(_LOOK_SECONDS)
 

@@ -245,8 +245,8 @@ def describe_resources(ray: Any) -> str:
     """
     names = ("CPU", "GPU", "memory")
 
-    def chosen(found: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in found.items() if name in names or ":" not in name}
+    def chosen(resources: Mapping[str, float]) -> dict[str, float]:
+        return {name: value for name, value in resources.items() if name in names or ":" not in name}
 
     return f"a cluster with {chosen(ray.cluster_resources())}, of which {chosen(ray.available_resources())} are free"
 
@@ -262,12 +262,12 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
     strategy = import_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
     )
-    other = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
+    custom_resources = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
     memory = {"memory": resources["memory"]} if "memory" in resources else {}
     return {
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
-        "resources": other or None,
+        "resources": custom_resources or None,
         "scheduling_strategy": strategy,
         **memory,
     }

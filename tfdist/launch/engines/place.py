@@ -82,8 +82,10 @@ class PlaceResult:
         if self.failure is None or int(self.failure["attempt"]) + 1 < self.attempts:
             return False
         cause = self.failure["cause"]
-        own = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(self.exit_code - 128)
-        return own and self.exit_code != PREEMPTED_EXIT_CODE
+        matches_cause = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(
+            self.exit_code - 128
+        )
+        return matches_cause and self.exit_code != PREEMPTED_EXIT_CODE
 
 
 def place_address(host: str) -> PlaceAddress:
@@ -159,13 +161,13 @@ def run_place(
 
 
 def _other_versions(task: PlaceTask) -> str:
-    own = Versions.of_this_process()
-    if own == task.versions:
+    own_versions = Versions.of_this_process()
+    if own_versions == task.versions:
         return ""
     return (
-        f"A place has other versions than the driver. Received: {own} in {sys.executable} on {socket.gethostname()}. "
-        f"Expected: {task.versions}. Install the driver's versions on all hosts of the engine, or make it use another "
-        "Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
+        f"A place has other versions than the driver. Received: {own_versions} in {sys.executable} on "
+        f"{socket.gethostname()}. Expected: {task.versions}. Install the driver's versions on all hosts of the engine, "
+        "or make it use another Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
     )
 
 

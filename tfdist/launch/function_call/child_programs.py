@@ -121,11 +121,11 @@ def run_worker(directory: str) -> None:
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the frames of these modules, unless it has no others."""
-    full = trace
-    own = (__file__, call_written.__code__.co_filename, sys.argv[0])
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+    full_trace = trace
+    internal_files = (__file__, call_written.__code__.co_filename, sys.argv[0])
+    while trace is not None and trace.tb_frame.f_code.co_filename in internal_files:
         trace = trace.tb_next
-    return trace or full
+    return trace or full_trace
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

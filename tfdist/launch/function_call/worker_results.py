@@ -147,13 +147,13 @@ def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, w
     if error is not None:
         how = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
     kind, _, number = str(cause.get("task") or f"worker {rank}").partition(" ")
-    other = "The parameter server" if kind == "ps" else f"The {kind}"
-    who = f"Worker {number} of {workers}" if kind == "worker" else f"{other} {number}".rstrip()
+    role_text = "The parameter server" if kind == "ps" else f"The {kind}"
+    who = f"Worker {number} of {workers}" if kind == "worker" else f"{role_text} {number}".rstrip()
     who = "The workers" if rank is None else who
     text = [f"{who} failed: {how}"]
     if earlier:
         text.append(f"This was attempt {failure['attempt'] + 1}. Earlier attempts:")
-        text += [f"  attempt {before['attempt'] + 1}: {before['cause']}" for before in earlier]
+        text += [f"  attempt {attempt['attempt'] + 1}: {attempt['cause']}" for attempt in earlier]
     if error is not None:
         text += ["", error["traceback"].rstrip("\n")]
     elif lines:

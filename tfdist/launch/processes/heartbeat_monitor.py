@@ -244,8 +244,8 @@ class HeartbeatMonitor:
             return ""
         steps = ", ".join(str(worker.step) for worker in training.values())
         phase = next((worker.phase for worker in training.values() if worker.phase is not None), None)
-        what = "made a step" if phase is None else f"finished a batch of {phase}"
-        return f"no worker {what} for {limit:.0f} s (last steps: {steps}{fit_suffix(self.fit)})"
+        progress_text = "made a step" if phase is None else f"finished a batch of {phase}"
+        return f"no worker {progress_text} for {limit:.0f} s (last steps: {steps}{fit_suffix(self.fit)})"
 
 
 # A longer gap between two readings means that this process did not run: messages of that time are still unread.

@@ -217,6 +217,6 @@ def seeded_environment(environ: Mapping[str, str], seed: int) -> dict[str, str]:
 
 def has_started(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment of `seeded_environment` as it is in the process once Python has started."""
-    rest = environ["PYTHONPATH"].removeprefix(_START_UP).removeprefix(os.pathsep)
-    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
-    return {**others, "PYTHONPATH": rest} if rest else others
+    user_path = environ["PYTHONPATH"].removeprefix(_START_UP).removeprefix(os.pathsep)
+    other_variables = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return {**other_variables, "PYTHONPATH": user_path} if user_path else other_variables

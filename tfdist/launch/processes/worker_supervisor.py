@@ -451,5 +451,9 @@ class _OutcomeBuilder:
     @property
     def _is_complete(self) -> bool:
         """Whether a process that runs the script has exited successfully without being signalled."""
-        own = [worker for worker in self.exits if self._roles[worker.rank].runs_script and not worker.was_signalled]
-        return any(worker.returncode == 0 or worker.is_preempted for worker in own)
+        script_exits = [
+            worker_exit
+            for worker_exit in self.exits
+            if self._roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
+        ]
+        return any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits)

@@ -230,8 +230,8 @@ class NodeClient(RunPolicy):
         )
 
     def _write_error_file(self, entry: Mapping[str, Any]) -> None:
-        own = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
-        problem = self._error_file.write(own)
+        local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
+        problem = self._error_file.write(local_entry)
         if problem:
             self._console.say(problem)
 

@@ -143,8 +143,13 @@ class Outcome:
     def report(self) -> list[str]:
         """Returns lines that describe the failure to the user, the root cause last."""
         first = self.root_cause
-        others = [f"{worker.name} ended after that: {worker.describe()}" for worker in self.exits if worker != first]
-        return [*others, *(first.report() if first is not None else [f"the attempt failed: {self.describe()}"])]
+        later_exit_lines = [
+            f"{worker.name} ended after that: {worker.describe()}" for worker in self.exits if worker != first
+        ]
+        return [
+            *later_exit_lines,
+            *(first.report() if first is not None else [f"the attempt failed: {self.describe()}"]),
+        ]
 
 
 def fit_suffix(number: int) -> str:

@@ -148,9 +148,9 @@ def root_cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
         exits: How the workers exited, in order of time.
     """
     failures = [worker for worker in exits if worker.failed]
-    own = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]
+    own_failures = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]
     shutting_down = [worker for worker in exits if worker.was_signalled and worker.has_own_error]
-    return next(iter(own or shutting_down or failures), None)
+    return next(iter(own_failures or shutting_down or failures), None)
 
 
 def reports_lost_peer(text: str) -> bool:

@@ -32,8 +32,8 @@ class _SeedingFinder:
             return None
         self._searched.add(name)
         finders = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             self._extend(spec.loader)
         return spec
@@ -56,9 +56,9 @@ class _SeedingFinder:
 
 def _leave_path(directory: str) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != directory]
-    rest = os.environ.get("PYTHONPATH", "").removeprefix(directory).removeprefix(os.pathsep)
-    if rest:
-        os.environ["PYTHONPATH"] = rest
+    user_path = os.environ.get("PYTHONPATH", "").removeprefix(directory).removeprefix(os.pathsep)
+    if user_path:
+        os.environ["PYTHONPATH"] = user_path
     else:
         os.environ.pop("PYTHONPATH", None)
 
