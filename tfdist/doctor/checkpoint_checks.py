@@ -32,6 +32,7 @@ def check_checkpoints(context: CheckContext) -> list[Finding]:
     if context.checkpoints is None:
         return []
     directory = context.checkpoints
+    # `Path` makes one slash of the two in a URL.
     if "://" in str(directory) or re.match(r"[a-z0-9]+:/[^/]", str(directory)):
         remedy = "Mount the bucket as a file system, or save to a disk and copy from there."
         return [Finding(ERROR, _CHECK, f"{directory} is a URL", "a directory of a mounted file system", remedy)]
@@ -93,12 +94,12 @@ def sees_marker(directory: Path, name: str, timeout_seconds: float = _MARKER_SEC
     """
     if not _MARKER.fullmatch(name):
         return False
-    existing, end = _existing(directory), time.monotonic() + timeout_seconds
+    existing, deadline = _existing(directory), time.monotonic() + timeout_seconds
     while True:
         with contextlib.suppress(OSError):
             if name in os.listdir(existing):  # reads the directory; `exists` may return a cached answer
                 return True
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)
 

@@ -85,14 +85,14 @@ class ChiefTask:
 
     def _wait(self, state_name: str, timeout_seconds: float) -> list[str]:
         """Waits until a state is true for all peers; returns the tasks that are late."""
-        late, end = [], time.monotonic() + timeout_seconds
+        late_tasks, deadline = [], time.monotonic() + timeout_seconds
         for peer in self._present():
             while (state := self._ask(peer, do="state")) is not None and not state.get(state_name):
-                if time.monotonic() >= end:
-                    late.append(peer.task)
+                if time.monotonic() >= deadline:
+                    late_tasks.append(peer.task)
                     break
                 time.sleep(_PAUSE_SECONDS)
-        return late
+        return late_tasks
 
     def _report_of(self, peer: Peer, missing: dict[str, Mapping[str, str]]) -> list[Finding]:
         """Returns the findings of a peer, and adds the tasks that it misses to `missing`."""

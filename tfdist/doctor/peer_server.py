@@ -75,9 +75,9 @@ class PeerServer:
             threads = dict(self._threads)
         for accepted in threads:
             close_socket(accepted)
-        end = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads.values():
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
         while True:
