@@ -29,7 +29,7 @@ _SHORTEST_SEGMENT_BYTES = 2**18
 _SEGMENTS_OF_ARRAY = 64
 _CLOSE_SECONDS = 1.0
 _RESULTS = ReusedMemory()
-# For a worker that left: its last values, on another connection, may arrive after its farewell.
+# A worker that leaves says so on another connection: its last values may arrive after that.
 _LOOK_MILLISECONDS = 500
 Array = NDArray[Any]
 
@@ -40,10 +40,10 @@ class Channel:
     Each method raises the `ExchangeError` of the group when a worker is lost, calls another exchange or is late.
 
     Args:
-        rank: Of this worker.
-        links: To each worker, by rank; `None` for this one.
-        failure: Of the group.
-        name: Of the channel.
+        rank: The rank of this worker.
+        links: The link to each worker, by rank; `None` for this worker.
+        failure: The failure of the group.
+        name: The name of the channel.
     """
 
     def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
@@ -58,14 +58,14 @@ class Channel:
         """Describes the next exchange.
 
         Args:
-            number: In an order that several channels have in common. A worker that waits for it on this channel, while
-                another one waits for it on another channel, fails.
-            limit_seconds: After which the exchange fails; 0 for no limit.
+            number: The number of the exchange in an order that several channels share. A worker that waits for it on
+                this channel, while another one waits for it on another channel, fails.
+            limit_seconds: The time after which the exchange fails; 0: no limit.
         """
         self._number, self._has_common_order, self._limit_seconds = number, True, limit_seconds
 
     def all_reduce(self, values: Array) -> Array:
-        """Returns the sum of all workers' arrays, which have the same shape and dtype; of bools, whether any is true.
+        """Returns the sum of all workers' arrays, which have the same shape and dtype; for bools, whether any is true.
 
         Values of less than 32 bits are added in float32 and rounded once.
         """

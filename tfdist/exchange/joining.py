@@ -89,8 +89,8 @@ class Group:
     """The connections of a worker.
 
     Attributes:
-        control: To each other worker, by rank.
-        links: By channel, then by rank; `None` for this worker.
+        control: The control connection to each other worker, by rank.
+        links: The links by channel, then by rank; `None` for this worker.
     """
 
     control: dict[int, NonblockingConnection]
@@ -101,7 +101,7 @@ class GroupJoin:
     """Joins a group of workers.
 
     Args:
-        rank: Of this worker.
+        rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank.
         credentials: What workers prove to each other.
         channels: The names of the channels.
@@ -342,9 +342,10 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens on the own address if it is stated as one; on all interfaces if a name stands for it.
+    """Listens on the address of this worker if it is numeric; on all interfaces if it is a name.
 
-    On its own host a name may resolve to a loopback address, and an address may be a translated one.
+    On its own host a name may resolve to a loopback address, and a numeric address may be a translated one, which this
+    host does not have.
     """
     with naming_port(port):
         if host == "localhost" or _is_address(host):
