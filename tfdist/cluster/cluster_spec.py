@@ -46,7 +46,7 @@ class ClusterSpec:
     """The addresses of all tasks, by job name.
 
     Args:
-        jobs: From job name (one of `TASK_TYPES`) to the `"host:port"` addresses of its tasks, by index.
+        jobs: The `"host:port"` addresses of the tasks, by job name (one of `TASK_TYPES`), then by index.
 
     Raises:
         ValueError: If a job name is unknown, a job is empty, an address is malformed or belongs to two tasks.
