@@ -38,7 +38,7 @@ class PlannedNetwork:
 def network_of(
     options: argparse.Namespace, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> PlannedNetwork | None:
-    """Returns where the workers are, as the options or the environment say.
+    """Returns where the workers are, according to the options or the environment.
 
     Args:
         options: The options of `tfdist plan`.
@@ -89,15 +89,15 @@ def conditions_of(
     Raises:
         UsageError: The memory of this machine is not known.
     """
-    here = measured.machine.memory_bytes
-    if options.memory is None and not here:
+    machine_memory_bytes = measured.machine.memory_bytes
+    if options.memory is None and not machine_memory_bytes:
         raise UsageError(
             "The memory of this machine is not known. Received: no --memory, on a system without /proc/meminfo. "
             "Expected: the memory of a worker, for example --memory 16GiB."
         )
     return Conditions(
         link,
-        options.memory or (here // workers if shares_memory else here),
+        options.memory or (machine_memory_bytes // workers if shares_memory else machine_memory_bytes),
         cores=measured.machine.cores_per_worker,
         devices=options.devices,
         allow_compression=options.allow_compression,

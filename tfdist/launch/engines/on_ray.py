@@ -48,7 +48,7 @@ def on_ray(
         *args: Positional arguments of the function.
         workers: Number of workers.
         resources_per_worker: What Ray reserves for each worker, as `{"CPU": 2, "GPU": 1}`; by default `{"CPU": 1}`.
-        placement_strategy: Of the placement group: "PACK" puts workers on few nodes where possible, "STRICT_PACK" on
+        placement_strategy: How Ray places the group: "PACK" puts workers on few nodes where possible, "STRICT_PACK" on
             one, "SPREAD" on many, "STRICT_SPREAD" each on another.
         parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
@@ -146,7 +146,7 @@ class _Actors:
         answers: dict[int, Any] = {}
         missing: dict[int, str] = {}
         pending = {ref: rank for rank, ref in enumerate(refs)}
-        limit = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         is_stopped = False
         try:
             while pending:
@@ -163,8 +163,8 @@ class _Actors:
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())
-                    limit = time.monotonic() + call.grace_seconds + _STOP_SECONDS
-                if limit is not None and time.monotonic() >= limit:
+                    deadline = time.monotonic() + call.grace_seconds + _STOP_SECONDS
+                if deadline is not None and time.monotonic() >= deadline:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
         except BaseException:
@@ -186,9 +186,9 @@ class _Actors:
             self._ray.wait(list(pending), num_returns=len(pending), timeout=call.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
-        limit = time.monotonic() + call.start_timeout_seconds
+        deadline = time.monotonic() + call.start_timeout_seconds
         while not self._group.wait(_LOOK_SECONDS):
-            if time.monotonic() >= limit:
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"Ray has not had the resources of all workers at the same time. Received: "
                     f"{describe_resources(self._ray)} after {call.start_timeout_seconds:g} s. Expected: workers="
@@ -300,7 +300,7 @@ class OutputOfActors:
     """Shows the output of places in the driver. Ray itself leaves out lines that several actors print.
 
     Args:
-        actors: Of the places.
+        actors: The actors of the places.
     """
 
     def __init__(self, actors: Sequence[Any]) -> None:

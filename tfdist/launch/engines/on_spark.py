@@ -169,11 +169,11 @@ class _Round:
 
     def _stop(self, thread: threading.Thread) -> None:
         """Cancels the job if it has not ended, and waits for its tasks."""
-        limit = time.monotonic() + _STOP_SECONDS
+        deadline = time.monotonic() + _STOP_SECONDS
         if thread.is_alive():
             self._context.cancelJobGroup(self._group)
             thread.join(_STOP_SECONDS)
-        while (stage := self._stage()) is not None and stage.numActiveTasks and time.monotonic() < limit:
+        while (stage := self._stage()) is not None and stage.numActiveTasks and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _stage(self) -> Any:

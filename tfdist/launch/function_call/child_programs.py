@@ -45,7 +45,7 @@ def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> No
 
     Args:
         caller_pid: The process that started this one, such as a notebook's.
-        arguments: Of the command.
+        arguments: Arguments of the command.
         printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
     """
     die_with_parent(caller_pid)
@@ -66,7 +66,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
 
     Args:
         caller_pid: The process that started this one, such as a worker of an engine.
-        arguments: Of the command.
+        arguments: Arguments of the command.
         directory: Directory of the call, which the caller removes. This process does so if the caller has died.
     """
     own_pid = os.getpid()

@@ -212,9 +212,9 @@ def raise_failure(
     """Raises the error of a run that has failed.
 
     Args:
-        exit_code: Of the launcher.
+        exit_code: Exit code of the launcher.
         failure: The launcher's error file, or None if it wrote none.
-        results: By attempt and rank.
+        results: The results of workers, by attempt and rank.
         workers: Number of workers.
         last_lines: What the launcher said last.
 
@@ -233,20 +233,20 @@ def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) ->
     """Returns the values of the last attempt.
 
     Args:
-        results: By attempt and rank.
+        results: The results of workers, by attempt and rank.
         calls: How many processes have called the function.
 
     Raises:
         WorkerError: If a value is missing, or could not be pickled or restored.
     """
     attempt = max((attempt for attempt, _ in results), default=0)
-    last = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
-    for rank, result in enumerate(last):
+    last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
+    for rank, result in enumerate(last_results):
         if result.pickling_error is not None:
             raise unpicklable_value(rank, result.pickling_error)
         if result.value is None:
             raise no_value(rank)
-    return [_loaded(rank, result.value) for rank, result in enumerate(last) if result.value is not None]
+    return [_loaded(rank, result.value) for rank, result in enumerate(last_results) if result.value is not None]
 
 
 def _loaded(rank: int, value: bytes) -> Any:

@@ -203,7 +203,7 @@ def _merge(outcomes: Sequence[Outcome], **run_fields: Any) -> Outcome:
     """Returns one outcome for all nodes.
 
     Args:
-        outcomes: Outcomes of the nodes, that of the node that failed first in front.
+        outcomes: Outcomes of the nodes. The node that failed first comes first.
         **run_fields: Fields that no single node knows.
     """
     exits = tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits)
@@ -225,7 +225,8 @@ def _merge(outcomes: Sequence[Outcome], **run_fields: Any) -> Outcome:
 def _without_needless(exits: Sequence[WorkerExit], roles: Mapping[int, Role]) -> tuple[WorkerExit, ...]:
     """Returns the exits; those of servers are no failures if the chief has ended successfully and was not signalled.
 
-    Its node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and end.
+    The chief's node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and
+    end.
     """
     script_exits = [
         worker_exit for worker_exit in exits if roles[worker_exit.rank].runs_script and not worker_exit.was_signalled

@@ -41,7 +41,7 @@ class Node:
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)  # its processes in the attempt, by rank
-    ports: tuple[int, ...] | None = None  # of these processes
+    ports: tuple[int, ...] | None = None  # the ports of these processes
     outcome: Outcome | None = None
 
     @property
@@ -116,8 +116,8 @@ class Membership:
             ValueError: If the message is malformed. KeyError and TypeError mean the same.
         """
         rank, workers = int(message["node"]), int(message["workers"])
-        config, theirs = self._config, message["options"]
-        ours: dict[str, int | None] = {
+        config, node_options = self._config, message["options"]
+        run_options: dict[str, int | None] = {
             "--nodes": config.nodes,
             "--max-restarts": config.max_restarts,
             "--min-workers": config.min_workers,
@@ -125,10 +125,10 @@ class Membership:
             "--parameter-servers": config.parameter_servers,
             "--seed": config.seed_option,
         }
-        differing = [option for option, value in ours.items() if theirs[option] != value]
+        differing = [option for option, value in run_options.items() if node_options[option] != value]
         if differing:
-            received = " ".join(f"{option} {_shown(theirs[option])}" for option in differing)
-            expected = " ".join(f"{option} {_shown(ours[option])}" for option in differing)
+            received = " ".join(f"{option} {_shown(node_options[option])}" for option in differing)
+            expected = " ".join(f"{option} {_shown(run_options[option])}" for option in differing)
             raise JoinRejectedError(
                 f"Received: {received}. Expected: {expected}, as on node 0. Use the same options on every host."
             )

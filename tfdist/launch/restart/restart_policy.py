@@ -67,7 +67,7 @@ class RestartPolicy:
         self._max, self._first_delay = max_restarts, delay_seconds
         self._done = 0
         self._sends_heartbeats = False
-        # The highest of each `fit`, by its number.
+        # The highest step and checkpoint of each `fit`, by its number.
         self._steps: dict[int, int] = {}
         self._saves: dict[int, int] = {}
         self._last_fit = 1

@@ -88,6 +88,7 @@ class WorkerExit:
     @property
     def reports_lost_peer(self) -> bool:
         """Whether its last lines report a lost peer, so that the root cause is likely elsewhere."""
+        # TensorFlow itself may abort when a peer is lost during a collective.
         was_killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
         return not was_killed and reports_lost_peer("\n".join(self._error_lines()))
 

@@ -50,7 +50,7 @@ class _SeedingFinder:
             elif hasattr(module, "seed"):
                 module.seed(self._seed)
 
-        # On the instance, so that the module has the loader that it would have.
+        # Replaced on the instance, so that the module has the same loader as without this finder.
         loader.exec_module = execute_and_seed
 
 
@@ -81,7 +81,7 @@ def _start() -> None:
     finder = _SeedingFinder(int(seed))
     sys.meta_path.insert(0, finder)
     _run_own_sitecustomize()
-    # In front of the finders that the user's module has installed, which would find NumPy and Keras without it.
+    # Moved in front of the finders that the user's module has installed, which would find NumPy and Keras first.
     sys.meta_path.remove(finder)
     sys.meta_path.insert(0, finder)
 
