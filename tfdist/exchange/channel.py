@@ -172,7 +172,7 @@ class Channel:
 
 
 class _RunningCall:
-    """A context in which an exchange is described, by transfers with all peers, and at whose end it is made."""
+    """Context of an exchange: its body describes the transfers with all peers, and its end runs them."""
 
     def __init__(self, channel: Channel, kind: str, values: Array, root: int) -> None:
         self._channel = channel
@@ -250,7 +250,7 @@ class _Incoming:
 
 
 class _Transfer:
-    """What is to be sent to one worker, and received from it."""
+    """The segments to send to one worker, and those to receive from it."""
 
     def __init__(
         self, link: Link, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int

@@ -1,4 +1,4 @@
-"""What a worker exchanges, as a header of fixed size: workers notice by it that they call different exchanges."""
+"""The header of an exchange, of fixed size, by which workers notice that they call different exchanges."""
 
 import dataclasses
 import math

@@ -184,7 +184,8 @@ def run_task(task: PlaceTask, pid: int) -> PlaceResult:
 def shown_output(client: Any, call: EngineCall) -> Iterator[None]:
     """Prints the output of the places of a call.
 
-    Not by `distributed.print`, which all clients show: a worker of the training can be one, and would send it again.
+    It does not use `distributed.print`, which all clients show: a worker of the training that is a client would send
+    the line again.
 
     Args:
         client: The client.

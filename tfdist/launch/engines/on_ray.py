@@ -198,7 +198,7 @@ class _Actors:
 
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# `run`, beside it `stop` and `lines`, and `address`.
+# An actor executes `run`, `stop`, `lines` and `address` at the same time.
 _CALLS_AT_ONCE = 4
 _KEPT_LINES = 10_000  # until the driver asks for them
 _FLUSH_SECONDS = 5.0

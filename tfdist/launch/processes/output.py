@@ -18,7 +18,7 @@ from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
 from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0
-# More than is shown: the start of a long traceback is needed, too (see worker_exit.py).
+# More lines than are shown, because the start of a long traceback is needed, too (see worker_exit.py).
 _KEPT_LINES = 200
 _IS_LOGGED_AT_START = re.compile(
     r"I0000 |\d{4}-\d\d-\d\d \S+: I (tensorflow|external)/|To enable the following instructions: |"

@@ -174,7 +174,7 @@ class StatusLine:
     def around(self, lines: str) -> str:
         """Returns `lines`, which end with a newline, preceded by code that erases the line and followed by the line."""
         self._painted = self._fitted()
-        # Erased also if this process has painted none: the process that it was forked from may have.
+        # The line is erased even if this process has painted none: the process that it was forked from may have.
         return f"{_ERASE_LINE}{lines}{self._painted}"
 
     def update(self, text: str, *, now: float) -> str:

@@ -1,4 +1,4 @@
-"""Watches the workers of an attempt: passes their output on, restarts those of servers, ends all when one fails."""
+"""Watches the workers of an attempt: passes their output on, restarts some alone, ends all when another one fails."""
 
 import dataclasses
 import signal

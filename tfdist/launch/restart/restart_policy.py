@@ -73,7 +73,7 @@ class RestartPolicy:
         self._last_fit = 1
         self._attempts_without_progress = 0
         self._delay = 0.0
-        self._failed_rank: int | None = None  # in the attempt before, if that had all workers
+        self._failed_rank: int | None = None  # of the attempt before, if that had all workers
 
     @property
     def is_left(self) -> bool:
