@@ -112,7 +112,7 @@ def _simulate(options: argparse.Namespace, measured: Measurements) -> int:
 
     simulation = simulated(options, measured, plans_of)
     print(simulation_text(simulation))
-    # The file has no plans: `tfdist run --plan` must not start thousands of workers, nor steps of other batches.
+    # Without plans: `tfdist run --plan` must not start thousands of workers, and steps of other batches are no plans.
     link = dataclasses.asdict(options.topology.port)
     _write(options, PlanFile([], [], measured.to_json(), link, simulation.to_json()))
     return 0 if simulation.points else _FAILURE_EXIT_CODE
