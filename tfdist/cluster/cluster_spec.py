@@ -46,7 +46,7 @@ class ClusterSpec:
     """The addresses of all tasks, by job name.
 
     Args:
-        jobs: From job name (one of `TASK_TYPES`) to the `"host:port"` addresses of its tasks, by index.
+        jobs: The `"host:port"` addresses of the tasks, by job name (one of `TASK_TYPES`), then by index.
 
     Raises:
         ValueError: If a job name is unknown, a job is empty, an address is malformed or belongs to two tasks.
@@ -240,9 +240,9 @@ def _check_no_shared_address(jobs: Mapping[str, tuple[str, ...]]) -> None:
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses):
             task = f"{job} {index}"
-            other = owners.setdefault(address.lower(), task)
-            if other != task:
+            owner = owners.setdefault(address.lower(), task)
+            if owner != task:
                 raise ValueError(
-                    f"Two tasks have the same address. Received: {address!r} for {other} and for {task}. Expected: "
+                    f"Two tasks have the same address. Received: {address!r} for {owner} and for {task}. Expected: "
                     "different addresses. Give tasks on one host different ports."
                 )

@@ -53,7 +53,7 @@ class Heartbeat:
     """
 
     _active: ClassVar["Heartbeat | None"] = None
-    _fits: ClassVar[int] = 0  # started in this process
+    _fits: ClassVar[int] = 0  # how many were started in this process
 
     def __init__(self, fd: int) -> None:
         duplicate = os.dup(fd)

@@ -9,7 +9,7 @@ from tfdist.utils.argument_checks import MAX_SEED, optional_integer_variable
 SEED_VARIABLE = "TFDIST_SEED"
 """The environment variable that holds the seed of the run."""
 
-_SEED_BITS = 31  # of TensorFlow's
+_SEED_BITS = 31  # the seeds of TensorFlow have so many
 _REMEDY = f"Set it to a number from 0 to {MAX_SEED}, or unset it."
 
 

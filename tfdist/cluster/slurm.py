@@ -31,7 +31,7 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
     """Expands a Slurm host list.
 
     Args:
-        text: For example `SLURM_STEP_NODELIST`.
+        text: The list, for example the value of `SLURM_STEP_NODELIST`.
 
     Returns:
         The host names in order.
@@ -64,7 +64,7 @@ def expand_tasks_per_node(text: str) -> tuple[int, ...]:
     """Expands Slurm's list of task counts per node.
 
     Args:
-        text: For example `SLURM_STEP_TASKS_PER_NODE`.
+        text: The list, for example the value of `SLURM_STEP_TASKS_PER_NODE`.
 
     Raises:
         ValueError: If the text is malformed.
@@ -220,7 +220,7 @@ def _is_inherited(environ: Mapping[str, str]) -> bool:
 
 
 def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list[int]]:
-    """Returns the indices of the nodes of each component of a heterogeneous step; of another step those of all."""
+    """Returns the indices of the nodes of each component of a step. A step that is not heterogeneous has one."""
     components: list[list[int]] = []
     for number in count():
         names = (f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK"))
@@ -229,10 +229,10 @@ def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list
             break
         members = set(expand_hostlist(group))
         components.append([index for index, node in enumerate(nodes) if node in members])
-    found = [component for component in components if component]
-    if sorted(index for component in found for index in component) != list(range(len(nodes))):
+    nonempty_components = [component for component in components if component]
+    if sorted(index for component in nonempty_components for index in component) != list(range(len(nodes))):
         return [list(range(len(nodes)))]
-    return found
+    return nonempty_components
 
 
 def _placement(environ: Mapping[str, str], counts: tuple[int, ...], components: Sequence[int]) -> list[tuple[int, int]]:

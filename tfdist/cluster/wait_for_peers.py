@@ -25,7 +25,7 @@ def wait_for_peers(
 
     Args:
         own_address: `host:port` of this task. The port is opened on all interfaces, as TensorFlow's server does.
-        peers: From task name (`worker 1`) to `host:port`, for all other tasks.
+        peers: `host:port` of all other tasks, by task name (`worker 1`).
         timeout_seconds: How long to wait.
         names_are_fixed: Whether a name that does not resolve now never will: those of Slurm's nodes, not of pods.
 
@@ -44,7 +44,7 @@ def wait_for_peers(
         missing = dict(peers)
         reasons: dict[str, str] = {}
         began = time.monotonic()
-        end = began + timeout_seconds
+        deadline = began + timeout_seconds
         while missing:
             for task, address in list(missing.items()):
                 reason = why_unreachable(address, min(_PROBE_SECONDS, timeout_seconds))
@@ -54,12 +54,12 @@ def wait_for_peers(
                     reasons[task] = reason
             if names_are_fixed and time.monotonic() > began + _NAME_SECONDS:
                 check_names(missing)
-            if missing and time.monotonic() > end:
-                found = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
+            if missing and time.monotonic() > deadline:
+                missing_tasks = "; ".join(f"{task} at {address} ({reasons[task]})" for task, address in missing.items())
                 raise TimeoutError(
-                    f"The cluster was not complete after {timeout_seconds:g} s. Received: no answer from {found}. "
-                    "Expected: every task of the cluster to create its strategy in that time. Check the logs of "
-                    "the missing tasks, or allow more time with `tfdist run --start-timeout` or "
+                    f"The cluster was not complete after {timeout_seconds:g} s. Received: no answer from "
+                    f"{missing_tasks}. Expected: every task of the cluster to create its strategy in that time. Check "
+                    "the logs of the missing tasks, or allow more time with `tfdist run --start-timeout` or "
                     "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
                 )
             if missing:

@@ -63,8 +63,8 @@ def workers_on_own_host(config: ClusterConfig) -> int:
     """
     if config.task.type not in config.cluster.jobs:
         return 1
-    own = host_of(config.address)
-    return max(1, sum(host_of(config.cluster.address(task)) == own for task in config.cluster.workers))
+    own_host = host_of(config.address)
+    return max(1, sum(host_of(config.cluster.address(task)) == own_host for task in config.cluster.workers))
 
 
 def host_of(address: str) -> str:

@@ -128,21 +128,21 @@ def _wait_for_summary(member: MemberTask) -> Report | ReportSummary:
     """Waits until the chief has its report; without a chief this task creates a report."""
     context, peers = member.context, member.peers
     pairs = len(context.addresses) * 2
-    end = time.monotonic() + _MAX_CHECKS_SECONDS + pairs * _MAX_PAIR_SECONDS
-    while not member.has_summary.wait(0.1) and time.monotonic() < end:
+    deadline = time.monotonic() + _MAX_CHECKS_SECONDS + pairs * _MAX_PAIR_SECONDS
+    while not member.has_summary.wait(0.1) and time.monotonic() < deadline:
         if member.is_without_chief:
             break
     member.has_summary.wait(0.1)  # the summary arrives just before the chief leaves
     if member.summary is not None:
         return member.summary
     infos = [member.info, *(peer.info for peer in peers.answered.values() if peer.info is not None)]
-    left = []
+    lost_chief_findings = []
     if member.chief in member.callers:
         found, remedy = f"{member.chief} left before it had a report", f"Read the output of {member.chief}."
-        left = [Finding(ERROR, "peers", found, "a report", remedy)]
+        lost_chief_findings = [Finding(ERROR, "peers", found, "a report", remedy)]
     findings = [
         *(member.findings or ()),
-        *left,
+        *lost_chief_findings,
         *reachability_findings({member.task: peers.missing}, context.addresses, member.callers),
         *compare_versions({info.task: info.versions for info in infos}),
     ]

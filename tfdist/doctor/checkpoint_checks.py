@@ -32,6 +32,7 @@ def check_checkpoints(context: CheckContext) -> list[Finding]:
     if context.checkpoints is None:
         return []
     directory = context.checkpoints
+    # `Path` makes one slash of the two in a URL.
     if "://" in str(directory) or re.match(r"[a-z0-9]+:/[^/]", str(directory)):
         remedy = "Mount the bucket as a file system, or save to a disk and copy from there."
         return [Finding(ERROR, _CHECK, f"{directory} is a URL", "a directory of a mounted file system", remedy)]
@@ -59,8 +60,10 @@ def check_checkpoints(context: CheckContext) -> list[Finding]:
 def _room(context: CheckContext, directory: Path, free: int) -> Finding:
     # During a save all kept checkpoints still exist.
     need = (context.keep + 1) * context.training_state_bytes
-    each = f"{format_bytes(context.training_state_bytes)} each ({format_count(context.parameters)} parameters, Adam)"
-    expected = f"{format_bytes(need)} for {context.keep} kept checkpoints and the one being written, {each}"
+    checkpoint_size = (
+        f"{format_bytes(context.training_state_bytes)} each ({format_count(context.parameters)} parameters, Adam)"
+    )
+    expected = f"{format_bytes(need)} for {context.keep} kept checkpoints and the one being written, {checkpoint_size}"
     if free >= need:
         return Finding(OK, "checkpoint room", f"{format_bytes(free)} free; needed: {expected}")
     remedy = "Free space, keep fewer (FailureRecovery(keep=...), --keep here), or choose another file system."
@@ -91,12 +94,12 @@ def sees_marker(directory: Path, name: str, timeout_seconds: float = _MARKER_SEC
     """
     if not _MARKER.fullmatch(name):
         return False
-    existing, end = _existing(directory), time.monotonic() + timeout_seconds
+    existing, deadline = _existing(directory), time.monotonic() + timeout_seconds
     while True:
         with contextlib.suppress(OSError):
             if name in os.listdir(existing):  # reads the directory; `exists` may return a cached answer
                 return True
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)
 

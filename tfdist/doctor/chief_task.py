@@ -83,16 +83,16 @@ class ChiefTask:
             self._lost[peer.task] = printable(error)
             return None
 
-    def _wait(self, what: str, timeout_seconds: float) -> list[str]:
+    def _wait(self, state_name: str, timeout_seconds: float) -> list[str]:
         """Waits until a state is true for all peers; returns the tasks that are late."""
-        late, end = [], time.monotonic() + timeout_seconds
+        late_tasks, deadline = [], time.monotonic() + timeout_seconds
         for peer in self._present():
-            while (state := self._ask(peer, do="state")) is not None and not state.get(what):
-                if time.monotonic() >= end:
-                    late.append(peer.task)
+            while (state := self._ask(peer, do="state")) is not None and not state.get(state_name):
+                if time.monotonic() >= deadline:
+                    late_tasks.append(peer.task)
                     break
                 time.sleep(_PAUSE_SECONDS)
-        return late
+        return late_tasks
 
     def _report_of(self, peer: Peer, missing: dict[str, Mapping[str, str]]) -> list[Finding]:
         """Returns the findings of a peer, and adds the tasks that it misses to `missing`."""
@@ -184,5 +184,5 @@ def planned_pairs(tasks: Sequence[str]) -> list[tuple[str, str, bool]]:
     if len(tasks) <= _MAX_ALL_PAIRS_TASKS:
         return [(first, second, True) for first, second in itertools.combinations(tasks, 2)]
     ring = [(tasks[0], tasks[1]), *itertools.pairwise(tasks[1:]), (tasks[0], tasks[-1])]
-    others = [(tasks[0], task) for task in tasks[2:-1]]
-    return [(*pair, True) for pair in ring] + [(*pair, False) for pair in others]
+    chief_pairs = [(tasks[0], task) for task in tasks[2:-1]]
+    return [(*pair, True) for pair in ring] + [(*pair, False) for pair in chief_pairs]

@@ -17,7 +17,7 @@ from tfdist.utils.formatting import format_rate, format_seconds
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 _MAX_BANDWIDTH_RATIO = 3.0
 
-# By the beginning of the reason.
+# The remedies, by the first words of the reason.
 _REMEDIES = {
     REFUSED: "Start tfdist doctor on that host at the same time as on the others, or increase --timeout.",
     "no answer": "Start the host, open the port in the firewall, or correct the address.",
@@ -38,15 +38,15 @@ def reachability_findings(
     addresses: Mapping[str, str],
     callers: Set[str] = frozenset(),
 ) -> list[Finding]:
-    """Returns an error for each task that did not answer and each reason, or that all tasks answer.
+    """Returns an error for each task that did not answer and each reason; without any, a finding that all answer.
 
     Args:
         missing: For each task that asked: the tasks that did not answer it, with the reasons.
         addresses: Address of each task.
         callers: Tasks that have connected to this one.
 
-    >>> [found] = reachability_findings({"worker 0": {"worker 1": "no answer in 5 s"}}, {"worker 1": "b:2222"})
-    >>> found.found
+    >>> [finding] = reachability_findings({"worker 0": {"worker 1": "no answer in 5 s"}}, {"worker 1": "b:2222"})
+    >>> finding.found
     'worker 1 at b:2222 did not answer worker 0: no answer in 5 s'
     """
     askers: dict[tuple[str, str], list[str]] = {}
@@ -72,12 +72,12 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
         reference: That task.
         links: All measurements; those of `reference` count.
     """
-    own = [link for link in links if link.first == reference]
-    if not own:
+    reference_links = [link for link in links if link.first == reference]
+    if not reference_links:
         return []
     wrong = [
         link
-        for link in own
+        for link in reference_links
         if abs(link.clock_offset_seconds) - link.clock_uncertainty_seconds > MAX_CLOCK_DIFFERENCE_SECONDS
     ]
     if wrong:
@@ -91,7 +91,7 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
             "logs, files on network file systems and certificates depend on them."
         )
         return [Finding(WARNING, "clocks", found, expected, remedy)]
-    worst = max(own, key=lambda link: abs(link.clock_offset_seconds))
+    worst = max(reference_links, key=lambda link: abs(link.clock_offset_seconds))
     return [Finding(OK, "clocks", f"at most {_offset(worst)} from that of {reference}")]
 
 

@@ -78,19 +78,19 @@ def measure(
     Raises:
         ConnectionClosedError: If the peer is gone or too slow.
     """
-    trips: list[float] = []
+    round_trips: list[float] = []
     offset, shortest = 0.0, math.inf
-    end = time.monotonic() + _ECHO_SECONDS
-    while len(trips) < _ECHOES and (time.monotonic() < end or not trips):
-        clock_before, before = clock(), time.monotonic()
+    deadline = time.monotonic() + _ECHO_SECONDS
+    while len(round_trips) < _ECHOES and (time.monotonic() < deadline or not round_trips):
+        clock_before, sent_at = clock(), time.monotonic()
         answer = connection.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
-        trips.append(time.monotonic() - before)
-        if trips[-1] < shortest:
+        round_trips.append(time.monotonic() - sent_at)
+        if round_trips[-1] < shortest:
             # As in NTP: the other clock was read in the middle of the trip, with an error of at most half of it.
-            shortest, offset = trips[-1], _number(answer, "clock") - (clock_before + trips[-1] / 2)
+            shortest, offset = round_trips[-1], _number(answer, "clock") - (clock_before + round_trips[-1] / 2)
     forward = _bandwidth(lambda count: _send(connection, count)) if with_bandwidth else None
     back = _bandwidth(lambda count: _receive(connection, count)) if with_bandwidth else None
-    return LinkMeasurement(first, second, statistics.median(trips), offset, shortest / 2, forward, back)
+    return LinkMeasurement(first, second, statistics.median(round_trips), offset, shortest / 2, forward, back)
 
 
 def _bandwidth(transfer: Callable[[int], float]) -> float:

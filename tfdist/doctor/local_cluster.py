@@ -1,4 +1,4 @@
-"""Workers of a cluster on this machine that only answer: `tfdist doctor --workers N`."""
+"""Starts the workers of a cluster on this machine, which only answer: `tfdist doctor --workers N`."""
 
 import contextlib
 import os

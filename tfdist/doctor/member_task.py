@@ -55,8 +55,8 @@ class MemberTask:
         self.chief = next(iter(context.addresses))
         self.info = TaskInfo(self.task, socket.gethostname(), own_versions())
         credentials = doctor_credentials(config.cluster, context.environ.get(TOKEN_VARIABLE, "").strip())
-        others = {task: address for task, address in context.addresses.items() if task != self.task}
-        self.peers = PeerConnections(others, self.info, credentials, names_are_fixed=config.source == "Slurm")
+        peer_addresses = {task: address for task, address in context.addresses.items() if task != self.task}
+        self.peers = PeerConnections(peer_addresses, self.info, credentials, names_are_fixed=config.source == "Slurm")
         self.findings: list[Finding] | None = None
         """Findings on this machine; None: its checks still run."""
         self.summary: ReportSummary | None = None
@@ -78,7 +78,7 @@ class MemberTask:
                 chief=self.chief,
                 clock=clock,
                 handlers=handlers,
-                max_peers=len(others),
+                max_peers=len(peer_addresses),
             )
 
     @property

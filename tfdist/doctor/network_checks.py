@@ -25,11 +25,11 @@ def check_own_name(context: CheckContext) -> list[Finding]:
     del context
     name = socket.gethostname()
     try:
-        found = addresses_of(name)
+        addresses = addresses_of(name)
     except OSError as error:
         remedy = f"Add a line '<address> {name}' to /etc/hosts, or repair the name server."
         return [Finding(WARNING, "own name", f"{name}: {error.strerror}", "a name that resolves", remedy)]
-    return [Finding(OK, "own name", f"{name} is {', '.join(found)}")]
+    return [Finding(OK, "own name", f"{name} is {', '.join(addresses)}")]
 
 
 def check_own_address(context: CheckContext) -> list[Finding]:
@@ -68,10 +68,10 @@ def addresses_of(host: str) -> list[str]:
     ['127.0.0.1']
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(errno.EINVAL, "not a hostname") from error
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in address_infos))
 
 
 def is_own(address: str) -> bool:

@@ -136,9 +136,9 @@ class PeerConnections:
 
     def dial(self, timeout_seconds: float) -> None:
         """Starts to dial all tasks, for `timeout_seconds`."""
-        end = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         threads = tuple(
-            threading.Thread(target=self._dial, args=(peer, end), name=f"dial {peer.task}", daemon=True)
+            threading.Thread(target=self._dial, args=(peer, deadline), name=f"dial {peer.task}", daemon=True)
             for peer in self.all.values()
         )
         for thread in threads:
@@ -157,9 +157,9 @@ class PeerConnections:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Waits at most `timeout_seconds` until `is_done`, and returns that."""
-        end = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads or ():
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return self.is_done
 
     @property
@@ -179,10 +179,10 @@ class PeerConnections:
             if peer.connection is not None:
                 peer.connection.close()
 
-    def _dial(self, peer: Peer, end: float) -> None:
+    def _dial(self, peer: Peer, deadline: float) -> None:
         began = time.monotonic()
         while True:
-            is_last = self._is_last_try.is_set() or time.monotonic() >= end
+            is_last = self._is_last_try.is_set() or time.monotonic() >= deadline
             reason = self._try(peer)
             # A peer that sees the mismatch reports it and exits: the mismatch says more than its later absence.
             peer.reason = peer.reason if reason and reason not in MISMATCHES and peer.reason in MISMATCHES else reason

@@ -75,9 +75,9 @@ class PeerServer:
             threads = dict(self._threads)
         for accepted in threads:
             close_socket(accepted)
-        end = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads.values():
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
         while True:
@@ -119,18 +119,18 @@ class PeerServer:
                 self._chief_connections -= peer is not None and peer.task == self._chief
 
     def _answer(self, connection: BlockingConnection, peer: TaskInfo, request: dict[str, Any]) -> None:
-        what = str(request.get("do"))
-        if what == "echo":
+        request_name = str(request.get("do"))
+        if request_name == "echo":
             connection.send({"clock": self._clock()})
-        elif what in ("send", "receive"):
+        elif request_name in ("send", "receive"):
             count = request.get("bytes")
             if not isinstance(count, int) or not 0 < count <= MAX_TRANSFER_BYTES:
                 raise ConnectionClosedError("invalid size of a transfer")
-            if what == "send":
+            if request_name == "send":
                 connection.send_bytes(count, TRANSFER_SECONDS)
             else:
                 connection.send({"bytes_per_second": connection.receive_bytes(count, TRANSFER_SECONDS)})
-        elif what in self._handlers and peer.task == self._chief:
-            connection.send(self._handlers[what](request))
+        elif request_name in self._handlers and peer.task == self._chief:
+            connection.send(self._handlers[request_name](request))
         else:
-            connection.send({"error": f"{peer.task} may not ask for this: {what[:40]}"})
+            connection.send({"error": f"{peer.task} may not ask for this: {request_name[:40]}"})

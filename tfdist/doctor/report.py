@@ -142,19 +142,19 @@ def summary(errors: int, warnings: int) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     yield from (f"tfdist doctor {tfdist.__version__}", "")
-    own = report.context.task
-    tasks = list(report.context.addresses) or [own]
-    if own not in tasks:
-        tasks.insert(0, own)
-    yield _heading(report, own)
-    yield from _finding_lines(finding for finding in report.findings if finding.task == own)
-    others = [finding for finding in report.findings if finding.task in tasks and finding.task != own]
-    for task in dict.fromkeys(finding.task for finding in others):
-        levels = [finding.level for finding in others if finding.task == task]
+    own_task = report.context.task
+    tasks = list(report.context.addresses) or [own_task]
+    if own_task not in tasks:
+        tasks.insert(0, own_task)
+    yield _heading(report, own_task)
+    yield from _finding_lines(finding for finding in report.findings if finding.task == own_task)
+    peer_findings = [finding for finding in report.findings if finding.task in tasks and finding.task != own_task]
+    for task in dict.fromkeys(finding.task for finding in peer_findings):
+        levels = [finding.level for finding in peer_findings if finding.task == task]
         yield f"{_heading(report, task)}: {levels.count(OK)} of {len(levels)} findings ok"
-    yield from _finding_lines(_merged(finding for finding in others if finding.level != OK))
+    yield from _finding_lines(_merged(finding for finding in peer_findings if finding.level != OK))
     about_all = [finding for finding in report.findings if finding.task not in tasks]
-    if about_all and own:
+    if about_all and own_task:
         yield from ("", "all tasks")
         yield from _finding_lines(about_all)
     if report.links:

@@ -51,12 +51,14 @@ def check_tensorflow_start(
         timeout_seconds: How long the child may take.
     """
     code, output, errors = _run(context, program, timeout_seconds)
-    last = "; ".join(printable(line.strip()) for line in errors.splitlines()[-_LAST_LINES:])
+    last_lines = "; ".join(printable(line.strip()) for line in errors.splitlines()[-_LAST_LINES:])
     if code is None:
         expected = f"an import of TensorFlow in less than {timeout_seconds:g} s"
         remedy = "Check whether the file system of the environment or a GPU driver (nvidia-smi) hangs."
         return [
-            Finding(ERROR, "tensorflow start", f"still running after {timeout_seconds:g} s ({last})", expected, remedy)
+            Finding(
+                ERROR, "tensorflow start", f"still running after {timeout_seconds:g} s ({last_lines})", expected, remedy
+            )
         ]
     try:
         result = json.loads(output.splitlines()[-1])
@@ -64,7 +66,7 @@ def check_tensorflow_start(
             return _findings(result, context)
     except (ValueError, IndexError):
         pass
-    return [Finding(ERROR, "tensorflow start", *_crash(code, last))]
+    return [Finding(ERROR, "tensorflow start", *_crash(code, last_lines))]
 
 
 def _run(context: CheckContext, program: str, timeout_seconds: float) -> tuple[int | None, str, str]:
@@ -92,17 +94,17 @@ def _run(context: CheckContext, program: str, timeout_seconds: float) -> tuple[i
                 child.communicate(timeout=_END_SECONDS)
 
 
-def _crash(code: int, last: str) -> tuple[str, str, str]:
+def _crash(code: int, last_lines: str) -> tuple[str, str, str]:
     expected = "an import of TensorFlow, Keras and tfdist without an error"
     if code >= 0:
         remedy = "Repair the environment: the last lines say what is missing. See also pip check."
-        return f"the import ended with exit code {code}: {last}", expected, remedy
+        return f"the import ended with exit code {code}: {last_lines}", expected, remedy
     name = signal_name(-code)
     remedy = {
         "SIGILL": "This TensorFlow needs a newer processor: install a build for this one, or use another host.",
         "SIGKILL": "Possibly the OOM killer (see dmesg): give the job or container more memory.",
     }.get(name, "Reinstall TensorFlow, and check that its GPU libraries fit the driver.")
-    return f"the import was ended by {name}: {last}", expected, remedy
+    return f"the import was ended by {name}: {last_lines}", expected, remedy
 
 
 def _findings(result: dict[str, Any], context: CheckContext) -> list[Finding]:

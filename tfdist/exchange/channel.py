@@ -29,7 +29,7 @@ _SHORTEST_SEGMENT_BYTES = 2**18
 _SEGMENTS_OF_ARRAY = 64
 _CLOSE_SECONDS = 1.0
 _RESULTS = ReusedMemory()
-# For a worker that left: its last values, on another connection, may arrive after its farewell.
+# A worker that leaves says so on another connection: its last values may arrive after that.
 _LOOK_MILLISECONDS = 500
 Array = NDArray[Any]
 
@@ -40,10 +40,10 @@ class Channel:
     Each method raises the `ExchangeError` of the group when a worker is lost, calls another exchange or is late.
 
     Args:
-        rank: Of this worker.
-        links: To each worker, by rank; `None` for this one.
-        failure: Of the group.
-        name: Of the channel.
+        rank: The rank of this worker.
+        links: The link to each worker, by rank; `None` for this worker.
+        failure: The failure of the group.
+        name: The name of the channel.
     """
 
     def __init__(self, rank: int, links: Sequence[Link | None], failure: GroupFailure, name: str = "") -> None:
@@ -58,14 +58,14 @@ class Channel:
         """Describes the next exchange.
 
         Args:
-            number: In an order that several channels have in common. A worker that waits for it on this channel, while
-                another one waits for it on another channel, fails.
-            limit_seconds: After which the exchange fails; 0 for no limit.
+            number: The number of the exchange in an order that several channels share. A worker that waits for it on
+                this channel, while another one waits for it on another channel, fails.
+            limit_seconds: The time after which the exchange fails; 0: no limit.
         """
         self._number, self._has_common_order, self._limit_seconds = number, True, limit_seconds
 
     def all_reduce(self, values: Array) -> Array:
-        """Returns the sum of all workers' arrays, which have the same shape and dtype; of bools, whether any is true.
+        """Returns the sum of all workers' arrays, which have the same shape and dtype; for bools, whether any is true.
 
         Values of less than 32 bits are added in float32 and rounded once.
         """
@@ -78,10 +78,12 @@ class Channel:
         starts = _part_starts(flat.size, self._size, flat.itemsize)
         parts = [slice(starts[rank], starts[rank + 1]) for rank in range(self._size)]
         with self._call("all-reduce", values) as transfers:
-            own = _OwnPart(self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True)
+            own_part = _OwnPart(
+                self._rank, transfers, flat[parts[self._rank]], result[parts[self._rank]], sends_sums=True
+            )
             for peer, transfer in transfers.items():
                 transfer.send(flat[parts[peer]])
-                own.receive_from(peer)
+                own_part.receive_from(peer)
                 transfer.receive_into(result[parts[peer]])
         return total
 
@@ -90,10 +92,10 @@ class Channel:
         self._check_rows(rows)
         flat, total = _flat(rows).reshape(self._size, -1), _RESULTS.empty(rows.shape[1:], rows.dtype)
         with self._call("reduce-scatter", rows) as transfers:
-            own = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
+            own_part = _OwnPart(self._rank, transfers, flat[self._rank], total.reshape(-1), sends_sums=False)
             for peer, transfer in transfers.items():
                 transfer.send(flat[peer])
-                own.receive_from(peer)
+                own_part.receive_from(peer)
         return total
 
     def all_gather(self, values: Array) -> Array:
@@ -170,7 +172,7 @@ class Channel:
 
 
 class _RunningCall:
-    """A context in which an exchange is described, by transfers with all peers, and at whose end it is made."""
+    """Context of an exchange: its body describes the transfers with all peers, and its end runs them."""
 
     def __init__(self, channel: Channel, kind: str, values: Array, root: int) -> None:
         self._channel = channel
@@ -232,11 +234,11 @@ class _RunningCall:
         if bytes(header) == self._header:
             self._channel._failure.check()
             return
-        other = ExchangeCall.decode(header)
-        if other is None:
+        peer_call = ExchangeCall.decode(header)
+        if peer_call is None:
             self._channel._failure.lost(peer, "it sent bytes that are not part of an exchange")
         else:
-            self._channel._failure.mismatch({self._channel._rank: str(self._call), peer: str(other)})
+            self._channel._failure.mismatch({self._channel._rank: str(self._call), peer: str(peer_call)})
         self._channel._failure.check()
 
 
@@ -248,7 +250,7 @@ class _Incoming:
 
 
 class _Transfer:
-    """What is to be sent to one worker, and received from it."""
+    """The segments to send to one worker, and those to receive from it."""
 
     def __init__(
         self, link: Link, header: memoryview, check: Callable[[int, memoryview], None], segment_bytes: int
@@ -309,7 +311,7 @@ class _OwnPart:
     ) -> None:
         self._rank, self._transfers = rank, transfers
         self._own, self._total, self._sends_sums = own, total, sends_sums
-        self._step = next((one.segment_bytes for one in transfers.values()), SEGMENT_BYTES) // own.itemsize
+        self._step = next((transfer.segment_bytes for transfer in transfers.values()), SEGMENT_BYTES) // own.itemsize
         self._arrived: dict[int, dict[int, memoryview]] = collections.defaultdict(dict)
         if not transfers:
             total[...] = own
@@ -358,16 +360,16 @@ def add_in_order(values: Sequence[Array], total: Array) -> None:
     if total.dtype == np.bool_:
         np.logical_or.reduce(values, out=total)
     elif total.dtype.itemsize < 4 and total.dtype.kind not in "iu":
-        wide = values[0].astype(np.float32)
-        for other in values[1:]:
-            wide += other.astype(np.float32)
-        total[...] = wide.astype(total.dtype)
+        float32_sum = values[0].astype(np.float32)
+        for addend in values[1:]:
+            float32_sum += addend.astype(np.float32)
+        total[...] = float32_sum.astype(total.dtype)
     elif len(values) == 1:
         total[...] = values[0]
     else:
         np.add(values[0], values[1], out=total)
-        for other in values[2:]:
-            np.add(total, other, out=total)
+        for addend in values[2:]:
+            np.add(total, addend, out=total)
 
 
 def _segment_bytes(nbytes: int) -> int:

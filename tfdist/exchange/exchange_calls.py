@@ -1,4 +1,4 @@
-"""What a worker exchanges, as a header of fixed size: workers notice by it that they call different exchanges."""
+"""The header of an exchange, of fixed size, by which workers notice that they call different exchanges."""
 
 import dataclasses
 import math
@@ -36,9 +36,9 @@ class ExchangeCall:
 
     Args:
         kind: One of `KINDS`.
-        root: The rank that sends, of a broadcast; else 0.
+        root: The rank that sends in a broadcast; else 0.
         number: How many exchanges came before it on this channel.
-        shape: Of the values that each worker passes, as `shape_text` returns it.
+        shape: The shape of the values that each worker passes, as `shape_text` returns it.
         dtype: The name of their dtype, at most 24 characters.
 
     >>> call = ExchangeCall("all-reduce", 0, 7, shape_text((20, 50)), "float32")
@@ -62,7 +62,7 @@ class ExchangeCall:
 
     @classmethod
     def decode(cls, header: bytes | memoryview) -> "ExchangeCall | None":
-        """Reads a header; returns `None` if the bytes are none."""
+        """Reads a header; returns `None` if the bytes are not a header."""
         magic, kind, root, number, shape, dtype = _FORMAT.unpack(header)
         if magic != _MAGIC or kind >= len(KINDS):
             return None

@@ -19,7 +19,7 @@ class WorkerLostError(ExchangeError):
     """Another worker ended, lost its connection, is silent, or sent what no worker sends.
 
     Args:
-        rank: Of that worker.
+        rank: The rank of that worker.
         cause: What happened to it: "its process has ended".
         doing: What this worker was doing: "all-reduce 12 of 1000 float32 values".
     """
@@ -37,7 +37,7 @@ class LateWorkerError(ExchangeError):
     """An exchange took longer than the program allows.
 
     Args:
-        ranks: Of the workers that this worker waited for.
+        ranks: The ranks of the workers that this worker waited for.
         seconds: The limit.
         call: The exchange: "all-reduce 12 of 1000 float32 values".
     """

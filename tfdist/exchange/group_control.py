@@ -16,7 +16,7 @@ from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 _BEAT_SECONDS = 1.0
-_LAST_VALUES_SECONDS = 2.0  # of others, after a worker has left
+_LAST_VALUES_SECONDS = 2.0  # how long values of others may arrive after a worker has left
 
 
 class GroupControl:
@@ -26,10 +26,10 @@ class GroupControl:
     all raise the same error within a moment. A worker that is silent for too long counts as lost.
 
     Args:
-        rank: Of this worker.
-        connections: To the other workers, by rank. `close` closes them.
-        failure: Of the group.
-        silence_seconds: After which a worker that says nothing is lost.
+        rank: The rank of this worker.
+        connections: The connections to the other workers, by rank. `close` closes them.
+        failure: The failure of the group.
+        silence_seconds: The time after which a worker that says nothing is lost.
     """
 
     def __init__(
@@ -167,6 +167,7 @@ class GroupControl:
         with self._sending:
             self._connections.pop(rank).close()
         if rank not in self._failure.left:
+            # The text is the only sign of why a connection closed.
             is_end = "closed" in cause or "reset" in cause.lower()
             self._failure.lost(rank, "its process has ended" if is_end else f"its connection broke ({cause})")
 

@@ -44,7 +44,7 @@ class GroupFailure:
         self._stalled.discard(channel)
 
     def stalls(self, channel: str) -> None:
-        """Notes that the exchange on a channel, of those that have a common order, cannot progress at the moment."""
+        """Notes that the exchange on a channel with a common order cannot progress at the moment."""
         self._stalled.add(channel)
         if self.tell_stalled is not None:
             self.tell_stalled(channel, self._running[channel])

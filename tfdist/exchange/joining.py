@@ -89,8 +89,8 @@ class Group:
     """The connections of a worker.
 
     Attributes:
-        control: To each other worker, by rank.
-        links: By channel, then by rank; `None` for this worker.
+        control: The control connection to each other worker, by rank.
+        links: The links by channel, then by rank; `None` for this worker.
     """
 
     control: dict[int, NonblockingConnection]
@@ -101,7 +101,7 @@ class GroupJoin:
     """Joins a group of workers.
 
     Args:
-        rank: Of this worker.
+        rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank.
         credentials: What workers prove to each other.
         channels: The names of the channels.
@@ -154,15 +154,15 @@ class GroupJoin:
                 dialer.start()
             missing = {(peer, purpose) for peer in [*lower, *higher] for purpose in (CONTROL, *self._channels)}
             while missing:
-                arrived = self._next(deadline, missing, reasons)
-                place = (arrived.rank, arrived.purpose)
+                new_arrival = self._next(deadline, missing, reasons)
+                place = (new_arrival.rank, new_arrival.purpose)
                 if place in joined:  # that worker has tried again, because its first connection broke
                     joined[place].close()
                 missing.discard(place)
-                joined[place] = arrived
+                joined[place] = new_arrival
         except BaseException:
-            for one in joined.values():
-                one.close()
+            for arrival in joined.values():
+                arrival.close()
             raise
         finally:
             self._has_ended = True
@@ -174,43 +174,43 @@ class GroupJoin:
 
     def _next(self, deadline: float, missing: set[tuple[int, str]], reasons: dict[int, str]) -> _Joined:
         workers = sorted({rank for rank, _ in missing})
-        arrived: _Joined | Exception | None = None
-        while arrived is None and (left := deadline - time.monotonic()) > 0:
+        arrival: _Joined | Exception | None = None
+        while arrival is None and (seconds_left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                arrived = self._joined.get(timeout=min(left, _CHECK_SECONDS))
-            if arrived is None and self._check_missing is not None and time.monotonic() < deadline:
+                arrival = self._joined.get(timeout=min(seconds_left, _CHECK_SECONDS))
+            if arrival is None and self._check_missing is not None and time.monotonic() < deadline:
                 self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
-        if arrived is None:
-            found = "; ".join(
+        if arrival is None:
+            missing_workers = "; ".join(
                 f"worker {rank} at {self._addresses[rank]} ({reasons.get(rank, 'it has not connected')})"
                 for rank in workers
             )
             raise TimeoutError(
-                f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from {found}. "
-                "Expected: every worker creates its strategy in that time. Check the logs of the missing workers, or "
-                "allow more time with `tfdist run --start-timeout` or "
+                f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
+                f"{missing_workers}. Expected: every worker creates its strategy in that time. Check the logs of the "
+                "missing workers, or allow more time with `tfdist run --start-timeout` or "
                 "`MultiWorkerMirroredStrategy(start_timeout_seconds=...)`."
             )
-        if isinstance(arrived, Exception):
-            raise arrived
-        return arrived
+        if isinstance(arrival, Exception):
+            raise arrival
+        return arrival
 
     def _group(self, joined: dict[tuple[int, str], _Joined]) -> Group:
         control = {
-            rank: NonblockingConnection.continuing(one.connection)
-            for (rank, purpose), one in joined.items()
+            rank: NonblockingConnection.continuing(arrival.connection)
+            for (rank, purpose), arrival in joined.items()
             if purpose == CONTROL
         }
         links: dict[str, list[Link | None]] = {name: [None] * len(self._addresses) for name in self._channels}
-        for (rank, purpose), one in joined.items():
+        for (rank, purpose), arrival in joined.items():
             if purpose == CONTROL:
                 continue
-            if one.descriptors:
-                memory, *counters = one.descriptors
+            if arrival.descriptors:
+                memory, *counters = arrival.descriptors
                 link: Link = SharedMemoryLink(rank, memory, counters, is_creator=rank < self._rank)
-                one.connection.close()
+                arrival.connection.close()
             else:
-                link = SocketLink(rank, one.connection.detach()[0])
+                link = SocketLink(rank, arrival.connection.detach()[0])
             links[purpose][rank] = link
         return Group(control, links)
 
@@ -259,13 +259,13 @@ class GroupJoin:
             if self._encryption is not None and not is_local:
                 connection = self._encryption.wrap(connection, is_server=True)
             accepted = BlockingConnection.accept(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            said = accepted.receive(_HANDSHAKE_SECONDS)
-            rank, purpose = said.get("rank"), said.get("purpose")
+            request = accepted.receive(_HANDSHAKE_SECONDS)
+            rank, purpose = request.get("rank"), request.get("purpose")
             is_known = isinstance(rank, int) and self._rank < rank < len(self._addresses)
             if not is_known or purpose not in (CONTROL, *self._channels):
                 accepted.close()
                 return
-            shares = bool(self._host) and said.get("host") == self._host
+            shares = bool(self._host) and request.get("host") == self._host
             accepted.send({"rank": self._rank, "local": self._local_name[1:] if shares else ""})
             descriptors: tuple[int, ...] = ()
             if is_local:
@@ -342,9 +342,10 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens on the own address if it is stated as one; on all interfaces if a name stands for it.
+    """Listens on the address of this worker if it is numeric; on all interfaces if it is a name.
 
-    On its own host a name may resolve to a loopback address, and an address may be a translated one.
+    On its own host a name may resolve to a loopback address, and a numeric address may be a translated one, which this
+    host does not have.
     """
     with naming_port(port):
         if host == "localhost" or _is_address(host):

@@ -146,13 +146,20 @@ class SharedMemoryLink(Link):
         self._descriptors = list(counters)
         self._memory = mmap.mmap(memory, 2 * self.MEMORY_BYTES)
         os.close(memory)  # the map has a duplicate
-        first, second = (0, self.MEMORY_BYTES) if is_creator else (self.MEMORY_BYTES, 0)
-        with memoryview(self._memory) as everything:
+        outgoing_start, incoming_start = (0, self.MEMORY_BYTES) if is_creator else (self.MEMORY_BYTES, 0)
+        with memoryview(self._memory) as whole_memory:
             starts = range(0, self.MEMORY_BYTES, SEGMENT_BYTES)
-            self._outgoing = [everything[first + start : first + start + SEGMENT_BYTES] for start in starts]
-            self._incoming = [everything[second + start : second + start + SEGMENT_BYTES] for start in starts]
-        own, other = (counters[:2], counters[2:]) if is_creator else (counters[2:], counters[:2])
-        (self._sent_counter, self._free_counter), (self._full_counter, self._released_counter) = own, other
+            self._outgoing = [
+                whole_memory[outgoing_start + start : outgoing_start + start + SEGMENT_BYTES] for start in starts
+            ]
+            self._incoming = [
+                whole_memory[incoming_start + start : incoming_start + start + SEGMENT_BYTES] for start in starts
+            ]
+        own_counters, peer_counters = (counters[:2], counters[2:]) if is_creator else (counters[2:], counters[:2])
+        (self._sent_counter, self._free_counter), (self._full_counter, self._released_counter) = (
+            own_counters,
+            peer_counters,
+        )
         self._free, self._full = _SLOTS, 0
         self._next_outgoing = self._next_incoming = 0
         self._offset = 0  # in the slot that is being received
@@ -194,8 +201,8 @@ class SharedMemoryLink(Link):
         os.eventfd_write(self._released_counter, 1)
 
     def interests(self, *, sends: bool, receives: bool) -> list[Interest]:
-        found = [(self._free_counter, select.POLLIN)] if sends else []
-        return [*found, (self._full_counter, select.POLLIN)] if receives else found
+        send_interests = [(self._free_counter, select.POLLIN)] if sends else []
+        return [*send_interests, (self._full_counter, select.POLLIN)] if receives else send_interests
 
     def close(self) -> None:
         for descriptor in self._descriptors:

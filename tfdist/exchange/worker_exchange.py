@@ -18,12 +18,13 @@ class Exchange:
     """Connects this worker with all others, until `close`.
 
     Args:
-        rank: Of this worker.
+        rank: The rank of this worker.
         addresses: `host:port` of each worker, by rank; IPv6 as `[::1]:port`.
         token: A secret of all workers.
         cluster: A description that all workers of one attempt have in common, for example their addresses.
         timeout_seconds: How long the others may take to start.
-        silence_seconds: After which a worker that says nothing counts as lost. A process that ends is noticed at once.
+        silence_seconds: The time after which a worker that says nothing counts as lost. A process that ends is noticed
+            at once.
         encryption: Encrypts connections between hosts, if given.
         shares_memory: Whether workers of one host exchange by shared memory.
         check_missing: Called with the addresses of missing workers, by name, after ten seconds; may raise an error.

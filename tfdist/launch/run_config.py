@@ -17,9 +17,9 @@ class GracePeriods:
     """How long workers have to exit, in seconds.
 
     Args:
-        stop: To save and exit after a signal to this command.
-        failure: To exit after the failure of another worker.
-        patience: To show the root cause after another worker reported a lost peer.
+        stop: Time to save and exit after a signal to this command.
+        failure: Time to exit after the failure of another worker.
+        patience: Time to show the root cause after another worker reported a lost peer.
     """
 
     stop: float
@@ -32,7 +32,7 @@ class Timeouts:
     """The timeouts of a run, in seconds.
 
     Args:
-        grace: From SIGTERM to SIGKILL. None: 25 s after a signal to this command, 5 s after a failure.
+        grace: Time from SIGTERM to SIGKILL. None: 25 s after a signal to this command, 5 s after a failure.
         heartbeat_timeout: Silence after which a worker is frozen; 0: never.
         stall_timeout: Minimum time without a step of any worker that is a stall; 0: never.
     """

@@ -28,10 +28,10 @@ def output_types(value: Any) -> list[str]:
     Raises:
         TypeError: If one does not exist.
     """
-    found = names(value)
-    if not set(found) <= set(OUTPUT_TYPES):
-        raise TypeError(f"Invalid `output_types`. Received: {found}. Expected: some of {list(OUTPUT_TYPES)}.")
-    return found
+    type_names = names(value)
+    if not set(type_names) <= set(OUTPUT_TYPES):
+        raise TypeError(f"Invalid `output_types`. Received: {type_names}. Expected: some of {list(OUTPUT_TYPES)}.")
+    return type_names
 
 
 def _param(name: str, doc: str, converter: Any = None) -> Any:

@@ -102,32 +102,33 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
             model_fn: A function that returns a Keras model, called in each worker.
             model: A Keras model, instead of a function. Its weights are the first ones.
             model_kwargs: Keyword arguments of `model_fn`.
-            optimizer: Of `compile`, as `loss`, `loss_weights` and `metrics`: names, functions or objects of Keras.
-            loss: Of `compile`. None: the model is compiled.
-            loss_weights: Of `compile`.
-            metrics: Of `compile`.
+            optimizer: The argument of `compile`, as `loss`, `loss_weights` and `metrics`: names, functions or objects
+                of Keras.
+            loss: The argument of `compile`. None: the model is compiled.
+            loss_weights: The argument of `compile`.
+            metrics: The argument of `compile`.
             custom_objects: The model's classes and functions by their names, if they are not of Keras.
             callbacks: Keras callbacks, or a function that returns them, called in each worker.
             feature_cols: The columns of the features.
             label_cols: The columns of the labels.
             sample_weight_col: The column of the sample weights.
             validation: A fraction of the rows, or the name of a column that is true in rows of the validation.
-            batch_size: Rows of an update, over all workers; not of each, as Horovod's.
+            batch_size: Rows of an update, over all workers; in Horovod it is that of each worker.
             val_batch_size: Rows of a step of the validation; by default `batch_size`.
             epochs: Number of epochs.
             shuffle: Whether rows come in another order in each epoch.
-            random_seed: Of the weights, the shuffles, and the split of the validation. By default another one each
-                time; a run with a `run_id` has 0.
-            verbose: Of `Model.fit`, on the first worker; the lines are in its executor's log.
+            random_seed: The seed of the weights, the shuffles, and the split of the validation. By default another one
+                each time; a run with a `run_id` has 0.
+            verbose: The argument of `Model.fit` on the first worker; the lines are in its executor's log.
             compression: The compression of gradients: a name or an object of `tfdist.compression`.
             workers: Number of workers, each in a slot of Spark.
             threads_per_worker: Threads of each worker. Defaults to `spark.task.cpus`.
             max_restarts: How often to restart all workers after a failure.
             start_timeout_seconds: How long to wait for free slots, and then for the workers to start.
-            checkpoint_every_steps: When to save, in steps. By default after each epoch.
+            checkpoint_every_steps: Number of steps between two checkpoints. By default one checkpoint after each epoch.
             store: A directory that the driver and all executors see under the same path.
             run_id: The name of the run, to resume it.
-            output_cols: The columns of the predictions: by default "prediction", or "prediction_<label>" of several.
+            output_cols: The columns of the predictions: by default "prediction", or "prediction_<label>" for several.
             output_types: The types of these: see `KerasModel`.
             predict_batch_size: Rows of a batch of predictions.
         """
@@ -306,7 +307,7 @@ class RunDirectory:
                 "slashes. Choose another one."
             )
         self._run_id, self._stays = run_id, run_id is not None
-        # With a prefix, so that no other directory of the store is taken for an incomplete run, and removed.
+        # The prefix keeps other directories of the store from being taken for an incomplete run, and removed.
         self.path = store / f"tfdist-run-{run_id or secrets.token_hex(8)}"
 
     @property
@@ -335,19 +336,19 @@ class RunDirectory:
                     "columns or parameters than those that it has begun with. Expected: the same, to resume it. "
                     f"Choose another `run_id`, or remove {self.path}."
                 )
-            found = {name: from_parquet(self.path / name) for name in parts}
+            datasets = {name: from_parquet(self.path / name) for name in parts}
         else:
             shutil.rmtree(self.path, ignore_errors=True)
-            found = {name: from_spark(part, store=self.path / name, keep=True) for name, part in parts.items()}
+            datasets = {name: from_spark(part, store=self.path / name, keep=True) for name, part in parts.items()}
             with atomic_files.replacing(file) as opened:
                 opened.write(json.dumps(description).encode())
-        for name, data in found.items():
+        for name, data in datasets.items():
             if not data.num_rows:
                 raise ValueError(
                     f"There are no rows to {'train on' if name == 'train' else 'validate with'}. Received: 0 rows. "
                     "Expected: at least one. Check the DataFrame and `validation`."
                 )
-        return found["train"], found.get("validation")
+        return datasets["train"], datasets.get("validation")
 
     def remove(self) -> None:
         """Removes the directory, unless the run has a name."""

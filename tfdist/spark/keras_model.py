@@ -53,7 +53,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
 
         Args:
             content: The file of the model.
-            output_shapes: The shapes of the outputs, of a row.
+            output_shapes: The shapes of the outputs for one row.
             history: The losses and metrics of the epochs.
             epoch: The numbers of the epochs.
             custom_objects: Classes and functions by the names that they have in the file.
@@ -85,7 +85,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         return _ModelReader()
 
     def output_columns(self) -> list[str]:
-        """Returns the columns of the predictions: by default "prediction", or "prediction_<label>" of several."""
+        """Returns the columns of the predictions: by default "prediction", or "prediction_<label>" for several."""
         outputs, labels = len(self._output_shapes), self.getOrDefault(self.label_cols)
         if self.isDefined(self.output_cols):
             names = list(self.getOrDefault(self.output_cols))
@@ -188,7 +188,7 @@ class Prediction:
 
     Args:
         key: Identifies the model.
-        content: Its file: a broadcast variable of Spark.
+        content: The content of its file: a broadcast variable of Spark.
         custom_objects: Classes and functions by the names that they have in the file.
         feature_cols: The columns of the features.
         label_cols: The columns of the labels, which name outputs in dictionaries.

@@ -25,7 +25,7 @@ class InputSpec:
         """Returns the values of a batch.
 
         Args:
-            values: For each column the values of rows: numbers, strings, or arrays.
+            values: The values of rows for each column: numbers, strings, or arrays.
 
         Raises:
             ValueError: If a value is null, or the rows of a column have different shapes.
@@ -44,7 +44,7 @@ def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, Inpu
     """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
 
     Args:
-        model: A Keras model. One without declared inputs has one.
+        model: A Keras model. A model without declared inputs has one input.
         feature_cols: Its columns: one for each input, or all of one input.
 
     Raises:
@@ -75,7 +75,7 @@ def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, Inpu
 
 
 def combined(parts: Sequence[Any]) -> Any:
-    """Returns what a model is called with: a tensor, or a tuple of one for each input."""
+    """Returns what a model is called with: a tensor, or a tuple with a tensor for each input."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
@@ -103,11 +103,13 @@ def _dense(name: str, values: Any) -> np.ndarray:
             f"A feature is null. Received: null in column {name!r}. Expected: a value in each row. Call "
             "DataFrame.dropna or fillna before."
         )
-    first = rows[0]
-    if not isinstance(first, np.ndarray | list):
+    first_row = rows[0]
+    if not isinstance(first_row, np.ndarray | list):
         return np.asarray(values)
     try:
-        nested = isinstance(first, np.ndarray) and first.dtype == object and isinstance(first[0], np.ndarray)
+        nested = (
+            isinstance(first_row, np.ndarray) and first_row.dtype == object and isinstance(first_row[0], np.ndarray)
+        )
         return np.stack([np.stack(list(row)) for row in rows] if nested else [np.asarray(row) for row in rows])
     except ValueError as error:
         raise ValueError(

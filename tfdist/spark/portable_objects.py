@@ -24,7 +24,7 @@ class KerasConfig:
 
 
 def portable(value: Any) -> Any:
-    """Returns a value without objects of Keras that belong to this process; also inside of lists and dictionaries."""
+    """Replaces objects of Keras, which belong to this process, in a value, also within lists and dictionaries."""
     if "keras" not in sys.modules:  # then there are none
         return value
     import keras
@@ -64,7 +64,7 @@ def model_content(model: Any) -> bytes:
 
 
 def loaded_model(content: bytes, custom_objects: Mapping[str, Any], *, compile: bool) -> Any:
-    """Returns a model of its file.
+    """Returns the model that a file contains.
 
     Raises:
         ValueError: It has parts that Keras does not know; the message names `custom_objects`.

@@ -28,7 +28,7 @@ def check_columns(df: Any, columns: Sequence[str], argument: str) -> None:
 
 
 def as_array(df: Any, name: str) -> Any:
-    """Returns a column; one of MLlib's vectors as arrays of float32."""
+    """Returns a column; a column of MLlib's vectors becomes arrays of float32."""
     from pyspark.ml.functions import vector_to_array
 
     is_vector = type(df.schema[name].dataType).__name__ == "VectorUDT"
@@ -36,7 +36,7 @@ def as_array(df: Any, name: str) -> Any:
 
 
 def split(df: Any, validation: Any, columns: Sequence[str], seed: int) -> tuple[Any, Any]:
-    """Returns the rows to train on, and those to validate with or None; of each only the columns.
+    """Returns the rows to train on, and those to validate with or None; both have only the given columns.
 
     A fraction is chosen by a hash of the values, so computing the DataFrame again splits it in the same way, and equal
     rows are on the same side.
@@ -45,7 +45,7 @@ def split(df: Any, validation: Any, columns: Sequence[str], seed: int) -> tuple[
         df: A DataFrame.
         validation: A fraction from 0 to less than 1; a column that is true, or not 0, in rows of the validation; None.
         columns: The columns to keep.
-        seed: Of the hash.
+        seed: The seed of the hash.
 
     Raises:
         ValueError: If `validation` is something else, or there is no such column.
@@ -79,5 +79,5 @@ def fingerprint(df: Any, extra: str) -> str:
     from pyspark.sql import functions
 
     rows = functions.xxhash64(*(column(name) for name in df.columns)).cast("decimal(38,0)")
-    found = df.agg(functions.count(functions.lit(1)), functions.sum(rows)).first()
-    return hashlib.sha256(f"{df.schema.json()} {found[0]} {found[1]} {extra}".encode()).hexdigest()
+    totals = df.agg(functions.count(functions.lit(1)), functions.sum(rows)).first()
+    return hashlib.sha256(f"{df.schema.json()} {totals[0]} {totals[1]} {extra}".encode()).hexdigest()

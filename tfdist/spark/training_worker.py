@@ -33,11 +33,11 @@ class TrainingTask:
         val_batch_size: Rows of a step of the validation, over all workers.
         epochs: Number of epochs.
         shuffle: Whether rows come in another order in each epoch.
-        seed: Of Keras, NumPy and Python.
-        verbose: Of `Model.fit`, on the first worker.
+        seed: The seed of Keras, NumPy and Python.
+        verbose: The argument of `Model.fit` on the first worker.
         compression: The argument of the strategy.
-        checkpoint_every_steps: When to save; None: after each epoch.
-        directory: Of this run; all workers and the driver see it.
+        checkpoint_every_steps: Number of steps between two checkpoints; None: a checkpoint after each epoch.
+        directory: The directory of this run; all workers and the driver see it.
     """
 
     model: Callable[..., Any] | ModelFile
@@ -68,7 +68,7 @@ class TrainingResult:
     Args:
         epoch: The numbers of the epochs.
         history: Losses and metrics of the epochs.
-        output_shapes: The shapes of the outputs, of a row.
+        output_shapes: The shapes of the outputs for one row.
     """
 
     epoch: list[int]
@@ -182,7 +182,7 @@ def _is_list(data: PartitionedData, name: str) -> bool:
 
 
 def _output_shapes(content: bytes, task: TrainingTask, dataset: Any) -> list[tuple[int | None, ...]]:
-    """Returns the shapes of the outputs of the model in the file, which shows, too, that it can be loaded."""
+    """Returns the shapes of the outputs of the model in the file. This shows, too, that the file can be loaded."""
     import tensorflow as tf
 
     model = loaded_model(content, task.custom_objects, compile=False)

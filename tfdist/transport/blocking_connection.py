@@ -217,7 +217,7 @@ def client_handshake(connection: socket.socket, credentials: Credentials, deadli
 
     Args:
         connection: The connected socket.
-        credentials: Of this process.
+        credentials: The credentials of this process.
         deadline: Monotonic time at which the handshake must be complete.
 
     Returns:
@@ -272,7 +272,7 @@ class _BlockingFrames:
         return body
 
     def _set_timeout(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = self._deadline - time.monotonic()
+        if seconds_left <= 0:
             raise TimeoutError("the handshake timed out")
-        self._socket.settimeout(left)
+        self._socket.settimeout(seconds_left)

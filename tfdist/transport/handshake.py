@@ -141,8 +141,8 @@ class SessionKeys:
     """Keys of one side, which authenticate the messages behind the handshake.
 
     Args:
-        send_key: For sent messages.
-        receive_key: For received messages.
+        send_key: Authenticates sent messages.
+        receive_key: Authenticates received messages.
     """
 
     send_key: bytes
@@ -153,7 +153,7 @@ class ClientHandshake:
     """The client's side, without I/O: bodies of frames in, bodies of frames out.
 
     Args:
-        credentials: Of this process.
+        credentials: The credentials of this process.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -196,7 +196,7 @@ class ServerHandshake:
     """The server's side, without I/O: bodies of frames in, bodies of frames out.
 
     Args:
-        credentials: Of this process.
+        credentials: The credentials of this process.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -215,13 +215,14 @@ class ServerHandshake:
             FrameError: If the body is malformed.
         """
         if self._hellos is None:
-            theirs, own = Hello.decode(body), self._own.encode()
-            self._own.require_compatible(theirs, same_version=self._credentials.same_version, reply=own)
-            expected = self._credentials.fingerprint(theirs.nonce)
-            if not hmac.compare_digest(theirs.cluster.encode(), expected.encode()):
+            client_hello, own_body = Hello.decode(body), self._own.encode()
+            # The client of another version learns this side's version from the reply.
+            self._own.require_compatible(client_hello, same_version=self._credentials.same_version, reply=own_body)
+            expected = self._credentials.fingerprint(client_hello.nonce)
+            if not hmac.compare_digest(client_hello.cluster.encode(), expected.encode()):
                 raise ClusterMismatchError(_WRONG_CLUSTER, reply=_encode_refusal(_WRONG_CLUSTER))
-            self._hellos = (body, own)
-            return own
+            self._hellos = (body, own_body)
+            return own_body
         if not is_proof(body, derive_mac(self._credentials, "client proof", *self._hellos)):
             raise TokenRejectedError(_WRONG_TOKEN, reply=_encode_refusal(_WRONG_TOKEN))
         labels = ("server key", "client key", "server proof")

@@ -23,7 +23,7 @@ class Listener:
 
     Args:
         server: A listening socket. `close` closes it.
-        credentials: Of this process.
+        credentials: The credentials of this process.
         say: Shows the user a line about each refused connection, once per address and reason.
     """
 

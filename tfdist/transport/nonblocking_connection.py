@@ -139,7 +139,7 @@ def dial(
     Args:
         host: Host of the server.
         port: Port of the server.
-        credentials: Of this process.
+        credentials: The credentials of this process.
         timeout_seconds: How long to try.
         on_wait: Called once with the reason if the server does not answer for two seconds.
 
@@ -148,22 +148,22 @@ def dial(
         ProtocolMismatchError, TokenRejectedError, InvalidProofError: If another try cannot succeed.
     """
     began = time.monotonic()
-    end = began + timeout_seconds
+    deadline = began + timeout_seconds
     has_reported = False
     while True:
         try:
-            return _connect(host, port, credentials, deadline=min(end, time.monotonic() + _TRY_SECONDS))
+            return _connect(host, port, credentials, deadline=min(deadline, time.monotonic() + _TRY_SECONDS))
         except (ProtocolMismatchError, TokenRejectedError, InvalidProofError):
             raise
         except (OSError, TransportError) as error:
             reason = str(getattr(error, "strerror", None) or error)
         now = time.monotonic()
-        if now >= end:
+        if now >= deadline:
             raise ConnectionClosedError(reason)
         if not has_reported and now >= began + _QUIET_SECONDS:
             has_reported = True
             on_wait(reason)
-        time.sleep(min(_PAUSE_SECONDS, end - now))
+        time.sleep(min(_PAUSE_SECONDS, deadline - now))
 
 
 def _connect(host: str, port: int, credentials: Credentials, *, deadline: float) -> NonblockingConnection:

@@ -149,10 +149,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def link(text: str) -> Link:
-    """Parses `--link`: what TCP has of an Ethernet link.
+    """Parses `--link`, and returns what TCP gets of an Ethernet link.
 
-    >>> found = link("1gbit,0.1ms")
-    >>> round(8 * found.bytes_per_second / 1e6), found.latency_seconds
+    >>> parsed = link("1gbit,0.1ms")
+    >>> round(8 * parsed.bytes_per_second / 1e6), parsed.latency_seconds
     (941, 0.0001)
 
     Raises:
@@ -263,12 +263,14 @@ def check_simulation_options(options: argparse.Namespace) -> None:
     Raises:
         UsageError: Options are missing, without effect, or a picture cannot be drawn.
     """
-    given = [f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)]
+    dependent_options = [
+        f"--{name.replace('_', '-')}" for name in _DEPENDENT if getattr(options, name) not in (None, False)
+    ]
     if not options.simulate:
-        if given:
+        if dependent_options:
             raise UsageError(
-                f"Options of a simulation without it. Received: {', '.join(given)}. Expected: --simulate, too. "
-                "Add it, or remove them."
+                f"Options of a simulation without it. Received: {', '.join(dependent_options)}. Expected: --simulate, "
+                "too. Add it, or remove them."
             )
         return
     if options.topology is None:
@@ -307,8 +309,8 @@ def probed_workers(options: argparse.Namespace) -> tuple[int, ...]:
 
     In weak scaling a worker computes the complete batch; in any case exchanges of more than two workers are measured.
     """
-    few = {1, 4} if options.scaling != STRONG else {1, 4, min(max(options.workers), _MOST_PARTS)}
-    return tuple(sorted(few))
+    worker_counts = {1, 4} if options.scaling != STRONG else {1, 4, min(max(options.workers), _MOST_PARTS)}
+    return tuple(sorted(worker_counts))
 
 
 def simulated(options: argparse.Namespace, measured: Measurements, find_plans: FindPlans) -> Simulation:

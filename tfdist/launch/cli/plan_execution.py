@@ -59,11 +59,11 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
     except ProbeError as error:
         _say(str(error))
         return _FAILURE_EXIT_CODE
-    known = {one.method for one in measured.program.exchanges}
-    if options.allow_compression and known == {DENSE}:
+    measured_methods = {exchange.method for exchange in measured.program.exchanges}
+    if options.allow_compression and measured_methods == {DENSE}:
         _say("the measurements have no compression methods: measure the program with --allow-compression")
-    elif options.allow_compression and not known.issuperset(METHODS):
-        missing = ", ".join(method for method in METHODS if method not in known)
+    elif options.allow_compression and not measured_methods.issuperset(METHODS):
+        missing = ", ".join(method for method in METHODS if method not in measured_methods)
         _say(f"The time was too short for all measurements. These methods are not planned: {missing}. Raise --timeout.")
     if not options.no_xla and not any(step.compiled for step in measured.program.steps):
         _say(
@@ -83,11 +83,13 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             )
             continue
         conditions = conditions_of(options, measured, link, workers, shares_memory=network.link is None)
-        found = find_plans(measured if network.link else on_shared_cores(measured, workers), conditions, workers)
+        search_result = find_plans(
+            measured if network.link else on_shared_cores(measured, workers), conditions, workers
+        )
         shown = _SHOWN if len(network.workers) == 1 else max(_SHOWN // len(network.workers), 3)
         lines = to_lines(
-            found.plans,
-            found.too_large,
+            search_result.plans,
+            search_result.too_large,
             rows=measured.program.rows,
             link=network.link,
             memory_bytes=conditions.memory_bytes,
@@ -96,8 +98,8 @@ def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measure
             cluster=network.cluster,
         )
         print("\n".join(["", *lines] if plans or too_large else lines))
-        plans += found.plans
-        too_large += found.too_large
+        plans += search_result.plans
+        too_large += search_result.too_large
     _write(options, PlanFile(plans, too_large, measured.to_json(), dataclasses.asdict(link)))
     if too_large and not plans:
         _say(_nothing_fits(too_large))

@@ -38,7 +38,7 @@ class PlannedNetwork:
 def network_of(
     options: argparse.Namespace, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> PlannedNetwork | None:
-    """Returns where the workers are, as the options or the environment say.
+    """Returns where the workers are, according to the options or the environment.
 
     Args:
         options: The options of `tfdist plan`.
@@ -64,8 +64,8 @@ def network_of(
         link = measured_link(config, environ, cores, _TIMEOUT_OF_PEERS, say)
         if link is None:
             return None
-        own = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
-        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, own, config.source)
+        cores_per_worker = options.cores_per_worker or max(cores // workers_on_own_host(config), 1)
+        return PlannedNetwork(options.workers or (len(config.cluster.workers),), link, cores_per_worker, config.source)
     if options.link is not None:
         return PlannedNetwork(
             options.workers or (len(options.speeds) or 2,), options.link, options.cores_per_worker or cores
@@ -89,15 +89,15 @@ def conditions_of(
     Raises:
         UsageError: The memory of this machine is not known.
     """
-    here = measured.machine.memory_bytes
-    if options.memory is None and not here:
+    machine_memory_bytes = measured.machine.memory_bytes
+    if options.memory is None and not machine_memory_bytes:
         raise UsageError(
             "The memory of this machine is not known. Received: no --memory, on a system without /proc/meminfo. "
             "Expected: the memory of a worker, for example --memory 16GiB."
         )
     return Conditions(
         link,
-        options.memory or (here // workers if shares_memory else here),
+        options.memory or (machine_memory_bytes // workers if shares_memory else machine_memory_bytes),
         cores=measured.machine.cores_per_worker,
         devices=options.devices,
         allow_compression=options.allow_compression,

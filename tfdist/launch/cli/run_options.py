@@ -237,10 +237,10 @@ def apply_plan(options: argparse.Namespace) -> dict[str, str]:
     )
     if plan is None:
         hosts = "" if nodes == 1 else f" --nodes {nodes}"
-        given = "" if options.workers is None else f" --workers {options.workers}"
+        workers_option = "" if options.workers is None else f" --workers {options.workers}"
         raise UsageError(
-            f"The plan has nothing for this number of workers. Received: --plan {options.plan}{given}{hosts}, and "
-            f"plans for {describe_processes(file)}. Expected: a number of workers of one of them"
+            f"The plan has nothing for this number of workers. Received: --plan {options.plan}{workers_option}{hosts}, "
+            f"and plans for {describe_processes(file)}. Expected: a number of workers of one of them"
             f"{', all hosts together and without parameter servers' if hosts else ''}. Change --workers, or write a "
             "plan for this number: tfdist plan --workers N --json FILE script.py."
         )
@@ -256,13 +256,13 @@ def apply_plan(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_roles_are_not_given(options: argparse.Namespace) -> None:
-    given = [f"--parameter-servers {options.parameter_servers}"] * bool(options.parameter_servers)
-    given += ["--chief"] * options.chief
-    if given:
+    role_options = [f"--parameter-servers {options.parameter_servers}"] * bool(options.parameter_servers)
+    role_options += ["--chief"] * options.chief
+    if role_options:
         raise UsageError(
-            f"The plan chooses parameter servers and chief. Received: --plan {options.plan} {' '.join(given)}. "
-            f"Expected: one of them. Remove {given[0].split()[0]} to train by the plan, or --plan and create the "
-            "strategy by hand."
+            f"The plan chooses parameter servers and chief. Received: --plan {options.plan} {' '.join(role_options)}. "
+            f"Expected: one of them. Remove {role_options[0].split()[0]} to train by the plan, or --plan and create "
+            "the strategy by hand."
         )
 
 

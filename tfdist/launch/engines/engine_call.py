@@ -43,7 +43,7 @@ class PlaceTask:
         arguments: Arguments of `tfdist`, without the program's name, paths of the place, and script.
         token: The secret of the rendezvous.
         grace_seconds: Seconds from SIGTERM to SIGKILL.
-        versions: Of the driver.
+        versions: The versions of the driver.
     """
 
     run: str
@@ -96,7 +96,7 @@ class EngineCall:
         token: The secret of the rendezvous.
         name: Names the call in its places and in the engine; no secret.
         round: Number of the round, from 0.
-        versions: Of the driver.
+        versions: The versions of the driver.
     """
 
     payload: bytes = dataclasses.field(repr=False)
@@ -199,7 +199,7 @@ class EngineCall:
 
         Args:
             rank: Number of the place.
-            addresses: Of all places, in order.
+            addresses: The addresses of all places, in order.
             threads: The cores that the engine gives each place; None: unknown.
         """
         nodes = len(addresses)

@@ -80,7 +80,7 @@ class DaskWorker(NamedTuple):
     """A Dask worker, as it describes itself.
 
     Args:
-        address: Where its place is.
+        address: The address of its place.
         threads: Its threads.
         is_free: Whether it has a free thread, the resources that a place needs, and no place.
     """
@@ -184,7 +184,8 @@ def run_task(task: PlaceTask, pid: int) -> PlaceResult:
 def shown_output(client: Any, call: EngineCall) -> Iterator[None]:
     """Prints the output of the places of a call.
 
-    Not by `distributed.print`, which all clients show: a worker of the training can be one, and would send it again.
+    It does not use `distributed.print`, which all clients show: a worker of the training that is a client would send
+    the line again.
 
     Args:
         client: The client.
@@ -205,7 +206,7 @@ def ends_early(futures: Mapping[str, Any]) -> bool:
     """Returns whether a place has failed, or ended so that the others have to be stopped.
 
     Args:
-        futures: Of the places' tasks.
+        futures: The futures of the places' tasks.
     """
     return any(
         future.status == "error" or (future.status == "finished" and future.result(timeout=ANSWER_SECONDS).ends_round)
@@ -335,22 +336,22 @@ class _Round:
     def _start(self) -> None:
         """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
         needed, seconds = self._call.workers, self._call.start_timeout_seconds
-        limit = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=self._client.scheduler, loop=self._client.loop)
         while True:
             names = names_of_workers(self._client)
             with lock:
-                found = self._describe(names)
-                free = sorted(name for name, worker in found.items() if worker.is_free)[:needed]
+                dask_workers = self._describe(names)
+                free = sorted(name for name, worker in dask_workers.items() if worker.is_free)[:needed]
                 if len(free) == needed:
-                    return self._submit({name: found[name] for name in free})
-            if time.monotonic() >= limit:
-                rest = f", {self._resources}" if self._resources else ""
+                    return self._submit({name: dask_workers[name] for name in free})
+            if time.monotonic() >= deadline:
+                resources_text = f", {self._resources}" if self._resources else ""
                 raise TimeoutError(
-                    f"There are too few free Dask workers. Received: {len(found)} in the cluster, {len(free)} of them "
-                    f"with a free thread{rest} and no process of another call, after {seconds:g} s. Expected: "
-                    f"workers={needed}. Start more, by cluster.scale({needed}) or cluster.adapt(minimum={needed}), or "
-                    "give more `start_timeout_seconds`."
+                    f"There are too few free Dask workers. Received: {len(dask_workers)} in the cluster, {len(free)} "
+                    f"of them with a free thread{resources_text} and no process of another call, after {seconds:g} s. "
+                    f"Expected: workers={needed}. Start more, by cluster.scale({needed}) or "
+                    f"cluster.adapt(minimum={needed}), or give more `start_timeout_seconds`."
                 )
             self._wait(_LOOK_SECONDS)
 
@@ -371,11 +372,11 @@ class _Round:
 
     def _stop(self) -> None:
         """Ends the places that have not ended, and waits for them."""
-        limit = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
+        deadline = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
         if running := self._running():
             with contextlib.suppress(TimeoutError):  # one of them is ending
                 run_beside_tasks(self._client, running, stop_places, self._call.run, seconds=_LOOK_SECONDS)
-        while self._running() and time.monotonic() < limit:
+        while self._running() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _running(self) -> set[str]:
@@ -385,6 +386,7 @@ class _Round:
         results, lost = [], []
         for rank, (name, future) in enumerate(self._futures.items()):
             try:
+                # A task that is still pending after `_stop` has lost its Dask worker, or does not end.
                 results.append(future.result(timeout=0.1 if name in self._pending() else ANSWER_SECONDS))
             except (TimeoutError, concurrent.futures.CancelledError, ReplacedWorkerError):
                 lost.append(f"place {rank} was lost with Dask worker {name}")
@@ -395,8 +397,8 @@ class _Round:
         return results
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit and not until():
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not until():
             if self._has_ended():
                 raise concurrent.futures.CancelledError("The task of Dask that has called `on_dask` was cancelled.")
             time.sleep(_POLL_SECONDS)

@@ -48,7 +48,7 @@ def on_ray(
         *args: Positional arguments of the function.
         workers: Number of workers.
         resources_per_worker: What Ray reserves for each worker, as `{"CPU": 2, "GPU": 1}`; by default `{"CPU": 1}`.
-        placement_strategy: Of the placement group: "PACK" puts workers on few nodes where possible, "STRICT_PACK" on
+        placement_strategy: How Ray places the group: "PACK" puts workers on few nodes where possible, "STRICT_PACK" on
             one, "SPREAD" on many, "STRICT_SPREAD" each on another.
         parameter_servers: Number of parameter servers. With any, a chief alone calls the function.
         chief: Whether a chief alone calls the function, for `ModelParallelStrategy`.
@@ -146,7 +146,7 @@ class _Actors:
         answers: dict[int, Any] = {}
         missing: dict[int, str] = {}
         pending = {ref: rank for rank, ref in enumerate(refs)}
-        limit = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         is_stopped = False
         try:
             while pending:
@@ -163,8 +163,8 @@ class _Actors:
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())
-                    limit = time.monotonic() + call.grace_seconds + _STOP_SECONDS
-                if limit is not None and time.monotonic() >= limit:
+                    deadline = time.monotonic() + call.grace_seconds + _STOP_SECONDS
+                if deadline is not None and time.monotonic() >= deadline:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
         except BaseException:
@@ -186,9 +186,9 @@ class _Actors:
             self._ray.wait(list(pending), num_returns=len(pending), timeout=call.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
-        limit = time.monotonic() + call.start_timeout_seconds
+        deadline = time.monotonic() + call.start_timeout_seconds
         while not self._group.wait(_LOOK_SECONDS):
-            if time.monotonic() >= limit:
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"Ray has not had the resources of all workers at the same time. Received: "
                     f"{describe_resources(self._ray)} after {call.start_timeout_seconds:g} s. Expected: workers="
@@ -198,7 +198,7 @@ class _Actors:
 
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# `run`, beside it `stop` and `lines`, and `address`.
+# An actor executes `run`, `stop`, `lines` and `address` at the same time.
 _CALLS_AT_ONCE = 4
 _KEPT_LINES = 10_000  # until the driver asks for them
 _FLUSH_SECONDS = 5.0
@@ -245,8 +245,8 @@ def describe_resources(ray: Any) -> str:
     """
     names = ("CPU", "GPU", "memory")
 
-    def chosen(found: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in found.items() if name in names or ":" not in name}
+    def chosen(resources: Mapping[str, float]) -> dict[str, float]:
+        return {name: value for name, value in resources.items() if name in names or ":" not in name}
 
     return f"a cluster with {chosen(ray.cluster_resources())}, of which {chosen(ray.available_resources())} are free"
 
@@ -262,12 +262,12 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
     strategy = import_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
     )
-    other = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
+    custom_resources = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
     memory = {"memory": resources["memory"]} if "memory" in resources else {}
     return {
         "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
-        "resources": other or None,
+        "resources": custom_resources or None,
         "scheduling_strategy": strategy,
         **memory,
     }
@@ -300,7 +300,7 @@ class OutputOfActors:
     """Shows the output of places in the driver. Ray itself leaves out lines that several actors print.
 
     Args:
-        actors: Of the places.
+        actors: The actors of the places.
     """
 
     def __init__(self, actors: Sequence[Any]) -> None:

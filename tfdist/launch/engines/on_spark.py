@@ -115,7 +115,7 @@ class _Round:
     def _collect(self) -> None:
         workers = self._call.workers
         try:
-            # Without an interrupt of Java's threads, after which Spark leaves the Python process as it is.
+            # After an interrupt of Java's threads Spark would leave the Python process as it is.
             self._context.setJobGroup(self._group, f"on_spark: {workers} workers", interruptOnCancel=False)
             tasks = self._context.parallelize(range(workers), workers).barrier()
             self._results = tasks.mapPartitions(run_barrier_task(self._call)).collect()
@@ -169,11 +169,11 @@ class _Round:
 
     def _stop(self, thread: threading.Thread) -> None:
         """Cancels the job if it has not ended, and waits for its tasks."""
-        limit = time.monotonic() + _STOP_SECONDS
+        deadline = time.monotonic() + _STOP_SECONDS
         if thread.is_alive():
             self._context.cancelJobGroup(self._group)
             thread.join(_STOP_SECONDS)
-        while (stage := self._stage()) is not None and stage.numActiveTasks and time.monotonic() < limit:
+        while (stage := self._stage()) is not None and stage.numActiveTasks and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _stage(self) -> Any:
@@ -288,7 +288,7 @@ def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[Pla
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()
         rank = context.partitionId()
-        # Not by `allGather`, which asks once a second whether the others have answered.
+        # `allGather` would ask only once a second whether the others have answered.
         hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
         addresses = [PlaceAddress(host, call.likely_port) for host in hosts]
         task = call.task(rank, addresses, threads=context.cpus())

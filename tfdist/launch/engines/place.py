@@ -22,12 +22,12 @@ from tfdist.launch.run_config import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ReservedPorts
 from tfdist.utils.formatting import signal_name
 
-# From the end of the grace period to the end of the launcher, which then kills its workers.
+# From the end of the grace period, when the launcher kills its workers, to SIGKILL for the launcher.
 _KILL_SECONDS = 5.0
 # Variables of `srun`, which are those of the engine's process: its tasks are not the workers.
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_PROCID")
 _SAID = "tfdist: "
-# Of a launcher: its place has announced its end, or has lost the others.
+# Exit codes of a launcher whose place has announced its end, or has lost the others.
 _LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
 
 
@@ -37,8 +37,8 @@ class PlaceResult:
 
     Args:
         rank: Number of the place.
-        exit_code: Of the launcher; negative: the signal that killed it.
-        results: By attempt and rank, of the workers of this place.
+        exit_code: Exit code of the launcher; negative: the signal that killed it.
+        results: The results of the workers of this place, by attempt and rank.
         failure: The launcher's error file of the last failed attempt, or None.
         last_lines: What the launcher said last.
         usage_error: The launcher's message about a wrong command, or an empty string.
@@ -82,8 +82,10 @@ class PlaceResult:
         if self.failure is None or int(self.failure["attempt"]) + 1 < self.attempts:
             return False
         cause = self.failure["cause"]
-        own = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(self.exit_code - 128)
-        return own and self.exit_code != PREEMPTED_EXIT_CODE
+        matches_cause = cause.get("exit_code") == self.exit_code or cause.get("signal") == signal_name(
+            self.exit_code - 128
+        )
+        return matches_cause and self.exit_code != PREEMPTED_EXIT_CODE
 
 
 def place_address(host: str) -> PlaceAddress:
@@ -96,7 +98,7 @@ def place_address(host: str) -> PlaceAddress:
         return PlaceAddress(host, reserved.ports[0], os.getpid())
 
 
-_stopped_runs: set[str] = set()  # which another thread has asked to stop
+_stopped_runs: set[str] = set()  # rounds that another thread has asked to stop
 
 
 def stop_places(run: str) -> None:
@@ -159,13 +161,13 @@ def run_place(
 
 
 def _other_versions(task: PlaceTask) -> str:
-    own = Versions.of_this_process()
-    if own == task.versions:
+    own_versions = Versions.of_this_process()
+    if own_versions == task.versions:
         return ""
     return (
-        f"A place has other versions than the driver. Received: {own} in {sys.executable} on {socket.gethostname()}. "
-        f"Expected: {task.versions}. Install the driver's versions on all hosts of the engine, or make it use another "
-        "Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
+        f"A place has other versions than the driver. Received: {own_versions} in {sys.executable} on "
+        f"{socket.gethostname()}. Expected: {task.versions}. Install the driver's versions on all hosts of the engine, "
+        "or make it use another Python: by PYSPARK_PYTHON for Spark, by the command that starts the workers for Dask."
     )
 
 

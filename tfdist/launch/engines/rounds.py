@@ -10,7 +10,7 @@ from tfdist.launch.function_call.worker_results import WorkerError, raise_failur
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.formatting import counted, signal_name
 
-# Of another process taking the port of the rendezvous in the second between its choice and its use.
+# How often another process may take the port of the rendezvous in the second between its choice and its use.
 _MAX_LOST_PORTS = 3
 _LOST_PORT = "The coordinator cannot listen."
 
@@ -20,7 +20,7 @@ class LostPlaceError(Exception):
 
     Args:
         message: Which places were lost, and how, as a clause: "place 1 (host-b) was lost: …".
-        results: Of the places that have answered.
+        results: The results of the places that have answered.
     """
 
     def __init__(self, message: str, results: Sequence[PlaceResult] = ()) -> None:
@@ -63,15 +63,15 @@ def run_rounds(
                 raise UsageError(result.usage_error)
         if not lost:
             return _values(call, results)
-        left = call.max_restarts - max([1, *(result.used_attempts for result in results)])
-        if left < 0:
+        restarts_left = call.max_restarts - max([1, *(result.used_attempts for result in results)])
+        if restarts_left < 0:
             raise WorkerError(
                 f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
                 "last until the function returns. Give `max_restarts`, with FailureRecovery in the function, to "
                 "continue in other places."
             )
-        say(f"tfdist: {lost}; restarting in new places ({counted(left, 'restart')} left)")
-        call = call.next_round(left)
+        say(f"tfdist: {lost}; restarting in new places ({counted(restarts_left, 'restart')} left)")
+        call = call.next_round(restarts_left)
 
 
 def _interruption(results: Sequence[PlaceResult]) -> str:
@@ -79,8 +79,8 @@ def _interruption(results: Sequence[PlaceResult]) -> str:
     interrupted = [result for result in results if result.is_interrupted]
     if not interrupted:
         return ""
-    if ended := [result for result in interrupted if result.is_killed]:
-        return ", ".join(f"the launcher of place {result.rank} was ended by {_signal_of(result)}" for result in ended)
+    if killed := [result for result in interrupted if result.is_killed]:
+        return ", ".join(f"the launcher of place {result.rank} was ended by {_signal_of(result)}" for result in killed)
     names = ", ".join(f"place {result.rank}" for result in interrupted)
     lines = [line.removeprefix("tfdist: ") for line in interrupted[0].last_lines]
     return f"{names} left before the function returned" + (f" ({lines[-1]})" if lines else "")

@@ -45,7 +45,7 @@ def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> No
 
     Args:
         caller_pid: The process that started this one, such as a notebook's.
-        arguments: Of the command.
+        arguments: Arguments of the command.
         printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
     """
     die_with_parent(caller_pid)
@@ -66,7 +66,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
 
     Args:
         caller_pid: The process that started this one, such as a worker of an engine.
-        arguments: Of the command.
+        arguments: Arguments of the command.
         directory: Directory of the call, which the caller removes. This process does so if the caller has died.
     """
     own_pid = os.getpid()
@@ -121,11 +121,11 @@ def run_worker(directory: str) -> None:
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the frames of these modules, unless it has no others."""
-    full = trace
-    own = (__file__, call_written.__code__.co_filename, sys.argv[0])
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+    full_trace = trace
+    internal_files = (__file__, call_written.__code__.co_filename, sys.argv[0])
+    while trace is not None and trace.tb_frame.f_code.co_filename in internal_files:
         trace = trace.tb_next
-    return trace or full
+    return trace or full_trace
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

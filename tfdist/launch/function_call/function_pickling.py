@@ -175,14 +175,14 @@ class _NullFile(io.RawIOBase):
 
 def _loaded(names: Sequence[tuple[str, str]]) -> list[tuple[type, str]]:
     """Returns the types whose library is loaded, with their public names."""
-    found = []
+    loaded_types = []
     for library, path in names:
         kind: Any = sys.modules.get(library)
         for part in path.split("."):
             kind = getattr(kind, part, None)
         if isinstance(kind, type):
-            found.append((kind, f"{'tf' if library == 'tensorflow' else library}.{path}"))
-    return found
+            loaded_types.append((kind, f"{'tf' if library == 'tensorflow' else library}.{path}"))
+    return loaded_types
 
 
 def check_function(function: Any, *, caller: str) -> None:

@@ -15,7 +15,7 @@ _CHUNK_BYTES = 65_536
 _POLL_SECONDS = 0.2
 _LAST_LINES = 20
 _MAX_FORWARDED_INTERRUPTS = 2
-_PYTHON_NAMES = {"grace": "grace_seconds"}  # where it is not that of the command line
+_PYTHON_NAMES = {"grace": "grace_seconds"}  # names that are not those of the command line
 _OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*) ([^\s;,()]*[^\s;,().])")
 _ERROR = re.compile(r"tfdist (run|plan): error: ")
 # TensorFlow 2.21 prints these lines at any TF_CPP_MIN_LOG_LEVEL.

@@ -147,13 +147,13 @@ def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, w
     if error is not None:
         how = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
     kind, _, number = str(cause.get("task") or f"worker {rank}").partition(" ")
-    other = "The parameter server" if kind == "ps" else f"The {kind}"
-    who = f"Worker {number} of {workers}" if kind == "worker" else f"{other} {number}".rstrip()
+    role_text = "The parameter server" if kind == "ps" else f"The {kind}"
+    who = f"Worker {number} of {workers}" if kind == "worker" else f"{role_text} {number}".rstrip()
     who = "The workers" if rank is None else who
     text = [f"{who} failed: {how}"]
     if earlier:
         text.append(f"This was attempt {failure['attempt'] + 1}. Earlier attempts:")
-        text += [f"  attempt {before['attempt'] + 1}: {before['cause']}" for before in earlier]
+        text += [f"  attempt {attempt['attempt'] + 1}: {attempt['cause']}" for attempt in earlier]
     if error is not None:
         text += ["", error["traceback"].rstrip("\n")]
     elif lines:
@@ -212,9 +212,9 @@ def raise_failure(
     """Raises the error of a run that has failed.
 
     Args:
-        exit_code: Of the launcher.
+        exit_code: Exit code of the launcher.
         failure: The launcher's error file, or None if it wrote none.
-        results: By attempt and rank.
+        results: The results of workers, by attempt and rank.
         workers: Number of workers.
         last_lines: What the launcher said last.
 
@@ -233,20 +233,20 @@ def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) ->
     """Returns the values of the last attempt.
 
     Args:
-        results: By attempt and rank.
+        results: The results of workers, by attempt and rank.
         calls: How many processes have called the function.
 
     Raises:
         WorkerError: If a value is missing, or could not be pickled or restored.
     """
     attempt = max((attempt for attempt, _ in results), default=0)
-    last = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
-    for rank, result in enumerate(last):
+    last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
+    for rank, result in enumerate(last_results):
         if result.pickling_error is not None:
             raise unpicklable_value(rank, result.pickling_error)
         if result.value is None:
             raise no_value(rank)
-    return [_loaded(rank, result.value) for rank, result in enumerate(last) if result.value is not None]
+    return [_loaded(rank, result.value) for rank, result in enumerate(last_results) if result.value is not None]
 
 
 def _loaded(rank: int, value: bytes) -> Any:

@@ -102,8 +102,8 @@ def plan_from_notebook(
         script.write_text(program("run_probed", folder))
         options = ["--workers", ",".join(map(str, numbers)), "--devices", str(devices), "--json", str(document)]
         options += ["--timeout", f"{timeout_seconds:g}"]
-        given = {"--link": link, "--memory": memory, "--cores-per-worker": cores_per_worker}
-        for name, value in given.items():
+        values_by_option = {"--link": link, "--memory": memory, "--cores-per-worker": cores_per_worker}
+        for name, value in values_by_option.items():
             options += [] if value is None else [name, str(value)]
         flags = {"--allow-compression": allow_compression, "--allow-local-updates": allow_local_updates}
         options += [name for name, value in {**flags, "--no-xla": not with_xla}.items() if value]
@@ -112,8 +112,10 @@ def plan_from_notebook(
         if launcher.error:
             raise UsageError(launcher.error)
         if code != 0:
-            said = "\n".join(launcher.last_lines)
-            raise WorkerError(f"The function could not be planned. Received: exit code {code}. Expected: 0.\n{said}")
+            last_lines = "\n".join(launcher.last_lines)
+            raise WorkerError(
+                f"The function could not be planned. Received: exit code {code}. Expected: 0.\n{last_lines}"
+            )
         lines = table.read_text(encoding="utf-8").splitlines()
         shown = "\n".join(line for line in lines if not line.lstrip().startswith(_COMMAND)).strip("\n")
         return NotebookPlans(document.read_bytes(), shown, PlanFile.read(document))

@@ -76,9 +76,9 @@ class EventLoop:
     def drain(self, worker: WorkerProcess) -> None:
         """Passes on the output that can be read now, but not what its children continue to write."""
         for fd, is_error in worker.streams.items():
-            left = _readable_bytes(fd) if fd in self._selector.get_map() else 0
-            while left > 0 and (size := self._read(fd, worker, is_error)):
-                left -= size
+            unread_bytes = _readable_bytes(fd) if fd in self._selector.get_map() else 0
+            while unread_bytes > 0 and (size := self._read(fd, worker, is_error)):
+                unread_bytes -= size
         self._outputs[worker.rank].flush(now=time.monotonic())
 
     def remove(self, worker: WorkerProcess) -> None:

@@ -23,7 +23,7 @@ class _WorkerState:
     saved: int | None = None
     saved_step: int | None = None
     phase: str | None = None
-    batch: int | None = None  # of the phase
+    batch: int | None = None  # number of completed batches of the phase
     error: Mapping[str, str] | None = None
     heartbeat_at: float | None = None  # None: no heartbeat yet, or exiting: silence is not judged
     stepped_at: float | None = None  # the last step or batch of a phase, or the start of a phase that has batches
@@ -163,7 +163,7 @@ class HeartbeatMonitor:
         """Checks all running workers.
 
         Args:
-            is_stopped: For each running worker, whether its process is stopped.
+            is_stopped: Whether the process is stopped, for each running worker.
             now: Monotonic time in seconds.
         """
         self._time = self._clock.advance(now)
@@ -244,8 +244,8 @@ class HeartbeatMonitor:
             return ""
         steps = ", ".join(str(worker.step) for worker in training.values())
         phase = next((worker.phase for worker in training.values() if worker.phase is not None), None)
-        what = "made a step" if phase is None else f"finished a batch of {phase}"
-        return f"no worker {what} for {limit:.0f} s (last steps: {steps}{fit_suffix(self.fit)})"
+        progress_text = "made a step" if phase is None else f"finished a batch of {phase}"
+        return f"no worker {progress_text} for {limit:.0f} s (last steps: {steps}{fit_suffix(self.fit)})"
 
 
 # A longer gap between two readings means that this process did not run: messages of that time are still unread.

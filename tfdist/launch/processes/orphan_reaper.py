@@ -84,7 +84,7 @@ def kill_orphans(*, spared: Container[int]) -> None:
     Args:
         spared: Process ids of children to leave alone.
     """
-    not_permitted: set[int] = set()  # of another user, as by sudo
+    not_permitted: set[int] = set()  # processes of another user, as by sudo
     while orphans := [pid for pid in child_pids() if pid not in spared and pid not in not_permitted]:
         for pid in orphans:
             try:

@@ -18,7 +18,7 @@ from tfdist.launch.processes.terminal_lines import LineSplitter, StatusLine
 from tfdist.utils.argument_checks import UsageError
 
 _UNFINISHED_SECONDS = 2.0
-# More than is shown: the start of a long traceback is needed, too (see worker_exit.py).
+# More lines than are shown, because the start of a long traceback is needed, too (see worker_exit.py).
 _KEPT_LINES = 200
 _IS_LOGGED_AT_START = re.compile(
     r"I0000 |\d{4}-\d\d-\d\d \S+: I (tensorflow|external)/|To enable the following instructions: |"
@@ -66,11 +66,11 @@ class Console:
             status: Shown in the status line; without one, its messages are shown.
             now: Monotonic time in seconds.
         """
-        before, self._status = self._status, status
+        previous_status, self._status = self._status, status
         if self._status_line is not None:
             self._paint(self._status_line.update("", now=now))
-        elif before is not None and status is None:
-            self.say(*before.new_messages(now=now, is_over=True))
+        elif previous_status is not None and status is None:
+            self.say(*previous_status.new_messages(now=now, is_over=True))
 
     def show_status(self, *, now: float) -> None:
         """Shows what has changed. Call this several times a second."""
@@ -221,8 +221,8 @@ class WorkerOutput:
     def flush(self, *, now: float) -> None:
         """Shows the rest of both streams when the worker has exited."""
         for is_error, splitter in self._splitters.items():
-            rest = self._decoders[is_error].decode(b"", final=True)
-            self._show(splitter.feed(rest, now=now) + splitter.flush(), is_error)
+            last_text = self._decoders[is_error].decode(b"", final=True)
+            self._show(splitter.feed(last_text, now=now) + splitter.flush(), is_error)
 
     def _show(self, lines: Sequence[str], is_error: bool) -> None:
         self._last.extend(line for line in lines if not _IS_LOGGED_AT_START.match(line))

@@ -175,8 +175,8 @@ class SingleNodePolicy(RunPolicy):
         if self._end is not None:
             return self._end
         if self._attempt > 0:
-            while (left := self._not_before - time.monotonic()) > 0 and not signals.received:
-                select.select([signals.fd], [], [], left)
+            while (seconds_left := self._not_before - time.monotonic()) > 0 and not signals.received:
+                select.select([signals.fd], [], [], seconds_left)
                 signals.clear_wakeup()
             if signals.received:
                 return RunEnd(128 + signals.received[0])

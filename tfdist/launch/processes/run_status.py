@@ -40,7 +40,7 @@ class RunStatus:
         self._announced_jobs = ""
         # The `fit` and the sequence number of the newest checkpoint of all attempts.
         self._saved: tuple[int, int] | None = None
-        self._saves: dict[int, int] = {}  # the highest of each `fit`, which an attempt may skip
+        self._saves: dict[int, int] = {}  # the highest number of each `fit`; an attempt may skip calls
         self._saved_step: int | None = None
         self._saved_at = 0.0
         self._announced_saved: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class RunStatus:
         Args:
             attempt: Number of the attempt, 0 first.
             roles: The processes of all hosts, by rank.
-            monitor: The heartbeats of this host's.
+            monitor: The heartbeats of this host's processes.
             now: The time.
         """
         workers = count_workers(roles)

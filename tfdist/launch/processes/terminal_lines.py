@@ -35,13 +35,13 @@ def render(raw: str) -> str:
     rewritten = "\r" in text
     text = next((version for version in reversed(text.split("\r")) if version), "")
     if "\b" in text:
-        kept: list[str] = []
+        shown_characters: list[str] = []
         for character in text:
             if character != "\b":
-                kept.append(character)
-            elif kept:
-                kept.pop()
-        text = "".join(kept)
+                shown_characters.append(character)
+            elif shown_characters:
+                shown_characters.pop()
+        text = "".join(shown_characters)
     if rewritten and not text.strip():
         return ""
     if "\x1b" in text and not text.endswith(_RESET):
@@ -84,10 +84,10 @@ class LineSplitter:
             text: The next piece of the stream.
             now: Monotonic time in seconds.
         """
-        *finished, rest = text.split("\n")
+        *finished, unfinished_line = text.split("\n")
         lines = [line for piece in finished for line in self._finish(piece)]
-        if rest:
-            self._raw += rest
+        if unfinished_line:
+            self._raw += unfinished_line
             self._changed_at = now
             if self._shown_at is None:
                 self._shown_at = now
@@ -174,7 +174,7 @@ class StatusLine:
     def around(self, lines: str) -> str:
         """Returns `lines`, which end with a newline, preceded by code that erases the line and followed by the line."""
         self._painted = self._fitted()
-        # Erased also if this process has painted none: the process that it was forked from may have.
+        # The line is erased even if this process has painted none: the process that it was forked from may have.
         return f"{_ERASE_LINE}{lines}{self._painted}"
 
     def update(self, text: str, *, now: float) -> str:

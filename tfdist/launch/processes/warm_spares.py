@@ -17,18 +17,18 @@ class _WarmSpare:
     """A process that waits."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel, spare_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel.setblocking(False)
         self._is_warm = False
         try:
             # The command begins with the interpreter.
-            line = [command[0], _PROGRAM, str(theirs.fileno()), *command[1:]]
-            self.worker = WorkerProcess(-1, line, environ, pass_fds=(theirs.fileno(),))
+            line = [command[0], _PROGRAM, str(spare_end.fileno()), *command[1:]]
+            self.worker = WorkerProcess(-1, line, environ, pass_fds=(spare_end.fileno(),))
         except BaseException:
             self._channel.close()
             raise
         finally:
-            theirs.close()
+            spare_end.close()
 
     @property
     def is_warm(self) -> bool:

@@ -102,8 +102,8 @@ class WorkerGroup:
         """Reaps, at most once a second, exited processes that workers left behind."""
         if time.monotonic() >= self._reap_at:
             self._reap_at = time.monotonic() + _REAP_SECONDS
-            own = {worker.pid for worker in self.running}
-            reap_orphans(spared=own | self._spares.pids | self._spared)
+            running_pids = {worker.pid for worker in self.running}
+            reap_orphans(spared=running_pids | self._spares.pids | self._spared)
 
     def close(self) -> None:
         """Closes all descriptors."""

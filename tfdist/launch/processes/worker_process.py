@@ -17,7 +17,7 @@ from tfdist.launch.run_config import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
-# glibc keeps a pool of freed memory for each thread. Of tensors as large as a stage's, that is much memory.
+# glibc keeps a pool of freed memory for each thread: much memory, where tensors are as large as those of stages.
 _ALLOCATOR_POOLS = "MALLOC_ARENA_MAX"
 _TOKEN_BYTES = 32
 _MAX_DATAGRAM_BYTES = 65_536
@@ -46,32 +46,32 @@ class WorkerProcess:
     ) -> None:
         self.rank = rank
         launcher = os.getpid()
-        self.heartbeats, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.heartbeats, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.heartbeats.setblocking(False)
         try:
             self._process = subprocess.Popen(
                 command,
-                env={**environ, VARIABLE: str(theirs.fileno())},
+                env={**environ, VARIABLE: str(worker_end.fileno())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(), *pass_fds),
+                pass_fds=(worker_end.fileno(), *pass_fds),
                 preexec_fn=lambda: die_with_parent(launcher),
             )
         except BaseException:
             self.heartbeats.close()
             raise
         finally:
-            theirs.close()
+            worker_end.close()
         self.pid = self._process.pid
         self.pidfd = pidfd_open(self.pid)
         self.signals_sent: list[int] = []  # while it ran
         self._group_is_gone = False
         if self._process.stdout is None or self._process.stderr is None:
             raise RuntimeError("a worker was started without pipes")
-        # From the stream's descriptor to whether it is the standard error.
+        # Whether a stream is the standard error, by its descriptor.
         self.streams = {self._process.stdout.fileno(): False, self._process.stderr.fileno(): True}
         for fd in self.streams:
             os.set_blocking(fd, False)
@@ -157,8 +157,8 @@ class WorkerEnvironments:
     """Builds the complete environment of each process of this host.
 
     Args:
-        environ: The launcher's environment, which the workers inherit. From the token of the rendezvous, or a random
-            one, another one is made for them, with which they cannot join the rendezvous.
+        environ: The launcher's environment, which the workers inherit, but for the token of the rendezvous: they get a
+            token that is derived from it, or from a random one, and cannot join the rendezvous with it.
         start_timeout: Seconds to wait for peers.
         threads_per_worker: Threads of each process if the user set it.
     """
@@ -217,6 +217,6 @@ def seeded_environment(environ: Mapping[str, str], seed: int) -> dict[str, str]:
 
 def has_started(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment of `seeded_environment` as it is in the process once Python has started."""
-    rest = environ["PYTHONPATH"].removeprefix(_START_UP).removeprefix(os.pathsep)
-    others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
-    return {**others, "PYTHONPATH": rest} if rest else others
+    user_path = environ["PYTHONPATH"].removeprefix(_START_UP).removeprefix(os.pathsep)
+    other_variables = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return {**other_variables, "PYTHONPATH": user_path} if user_path else other_variables

@@ -1,4 +1,4 @@
-"""Watches the workers of an attempt: passes their output on, restarts those of servers, ends all when one fails."""
+"""Watches the workers of an attempt: passes their output on, restarts some alone, ends all when another one fails."""
 
 import dataclasses
 import signal
@@ -40,7 +40,7 @@ class WorkerSupervisor:
         logs: A log file for each process, or None, by rank.
         policy: Decides with other hosts, if there are any, when the workers must end.
         group: Starts the workers.
-        backoff: When workers that are restarted alone are due.
+        backoff: Says when workers that are restarted alone are due.
         signals: The signals that end the run.
         grace_periods: How long workers have to exit.
         monitor: Receives their heartbeats.
@@ -67,7 +67,7 @@ class WorkerSupervisor:
         self._restarts = WorkerRestarts(backoff, policy=policy, say=console.say)
         self._group, self._shutdown = group, GroupShutdown(group)
         self._outcome = _OutcomeBuilder(start.attempt, self._roles)
-        # On a host without such a process the other hosts decide when the attempt ends.
+        # On a host where no process runs the script, the other hosts decide when the attempt ends.
         self._runs_script = any(role.runs_script for role in self._roles.values())
         self._events = EventLoop(self._read_heartbeats, self._collect)
         # Set if the only failures so far are preemptions, lost peers, or exceptions reported by heartbeat.
@@ -87,7 +87,7 @@ class WorkerSupervisor:
             self._events.watch(self._policy_fd, lambda: None)
         try:
             self._start_all()
-            self._handle_signals()  # after which possibly none was started
+            self._handle_signals()  # a signal may have come before any worker was started
             while not self._is_over():
                 self._step()
             for worker in self._group.workers.values():
@@ -205,38 +205,39 @@ class WorkerSupervisor:
             return
         self._read_heartbeats(worker)
         lines, all_signalled = self._events.finish(worker), self._shutdown.all_signalled
-        ended = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
-        if self._roles[ended.rank].is_restarted_alone and not all_signalled:
+        worker_exit = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
+        if self._roles[worker_exit.rank].is_restarted_alone and not all_signalled:
             worker.send_signal(signal.SIGKILL)  # to the children that it left behind
-            self._restarts.record_exit(ended)
+            self._restarts.record_exit(worker_exit)
             self._end_without_workers()
             return
-        self._outcome.exits.append(ended)
-        if ended.failed and not self._shutdown.has_begun:
-            self._handle_failure(ended)
+        self._outcome.exits.append(worker_exit)
+        if worker_exit.failed and not self._shutdown.has_begun:
+            self._handle_failure(worker_exit)
         self._end_if_complete()
 
-    def _handle_failure(self, ended: WorkerExit) -> None:
-        if ended.is_preempted:
+    def _handle_failure(self, worker_exit: WorkerExit) -> None:
+        if worker_exit.is_preempted:
             # The other workers save, too. A second signal now would end them immediately.
-            self._console.say(f"{ended.name} was preempted: it saved and exited ({ended.describe()})")
+            self._console.say(f"{worker_exit.name} was preempted: it saved and exited ({worker_exit.describe()})")
             self._patience_until = self._patience_until or time.monotonic() + self._grace_periods.stop
             return
-        self._console.say(f"{ended.name} failed: {ended.describe()}")
-        if not ended.reports_lost_peer:
-            self._fail(f"{ended.name}: {ended.describe()}")
+        self._console.say(f"{worker_exit.name} failed: {worker_exit.describe()}")
+        if not worker_exit.reports_lost_peer:
+            self._fail(f"{worker_exit.name}: {worker_exit.describe()}")
         elif self._patience_until is None:
             # The peer that it lost may still be about to report the root cause, and must not be signalled before.
             self._patience_until = time.monotonic() + self._grace_periods.patience
 
     def _end_without_workers(self) -> None:
         """Ends the attempt if no worker that is restarted alone is left on any host."""
-        last = self._restarts.take_failure()
-        if last is not None and not self._shutdown.all_signalled:
-            self._outcome.exits.append(last)
-            self._fail(f"{last.name}: {last.failure_reason}")
+        last_exit = self._restarts.take_failure()
+        if last_exit is not None and not self._shutdown.all_signalled:
+            self._outcome.exits.append(last_exit)
+            self._fail(f"{last_exit.name}: {last_exit.failure_reason}")
 
     def _restart_due_workers(self) -> None:
+        # Once no process runs the script any more, nobody needs a restarted worker.
         if self._shutdown.all_signalled or (self._runs_script and not self._group.runs_script):
             return
         for rank in self._restarts.due():
@@ -300,10 +301,10 @@ class WorkerSupervisor:
 
 
 class WorkerRestarts:
-    """Says what follows the exits of such workers, and notices when none is left on any host.
+    """Says what follows the exits of workers that are restarted alone, and notices when none is left on any host.
 
     Args:
-        backoff: When these workers are due.
+        backoff: Says when these workers are due.
         policy: Knows whether other hosts have workers.
         say: Shows lines to the user.
     """
@@ -318,11 +319,11 @@ class WorkerRestarts:
         return self._backoff.is_pending
 
     def record_start(self, rank: int) -> None:
-        """Records that a process was started. Other processes than such workers are ignored."""
+        """Records that a process was started. Processes that are not restarted alone are ignored."""
         self._backoff.record_start(rank, now=time.monotonic())
 
     def record_exit(self, ended: WorkerExit) -> None:
-        """Records that such a worker exited or could not be started."""
+        """Records that a worker that is restarted alone exited or could not be started."""
         has_others = self._policy.has_other_workers
         follows = self._backoff.record_exit(ended.rank, now=time.monotonic(), has_others=has_others)
         self._say(f"{ended.name} {'failed' if ended.failed else 'ended'}: {ended.describe()}; {follows}")
@@ -338,9 +339,9 @@ class WorkerRestarts:
         """Returns, once, the exit after which no worker is left on any host; None while there are some."""
         if self._last is None or self._policy.has_other_workers:
             return None
-        last, self._last = self._last, None
-        reason = f"{last.describe()}; {self._backoff.none_left}"
-        return dataclasses.replace(last, failure_reason=reason, was_signalled=False)
+        last_exit, self._last = self._last, None
+        reason = f"{last_exit.describe()}; {self._backoff.none_left}"
+        return dataclasses.replace(last_exit, failure_reason=reason, was_signalled=False)
 
 
 class _OutcomeBuilder:
@@ -368,20 +369,20 @@ class _OutcomeBuilder:
     @property
     def is_failing(self) -> bool:
         """Whether the attempt has failed so far. A preemption is not a failure."""
-        first = root_cause(self.exits)
-        has_failed_worker = first is not None and not first.is_preempted
+        cause = root_cause(self.exits)
+        has_failed_worker = cause is not None and not cause.is_preempted
         return bool(self.stall or self.start_failure or self.frozen) or has_failed_worker
 
     @property
     def reports_lost_peer(self) -> bool:
         """Whether all failures so far only report a lost peer."""
-        first = root_cause(self.exits)
-        return first is not None and first.reports_lost_peer and not first.is_preempted
+        cause = root_cause(self.exits)
+        return cause is not None and cause.reports_lost_peer and not cause.is_preempted
 
     def describe(self) -> str:
         """Returns the first failure so far in one line."""
-        first = root_cause(self.exits)
-        return "no cause was found in time" if first is None else f"{first.name}: {first.describe()}"
+        cause = root_cause(self.exits)
+        return "no cause was found in time" if cause is None else f"{cause.name}: {cause.describe()}"
 
     def record_frozen(self, rank: int, reason: str) -> None:
         """Records that a worker is frozen and will be killed."""
@@ -451,5 +452,9 @@ class _OutcomeBuilder:
     @property
     def _is_complete(self) -> bool:
         """Whether a process that runs the script has exited successfully without being signalled."""
-        own = [worker for worker in self.exits if self._roles[worker.rank].runs_script and not worker.was_signalled]
-        return any(worker.returncode == 0 or worker.is_preempted for worker in own)
+        script_exits = [
+            worker_exit
+            for worker_exit in self.exits
+            if self._roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
+        ]
+        return any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits)

@@ -108,12 +108,12 @@ class AttemptTracker:
         Returns:
             Whether it takes part in the attempt.
         """
-        before = self._absent.get(node.rank)
-        if before is None or self.order is not None or self.is_over:
+        absent_node = self._absent.get(node.rank)
+        if absent_node is None or self.order is not None or self.is_over:
             return False
-        if node.address != before.address or node.workers < before.share:
+        if node.address != absent_node.address or node.workers < absent_node.share:
             return False
-        node.share, node.roles, node.ports = before.share, before.roles, before.ports
+        node.share, node.roles, node.ports = absent_node.share, absent_node.roles, absent_node.ports
         del self._absent[node.rank]
         self._without_workers.discard(node.rank)
         self._nodes.append(node)
@@ -139,15 +139,15 @@ class AttemptTracker:
             now: Time in seconds.
         """
         node.outcome = outcome
-        first = outcome.root_cause
-        has_saved = first is not None and first.is_preempted
+        root_cause = outcome.root_cause
+        has_saved = root_cause is not None and root_cause.is_preempted
         if node.has_chief and (has_saved or self.order is not None or not outcome.has_failed):
             self._end_servers(now)
         if self.order is not None or not outcome.has_failed:
             return
-        if first is not None and first.is_preempted:
+        if root_cause is not None and root_cause.is_preempted:
             self._saved_until = self._saved_until or now + grace_periods.stop
-        elif first is not None and first.reports_lost_peer:
+        elif root_cause is not None and root_cause.reports_lost_peer:
             self._lost_peer = self._lost_peer or outcome.describe()
             self._lost_peer_from = max(self._lost_peer_from, now + grace_periods.patience)
         else:
@@ -168,11 +168,11 @@ class AttemptTracker:
 
     def outcome(self, *, now: float) -> Outcome:
         """Returns the outcome of all nodes."""
-        order = {rank: place for place, rank in enumerate(self._failed_ranks)}
-        nodes = sorted(self._nodes, key=lambda node: order.get(node.rank, len(order)))
-        more: dict[str, Any] = {"lost": self._lost}
+        failure_order = {rank: place for place, rank in enumerate(self._failed_ranks)}
+        nodes = sorted(self._nodes, key=lambda node: failure_order.get(node.rank, len(failure_order)))
+        run_fields: dict[str, Any] = {"lost": self._lost}
         if self.order is not None:
-            more["stop_signal"] = self.order.stop_signal
+            run_fields["stop_signal"] = self.order.stop_signal
         return _merge(
             [node.outcome for node in nodes if node.outcome is not None],
             attempt=self.number,
@@ -180,7 +180,7 @@ class AttemptTracker:
             roles=self._roles,
             started_at=self._started_at,
             seconds=(now if self.ordered_at is None else self.ordered_at) - self._began,
-            **more,
+            **run_fields,
         )
 
     @property
@@ -199,18 +199,18 @@ class AttemptTracker:
             self.order, self.ordered_at = order, now
 
 
-def _merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
+def _merge(outcomes: Sequence[Outcome], **run_fields: Any) -> Outcome:
     """Returns one outcome for all nodes.
 
     Args:
-        outcomes: Outcomes of the nodes, that of the node that failed first in front.
-        more: Fields that no single node knows.
+        outcomes: Outcomes of the nodes. The node that failed first comes first.
+        **run_fields: Fields that no single node knows.
     """
     exits = tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits)
     fit = max((outcome.fit for outcome in outcomes), default=1)
     furthest = [outcome for outcome in outcomes if outcome.fit == fit]
     return Outcome(
-        exits=_without_needless(exits, more["roles"]),
+        exits=_without_needless(exits, run_fields["roles"]),
         stall=next((outcome.stall for outcome in outcomes if outcome.stall), ""),
         start_failure=next((outcome.start_failure for outcome in outcomes if outcome.start_failure is not None), None),
         heartbeat_ranks=frozenset().union(*(outcome.heartbeat_ranks for outcome in outcomes)),
@@ -218,21 +218,26 @@ def _merge(outcomes: Sequence[Outcome], **more: Any) -> Outcome:
         step=_highest(outcome.step for outcome in furthest),
         saved=_highest(outcome.saved for outcome in furthest),
         errors={rank: error for outcome in outcomes for rank, error in outcome.errors.items()},
-        **more,
+        **run_fields,
     )
 
 
 def _without_needless(exits: Sequence[WorkerExit], roles: Mapping[int, Role]) -> tuple[WorkerExit, ...]:
     """Returns the exits; those of servers are no failures if the chief has ended successfully and was not signalled.
 
-    Its node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and end.
+    The chief's node reports late if the chief has left processes behind. Servers on other nodes then miss the chief and
+    end.
     """
-    own = [one for one in exits if roles[one.rank].runs_script and not one.was_signalled]
-    if not any(one.returncode == 0 or one.is_preempted for one in own):
+    script_exits = [
+        worker_exit for worker_exit in exits if roles[worker_exit.rank].runs_script and not worker_exit.was_signalled
+    ]
+    if not any(worker_exit.returncode == 0 or worker_exit.is_preempted for worker_exit in script_exits):
         return tuple(exits)
     return tuple(
-        one if roles[one.rank].runs_script else dataclasses.replace(one, failure_reason="", was_signalled=True)
-        for one in exits
+        worker_exit
+        if roles[worker_exit.rank].runs_script
+        else dataclasses.replace(worker_exit, failure_reason="", was_signalled=True)
+        for worker_exit in exits
     )
 
 

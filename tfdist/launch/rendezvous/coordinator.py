@@ -75,12 +75,12 @@ class Coordinator:
             connection.send({"type": "rejected", "reason": reason})
             return None
         try:
-            node, before = self._membership.admit(connection, message, now=now)
+            node, replaced_node = self._membership.admit(connection, message, now=now)
         except JoinRejectedError as rejected:
             connection.send({"type": "rejected", "reason": str(rejected)})
             return None
-        if before is not None:
-            self._handle_loss(before, "it joined again", now)
+        if replaced_node is not None:
+            self._handle_loss(replaced_node, "it joined again", now)
         config = self._config
         timing = {"heartbeat_seconds": config.heartbeat_seconds, "heartbeat_timeout": config.heartbeat_timeout}
         connection.send({"type": "joined", "run": config.run_id, "seed": config.seed, **timing})

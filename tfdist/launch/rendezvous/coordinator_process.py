@@ -70,10 +70,10 @@ class CoordinatorProcess:
         Args:
             is_graceful: Whether the process may first announce the end of the run to all nodes, in limited time.
         """
-        end = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
+        deadline = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     os.kill(self.pid, signal.SIGKILL)
                     os.waitpid(self.pid, 0)
                     return

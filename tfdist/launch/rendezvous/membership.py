@@ -41,7 +41,7 @@ class Node:
     suspects: bool = False  # it suspects one of its workers to be frozen
     share: int = 0  # number of its workers in the attempt; 0: it does not take part
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)  # its processes in the attempt, by rank
-    ports: tuple[int, ...] | None = None  # of these processes
+    ports: tuple[int, ...] | None = None  # the ports of these processes
     outcome: Outcome | None = None
 
     @property
@@ -116,8 +116,8 @@ class Membership:
             ValueError: If the message is malformed. KeyError and TypeError mean the same.
         """
         rank, workers = int(message["node"]), int(message["workers"])
-        config, theirs = self._config, message["options"]
-        ours: dict[str, int | None] = {
+        config, node_options = self._config, message["options"]
+        run_options: dict[str, int | None] = {
             "--nodes": config.nodes,
             "--max-restarts": config.max_restarts,
             "--min-workers": config.min_workers,
@@ -125,10 +125,10 @@ class Membership:
             "--parameter-servers": config.parameter_servers,
             "--seed": config.seed_option,
         }
-        differing = [option for option, value in ours.items() if theirs[option] != value]
+        differing = [option for option, value in run_options.items() if node_options[option] != value]
         if differing:
-            received = " ".join(f"{option} {_shown(theirs[option])}" for option in differing)
-            expected = " ".join(f"{option} {_shown(ours[option])}" for option in differing)
+            received = " ".join(f"{option} {_shown(node_options[option])}" for option in differing)
+            expected = " ".join(f"{option} {_shown(run_options[option])}" for option in differing)
             raise JoinRejectedError(
                 f"Received: {received}. Expected: {expected}, as on node 0. Use the same options on every host."
             )
@@ -137,16 +137,19 @@ class Membership:
                 f"Received: --node-rank {rank} --workers {workers}. Expected: a rank from 0 to {config.nodes - 1} and "
                 "at least one worker. Give every host a different rank."
             )
-        before = self._nodes.get(rank)
-        if before is not None and now - before.heard_at < SUSPICIOUS_HEARTBEATS * config.heartbeat_seconds:
+        previous_node = self._nodes.get(rank)
+        if (
+            previous_node is not None
+            and now - previous_node.heard_at < SUSPICIOUS_HEARTBEATS * config.heartbeat_seconds
+        ):
             raise JoinRejectedError(
-                f"Received: --node-rank {rank}, which {before.host} has. Expected: a free rank. Give every host a "
-                "different rank, or end the other tfdist run first."
+                f"Received: --node-rank {rank}, which {previous_node.host} has. Expected: a free rank. Give every host "
+                "a different rank, or end the other tfdist run first."
             )
         node = Node(rank, str(message["host"])[:255], str(message["address"]), workers, connection, now)
         self._nodes[rank] = node
         self._sizes[rank] = workers
-        return node, before
+        return node, previous_node
 
     def remove(self, node: Node) -> None:
         """Removes a node that is lost."""
@@ -159,17 +162,21 @@ class Membership:
         If node 0 knows only its loopback address, because /etc/hosts maps its hostname to it, other nodes reach its
         workers at the address at which they reach the coordinator.
         """
-        coordinator = [node.connection.local_address for node in self.nodes if node.rank]
-        reached = next((address for address in coordinator if not is_loopback(address)), "")
-        found: dict[int, str] = {}
+        coordinator_addresses = [node.connection.local_address for node in self.nodes if node.rank]
+        reachable_address = next((address for address in coordinator_addresses if not is_loopback(address)), "")
+        addresses_by_rank: dict[int, str] = {}
         for node in self.nodes:
             if node.share:
-                address = reached if not node.rank and reached and is_loopback(node.address) else node.address
-                found |= {
+                address = (
+                    reachable_address
+                    if not node.rank and reachable_address and is_loopback(node.address)
+                    else node.address
+                )
+                addresses_by_rank |= {
                     rank: f"{bracketed(address)}:{port}"
                     for rank, port in zip(node.roles, node.ports or (), strict=True)
                 }
-        return [found[rank] for rank in sorted(found)]
+        return [addresses_by_rank[rank] for rank in sorted(addresses_by_rank)]
 
 
 def is_loopback(address: str) -> bool:
@@ -213,15 +220,15 @@ def place(shares: Sequence[int], *, parameter_servers: int = 0, has_chief: bool 
     [['chief', 'worker 0', 'ps 0', 'ps 2'], ['worker 1', 'worker 2', 'ps 1']]
     """
     roles = run_roles(sum(shares), parameter_servers=parameter_servers, has_chief=has_chief)
-    nodes = {
+    nodes_by_job = {
         "chief": [0],
         "worker": [node for node, share in enumerate(shares) for _ in range(share)],
         "ps": [index % len(shares) for index in range(parameter_servers)],
     }
-    found: list[dict[int, Role]] = [{} for _ in shares]
+    roles_by_node: list[dict[int, Role]] = [{} for _ in shares]
     for rank, role in roles.items():
-        found[nodes[role.task.type][role.task.index]][rank] = role
-    return found
+        roles_by_node[nodes_by_job[role.task.type][role.task.index]][rank] = role
+    return roles_by_node
 
 
 def workers_left_out(nodes: Sequence[Node], failed_rank: int | None, count: int) -> dict[int, int]:

@@ -193,7 +193,7 @@ class NodeClient(RunPolicy):
         elif kind == "start":
             self._start = self._attempt_start(message)
             self._release_ports()
-            # Not in `next_attempt`: the order to shut down may already follow in the same read.
+            # Set here, not in `next_attempt`: the order to shut down may already follow in the same read.
             self._attempt, self.shutdown_order, self._has_reported_lost_peer = self._start.attempt, None, False
             self._has_other_workers = count_workers(self._start.roles) > count_workers(self._start.local_roles)
         elif kind == "no_worker_left" and message["attempt"] == self._attempt:
@@ -230,8 +230,8 @@ class NodeClient(RunPolicy):
         )
 
     def _write_error_file(self, entry: Mapping[str, Any]) -> None:
-        own = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
-        problem = self._error_file.write(own)
+        local_entry = {**entry, "attempt": int(entry["attempt"]), "host": socket.gethostname()}
+        problem = self._error_file.write(local_entry)
         if problem:
             self._console.say(problem)
 

@@ -8,7 +8,7 @@ from typing import Any
 from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.worker_exit import WorkerExit, root_cause
 
-# Of a message: a longer one has fewer of the workers' last lines.
+# A message that would be longer has fewer of the workers' last lines.
 _MAX_MESSAGE_BYTES = 2**20
 _MAX_LINES = 200
 _MAX_LINE_CHARACTERS = 2000
@@ -70,10 +70,10 @@ class Outcome:
         >>> Outcome(0, 2, (WorkerExit(1, -9),)).failed_from_outside
         True
         """
-        first = self.root_cause
-        if first is None:
+        cause = self.root_cause
+        if cause is None:
             return bool(self.lost) and not self.stall
-        return first.is_killed_from_outside and not first.was_signalled and first.rank not in self.errors
+        return cause.is_killed_from_outside and not cause.was_signalled and cause.rank not in self.errors
 
     @property
     def failed_rank(self) -> int | None:
@@ -121,11 +121,11 @@ class Outcome:
             return 128 + self.stop_signal
         if not self.has_failed:
             return 0
-        first = self.root_cause
+        cause = self.root_cause
         # The exit code of a worker that was signalled during its error says nothing about the error.
-        if first is None or (first.was_signalled and not first.failure_reason):
+        if cause is None or (cause.was_signalled and not cause.failure_reason):
             return 1
-        return first.exit_code or 1
+        return cause.exit_code or 1  # a server that exits with 0 while it is needed has failed, too
 
     def describe(self) -> str:
         """Returns the cause in one line.
@@ -142,9 +142,14 @@ class Outcome:
 
     def report(self) -> list[str]:
         """Returns lines that describe the failure to the user, the root cause last."""
-        first = self.root_cause
-        others = [f"{worker.name} ended after that: {worker.describe()}" for worker in self.exits if worker != first]
-        return [*others, *(first.report() if first is not None else [f"the attempt failed: {self.describe()}"])]
+        cause = self.root_cause
+        later_exit_lines = [
+            f"{worker.name} ended after that: {worker.describe()}" for worker in self.exits if worker != cause
+        ]
+        return [
+            *later_exit_lines,
+            *(cause.report() if cause is not None else [f"the attempt failed: {self.describe()}"]),
+        ]
 
 
 def fit_suffix(number: int) -> str:

@@ -83,20 +83,20 @@ def error_entry(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]])
     >>> error_entry(Outcome(0, 1, (WorkerExit(0, -9),)), "f00d", earlier=[])["cause"]["signal"]
     'SIGKILL'
     """
-    first = outcome.root_cause
+    root_cause = outcome.root_cause
     rank = outcome.failed_rank
     cause: dict[str, Any] = {
         "rank": rank,
         "task": None if rank is None else outcome.task(rank),
         "description": outcome.describe(),
     }
-    if first is not None:
-        reported = outcome.errors.get(first.rank, {})
-        cause |= _exit_entry(first)
+    if root_cause is not None:
+        reported = outcome.errors.get(root_cause.rank, {})
+        cause |= _exit_entry(root_cause)
         cause |= {
-            "exception": reported.get("type") or first.exception or None,
+            "exception": reported.get("type") or root_cause.exception or None,
             "message": reported.get("message"),
-            "last_lines": list(first.last_lines),
+            "last_lines": list(root_cause.last_lines),
         }
     return {
         "run": run_id,
@@ -108,7 +108,7 @@ def error_entry(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]])
         "last_fit": outcome.fit,
         "last_step": outcome.step,
         "last_saved": outcome.saved,
-        "cause": {"host": (first.host if first else "") or socket.gethostname(), **cause},
+        "cause": {"host": (root_cause.host if root_cause else "") or socket.gethostname(), **cause},
         "exits": [_exit_entry(worker) for worker in outcome.exits],
         "earlier": list(earlier),
     }

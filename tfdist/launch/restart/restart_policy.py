@@ -67,13 +67,13 @@ class RestartPolicy:
         self._max, self._first_delay = max_restarts, delay_seconds
         self._done = 0
         self._sends_heartbeats = False
-        # The highest of each `fit`, by its number.
+        # The highest step and checkpoint of each `fit`, by its number.
         self._steps: dict[int, int] = {}
         self._saves: dict[int, int] = {}
         self._last_fit = 1
         self._attempts_without_progress = 0
         self._delay = 0.0
-        self._failed_rank: int | None = None  # in the attempt before, if that had all workers
+        self._failed_rank: int | None = None  # of the attempt before, if that had all workers
 
     @property
     def is_left(self) -> bool:
@@ -118,11 +118,11 @@ class RestartPolicy:
     def _why_not(self, outcome: Outcome) -> str:
         if not self.is_left:
             return f"all restarts are used (--max-restarts {self._max})"
-        first = outcome.root_cause
-        if first is not None and self._failed_before_heartbeat(outcome, first):
+        root_cause = outcome.root_cause
+        if root_cause is not None and self._failed_before_heartbeat(outcome, root_cause):
             return (
-                f"{first.name} exited {outcome.seconds:.0f} s after the first start, before its first heartbeat, and "
-                "would do so again"
+                f"{root_cause.name} exited {outcome.seconds:.0f} s after the first start, before its first heartbeat, "
+                "and would do so again"
             )
         if self._attempts_without_progress < _MAX_ATTEMPTS_WITHOUT_PROGRESS:
             return ""
@@ -132,21 +132,21 @@ class RestartPolicy:
         beyond = f"beyond step {step}{fit_suffix(fit)}" if step >= 0 else f"to a first step{fit_suffix(fit)}"
         return f"the last two restarts made no progress (none got {beyond}, none saved a new checkpoint)"
 
-    def _failed_before_heartbeat(self, outcome: Outcome, first: WorkerExit) -> bool:
-        if outcome.attempt > 0 or first.rank in outcome.heartbeat_ranks or outcome.seconds >= _SILENT_SECONDS:
+    def _failed_before_heartbeat(self, outcome: Outcome, root_cause: WorkerExit) -> bool:
+        if outcome.attempt > 0 or root_cause.rank in outcome.heartbeat_ranks or outcome.seconds >= _SILENT_SECONDS:
             return False
-        if first.returncode <= 0 or first.failure_reason or first.is_preempted:
+        if root_cause.returncode <= 0 or root_cause.failure_reason or root_cause.is_preempted:
             return False
-        output = "\n".join(first.last_lines)
+        output = "\n".join(root_cause.last_lines)
         return not (reports_lost_peer(output) or _TRANSIENT.search(output))
 
     def _resize(self, outcome: Outcome) -> int:
         """Removes one worker if the same rank failed twice in a row or cannot be started; otherwise returns all."""
-        before, self._failed_rank = self._failed_rank, None
+        previous_failed_rank, self._failed_rank = self._failed_rank, None
         if outcome.start_failure is None:
             if outcome.workers < self._workers:
                 return self._workers
-            if outcome.failed_rank is None or outcome.failed_rank != before:
+            if outcome.failed_rank is None or outcome.failed_rank != previous_failed_rank:
                 self._failed_rank = outcome.failed_rank
                 return self._workers
         return max(self._min_workers, outcome.workers - 1)
@@ -225,7 +225,7 @@ class WorkerBackoff:
         is_young = now - worker.started_at < _LONG_LIFE_SECONDS
         worker.delay = min(2 * worker.delay, MAX_DELAY_SECONDS) if worker.delay and is_young else FIRST_DELAY_SECONDS
         worker.due_at = now + worker.delay
-        is_last = not has_others and all(other.has_exited for other in self._workers.values())
+        is_last = not has_others and all(state.has_exited for state in self._workers.values())
         meanwhile = "training waits for it" if is_last else "training continues without it"
         return f"{meanwhile}; restart in {worker.delay:g} s"
 
@@ -236,9 +236,9 @@ class WorkerBackoff:
 
 def _record_highest(highest: dict[int, int], fit: int, number: int | None) -> bool:
     """Records the number that a `fit` has reached; returns whether it exceeds all before."""
-    before = highest.get(fit, -1)
-    highest[fit] = max(before, -1 if number is None else number)
-    return highest[fit] > before
+    previous_highest = highest.get(fit, -1)
+    highest[fit] = max(previous_highest, -1 if number is None else number)
+    return highest[fit] > previous_highest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,6 +88,7 @@ class WorkerExit:
     @property
     def reports_lost_peer(self) -> bool:
         """Whether its last lines report a lost peer, so that the root cause is likely elsewhere."""
+        # TensorFlow itself may abort when a peer is lost during a collective.
         was_killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
         return not was_killed and reports_lost_peer("\n".join(self._error_lines()))
 
@@ -148,9 +149,9 @@ def root_cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
         exits: How the workers exited, in order of time.
     """
     failures = [worker for worker in exits if worker.failed]
-    own = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]
+    own_failures = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]
     shutting_down = [worker for worker in exits if worker.was_signalled and worker.has_own_error]
-    return next(iter(own or shutting_down or failures), None)
+    return next(iter(own_failures or shutting_down or failures), None)
 
 
 def reports_lost_peer(text: str) -> bool:

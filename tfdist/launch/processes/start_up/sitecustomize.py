@@ -32,8 +32,8 @@ class _SeedingFinder:
             return None
         self._searched.add(name)
         finders = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             self._extend(spec.loader)
         return spec
@@ -50,15 +50,15 @@ class _SeedingFinder:
             elif hasattr(module, "seed"):
                 module.seed(self._seed)
 
-        # On the instance, so that the module has the loader that it would have.
+        # Replaced on the instance, so that the module has the same loader as without this finder.
         loader.exec_module = execute_and_seed
 
 
 def _leave_path(directory: str) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != directory]
-    rest = os.environ.get("PYTHONPATH", "").removeprefix(directory).removeprefix(os.pathsep)
-    if rest:
-        os.environ["PYTHONPATH"] = rest
+    user_path = os.environ.get("PYTHONPATH", "").removeprefix(directory).removeprefix(os.pathsep)
+    if user_path:
+        os.environ["PYTHONPATH"] = user_path
     else:
         os.environ.pop("PYTHONPATH", None)
 
@@ -81,7 +81,7 @@ def _start() -> None:
     finder = _SeedingFinder(int(seed))
     sys.meta_path.insert(0, finder)
     _run_own_sitecustomize()
-    # In front of the finders that the user's module has installed, which would find NumPy and Keras without it.
+    # Moved in front of the finders that the user's module has installed, which would find NumPy and Keras first.
     sys.meta_path.remove(finder)
     sys.meta_path.insert(0, finder)
 
