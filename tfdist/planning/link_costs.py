@@ -164,7 +164,11 @@ class TransferCosts:
     def _cost(self, kind: str, nbytes: float, members: int, name: str) -> float:
         if members == 1:
             return 0.0
-        points = sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
+        points = sorted(
+            (float(measurement.nbytes), getattr(measurement, name))
+            for measurement in self.measured
+            if measurement.kind == kind
+        )
         of_two = sent_bytes(kind, nbytes, members) / sent_bytes(kind, 1.0, 2)
-        message = sum(getattr(one, name) for one in self.measured if one.kind == MESSAGE)
+        message = sum(getattr(measurement, name) for measurement in self.measured if measurement.kind == MESSAGE)
         return interpolate(points, of_two) + (members - 2) * messages(kind, nbytes, members) * message

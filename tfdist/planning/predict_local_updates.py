@@ -51,7 +51,7 @@ def predict_local_updates(
     """Returns what is predicted of a step.
 
     An exchange costs what gradients of one update cost, `1 / sync_every` as often, and once more at the end of an
-    epoch. Behind steps, the link is free for it, and workers wait only for what takes longer than `overlap_steps`.
+    epoch. The link is free while steps are computed, so workers wait only for what takes longer than `overlap_steps`.
     Workers meet once in `sync_every` steps, in which most of the differences of single steps cancel out.
     """
     program = measured.program

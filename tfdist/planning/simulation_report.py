@@ -114,7 +114,7 @@ def _notes(simulation: Simulation) -> list[str]:
     return ["", *notes] if notes else []
 
 
-# Of Okabe and Ito 2008, "Color universal design": distinct in all kinds of colour vision.
+# Source: Okabe and Ito 2008, "Color universal design": distinct in all kinds of colour vision.
 _COLOURS = {
     "uncompressed": "#000000",
     "compressed": "#0072B2",
