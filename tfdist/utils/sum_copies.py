@@ -1,4 +1,4 @@
-"""How much of an array a worker sends in the sum of all workers' arrays: of the exchange, its counters and plans."""
+"""How much of an array a worker sends in a sum of all workers' arrays, for the exchange, its counters and plans."""
 
 SHORT_BYTES = 64 * 2**10
 
