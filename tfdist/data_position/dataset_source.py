@@ -183,9 +183,9 @@ class DatasetSource:
 
     def _iterator_at(self, batches: int) -> Any:
         # tf.data skips all batches but the last; drawing the last one waits for it.
-        rest = skip_steps(self.dataset, batches - 1) if batches > 1 else None
-        iterator = iter(self.dataset if rest is None else rest)
-        _draw(iterator, batches if rest is None else 1)
+        remaining_dataset = skip_steps(self.dataset, batches - 1) if batches > 1 else None
+        iterator = iter(self.dataset if remaining_dataset is None else remaining_dataset)
+        _draw(iterator, batches if remaining_dataset is None else 1)
         return iterator
 
 
