@@ -82,8 +82,8 @@ def without_patches() -> Iterator[None]:
     finally:
         with _lock:
             _undo()
-            for one in before:
-                setattr(one.owner, one.name, one.new)
+            for replacement in before:
+                setattr(replacement.owner, replacement.name, replacement.new)
             _replacements[:] = before
             _installed.update(done)
 
