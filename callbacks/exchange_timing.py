@@ -31,7 +31,7 @@ class ExchangeTimingCallback(ListedCallback):
         listed = self.neighbours or (self,)
         return [
             callback for callback in listed if isinstance(callback, ExchangeTimingCallback) and callback.timing
-        ] or [None]
+        ] or [None]  # then no callback is the first or the last one
 
     def _time(self, enabled: bool) -> None:
         reduction = training_strategy(self.model.distribute_strategy).gradient_reduction

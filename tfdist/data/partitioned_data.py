@@ -113,7 +113,7 @@ class PartitionedData:
             features: The column of the model's input; or a list of numeric columns, which become one vector; or a
                 dictionary of these by the names of inputs. By default a dictionary of all columns but `label` and
                 `weight`.
-            label: Likewise the targets. None: elements have features only, as for `predict`.
+            label: The targets, given as `features` are. None: elements have features only, as for `predict`.
             weight: The column of the sample weights.
             shuffle: Whether rows come in another order in each epoch: blocks in a random order, then the rows of
                 several blocks, at least 65536 of them or as many as this number, in a random order. Rows stay in their

@@ -144,7 +144,7 @@ class DatasetSource:
         return iter(self.dataset)
 
     def batches_to_replay(self) -> int | None:
-        """Number of batches of an iterator that must be drawn so that later orders are right; `None`: all."""
+        """Returns how many batches of an iterator must be drawn so that later orders are right; `None`: all."""
         return batches_to_replay(self.dataset) if self.needs_unused_iterators else 0
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
@@ -253,8 +253,8 @@ class ArraySource(DatasetSource):
 class SelectableSource(DatasetSource):
     """A dataset of `tfdist.data`.
 
-    Which rows a batch consists of depends on the number of streams, and its default on the number of workers. After a
-    restart with other workers the training resumes with the streams of the checkpoint.
+    The rows of a batch depend on the number of streams, whose default depends on the number of workers. After a restart
+    with other workers the training resumes with the streams of the checkpoint.
     """
 
     def order(self, drawn: int | None) -> Json:

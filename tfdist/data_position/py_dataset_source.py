@@ -77,7 +77,7 @@ class PyDatasetHooks:
         self._orders: AttributeOrders = {}
         self._initial_hashes = {name: zlib.crc32(repr(state).encode()) for name, state in global_states().items()}
         self._first_run_hashes = self._initial_hashes  # of the run that saved the first checkpoint
-        # By call: the states before it, as text; `None` for the state that the previous call left.
+        # The states before each call, as text; `None` for a state that the previous call left.
         self._draws: list[tuple[int, int, Json]] = []
         self._left: Json = {}
         self._to_repeat: dict[tuple[int, int], Json] = {}

@@ -81,7 +81,7 @@ class ValidationProgress:
         self.iterator: ResumableIterator | None = None
 
     def drawn(self) -> tuple[int, ...]:
-        """Number of batches drawn from each iterator so far."""
+        """Returns the number of batches drawn from each iterator so far."""
         return self.before if self.iterator is None else self.iterator._drawn()
 
 
@@ -161,7 +161,7 @@ class ResumableIterator(EpochIteratorMixin):
         super().reset()
 
     def _data(self) -> dict[str, Any]:
-        """What a resumed run must have in common with this one."""
+        """Returns what a resumed run must have in common with this one."""
         source = self._training_source()
         if self._traits is None:  # expensive: reads all functions of the pipeline
             self._traits = {

@@ -63,7 +63,7 @@ def exchange_of(program: ProgramMeasurement, method: str, members: int) -> Excha
         return equal[0]
     nearest = min(measured, key=lambda one: (abs(one.members - members), one.members))
     if members > 2 and nearest.members == 2:
-        nearest = measured[-1]
+        nearest = measured[-1]  # with two members some methods have one phase, with more they have two
     seconds = nearest.compute_seconds
     if _gathers_all(nearest):
         seconds = interpolate([(one.members, one.compute_seconds) for one in measured], members)

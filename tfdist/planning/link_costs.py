@@ -70,7 +70,7 @@ def all_gather_bytes(nbytes: float, members: int) -> float:
 
 
 def all_to_all_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends of a tensor of which each other member gets a slice: `(N - 1) / N` of it.
+    """Returns what each member sends of a tensor if each other member gets a slice: `(N - 1) / N` of the tensor.
 
     >>> all_to_all_bytes(12.0, 2), all_to_all_bytes(12.0, 4)
     (6.0, 9.0)

@@ -35,7 +35,7 @@ class ExchangeMeasurement:
         method: The argument `compression=`, or `DENSE`.
         members: The number of members for which it was traced and computed.
         compute_seconds: The time of a core: packing, encoding, decoding, unpacking.
-        collectives: In the order of the trace.
+        collectives: The collectives in the order of the trace.
         state_bytes: Residuals and other state that the method keeps between steps.
         gradient_error: The error of a first exchange, without state: the norm of the difference of the decoded and the
             dense gradient, divided by the norm of the dense one.
@@ -164,10 +164,10 @@ class MachineMeasurement:
         cores: Usable cores.
         cores_per_worker: Cores on which the program was measured.
         memory_bytes: Memory that may be used.
-        transfers: By sockets, as between hosts: at least three sizes of each kind.
+        transfers: Transfers by sockets, as between hosts: at least three sizes of each kind.
         connection_bytes: By how much the memory of a process that has exchanged tensors of 16 MiB exceeds that of a
             process without an exchange; 0 if it was not measured.
-        local_transfers: By shared memory, as between workers of this machine; empty: as `transfers`.
+        local_transfers: Transfers by shared memory, as between workers of this machine; empty: as `transfers`.
     """
 
     cores: int

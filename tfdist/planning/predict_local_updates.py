@@ -66,7 +66,7 @@ def predict_local_updates(
     whole = exchanged_seconds(0.0, [0.0] * len(costs), costs)
     core = sum(cost.core_seconds for cost in costs)
     link = sum(cost.link_seconds for cost in costs)
-    # Updates are counted, of which a program that accumulates gradients makes fewer than steps.
+    # `sync_every` counts updates. A program that accumulates gradients makes fewer updates than steps.
     rounds = per_step = min(program.exchanges_per_step, 1.0) / options.sync_every
     if program.samples:
         steps_of_epoch = max(program.samples // program.rows, 1)

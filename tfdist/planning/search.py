@@ -176,7 +176,7 @@ def reason_of(measured: Measurements, one: Candidate, dense_bytes: float) -> str
 
 
 def _means(candidate: Candidate, dense_bytes: float) -> str:
-    """What the plan changes."""
+    """Returns what the plan changes."""
     arguments, predicted = candidate.strategy.arguments, candidate.prediction
     means = []
     if candidate.strategy.name == "ModelParallelStrategy":

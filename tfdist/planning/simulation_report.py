@@ -152,7 +152,7 @@ def draw(simulation: Simulation, path: Path) -> None:
     """Draws step time, efficiency, and where they are known goodput and price, against the number of workers.
 
     Raises:
-        ValueError: As `check_picture`.
+        ValueError: As for `check_picture`.
     """
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -24,10 +24,10 @@ _MAX_COMPARED_VALUES = 1 << 26
 
 
 class LoopbackExchange:
-    """The exchange of the gradients of a step between equal members, of which one computes.
+    """The exchange of the gradients of a step between equal members, one of which computes.
 
     Attributes:
-        recorder: Has the calls of the newest trace.
+        recorder: Records the calls of the newest trace.
         counters: What the member would have sent.
         state: The state of the compressors.
     """

@@ -99,6 +99,7 @@ def _parts(tensor: Any) -> list[tf.Tensor]:
 
 
 def _variable(dtype: tf.DType) -> Any:
+    # No gradient has this shape, by which `_is_set` finds out that nothing was assigned yet.
     return ResourceVariable(tf.zeros([0, 0, 0, 0, 0, 0, 0], dtype), trainable=False, shape=tf.TensorShape(None))
 
 

@@ -78,6 +78,7 @@ class WorkerSteps:
         self._run_fit(rows, [callback], _MAX_ACCUMULATED + _TIMED_STEPS)
         updates = seen.updates()
         per_step = self._strategy.communication.updates / max(len(began) * len(updates), 1)
+        # Without the first timed step, in which the gradients were still kept.
         complete = [
             timed_step for timed_step in timed_steps[1:] if timed_step[1] and min(timed_step[1]) > timed_step[0]
         ]

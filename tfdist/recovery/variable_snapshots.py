@@ -196,7 +196,7 @@ class VariableSnapshots:
         over all replicas stay.
 
         Args:
-            per_replica: As for `restore_per_replica`, with its error.
+            per_replica: As for `restore_per_replica`, which raises the same error.
             description: The saved `description`.
         """
         named = NamedVariables(self._model)

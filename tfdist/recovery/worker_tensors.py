@@ -159,8 +159,8 @@ def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
         else:
             variable.assign(value)
     if by_task:
-        timeout_seconds = max(value.timeout_seconds for of_task in by_task.values() for _, value, _ in of_task)
-        call_workers({task: _assigner(of_task) for task, of_task in by_task.items()}, "read", timeout_seconds)
+        timeout_seconds = max(value.timeout_seconds for task_values in by_task.values() for _, value, _ in task_values)
+        call_workers({task: _assigner(task_values) for task, task_values in by_task.items()}, "read", timeout_seconds)
 
 
 def multiply(variables: Sequence[Any], factor: float) -> None:
