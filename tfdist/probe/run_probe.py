@@ -69,9 +69,9 @@ def measure(
         "started": time.time(),
     }
     result = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, worker_cores, timeout_seconds)
-    left = timeout_seconds - (time.monotonic() - began)
+    seconds_left = timeout_seconds - (time.monotonic() - began)
     one_core = {**environ, **ThreadShare(1, 1, None, os.environ).environment()}
-    measured_transfers = _measure_transfers(one_core, left, timeout_seconds)
+    measured_transfers = _measure_transfers(one_core, seconds_left, timeout_seconds)
     machine = {
         "cores": cores,
         "cores_per_worker": worker_cores,
@@ -242,8 +242,8 @@ class MeasuringProcess:
         received = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
-            while (left := end - time.monotonic()) > 0:
-                if not selector.select(left):
+            while (seconds_left := end - time.monotonic()) > 0:
+                if not selector.select(seconds_left):
                     break
                 data = os.read(self._read, _CHUNK_BYTES)
                 received += data
