@@ -197,7 +197,7 @@ def _model_parallel(measured: Measurements, conditions: Conditions, devices: int
 
 
 def _best_micro_batches(measured: Measurements, conditions: Conditions, options: ModelParallel) -> ModelParallel | None:
-    """Returns the fastest number of micro-batches that fits, or that which needs least memory if none fits."""
+    """Returns the options with the fastest number of micro-batches that fits, else with that of the least memory."""
     rows = measured.program.rows / options.columns
     counts = [1] if options.stages == 1 else [count for count in _PIPELINE_MICRO_BATCHES if count <= rows]
     variants = [dataclasses.replace(options, micro_batches=count) for count in counts]
