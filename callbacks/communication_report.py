@@ -23,7 +23,7 @@ class LinkReading:
     """What the devices of a strategy with stages have sent in training steps.
 
     Attributes:
-        links: By the full names of the sending and the receiving device, with a space between them.
+        links: The counts of each link, by the full names of the sending and the receiving device with a space between.
     """
 
     links: dict[str, LinkStats] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class LinkReading:
         """Returns what was counted after `earlier`; None is a reading of zeros."""
         before = earlier.links if earlier is not None else {}
         names = {**self.links, **before}
-        return LinkReading({one: self.links.get(one, LinkStats()) - before.get(one, LinkStats()) for one in names})
+        return LinkReading({link: self.links.get(link, LinkStats()) - before.get(link, LinkStats()) for link in names})
 
     def logs(self, updates: int) -> dict[str, float]:
         """Returns the entries of the logs: averages over the updates."""
@@ -61,13 +61,16 @@ class LinkReading:
         unit_bytes, unit = byte_unit(total.total_bytes / updates)
 
         def row(name: str, stats: LinkStats) -> list[str]:
-            other = stats.weight_bytes + stats.prediction_bytes
+            other_bytes = stats.weight_bytes + stats.prediction_bytes
             numbers = [stats.batch_bytes, stats.activation_bytes, stats.activation_gradient_bytes]
-            numbers += [stats.weight_gradient_bytes, other, stats.total_bytes]
+            numbers += [stats.weight_gradient_bytes, other_bytes, stats.total_bytes]
             return [name, *(f"{number / updates / unit_bytes:.3f}" for number in numbers)]
 
         kinds = ["batches", "activations", "their gradients", "weight gradients", "other", "total"]
-        rows = [row(" -> ".join(map(short_device, name.split())), one) for name, one in sorted(self.links.items())]
+        rows = [
+            row(" -> ".join(map(short_device, name.split())), link_stats)
+            for name, link_stats in sorted(self.links.items())
+        ]
         title = f"{unit} sent per update from device to device ({updates:,} update{'s' * (updates > 1)}):"
         return "\n".join([title, *table_with_total([["link", *kinds], *rows, row("total", total)])])
 

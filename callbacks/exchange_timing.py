@@ -29,7 +29,9 @@ class ExchangeTimingCallback(ListedCallback):
 
     def _timed_callbacks(self) -> list[Any]:
         listed = self.neighbours or (self,)
-        return [other for other in listed if isinstance(other, ExchangeTimingCallback) and other.timing] or [None]
+        return [
+            callback for callback in listed if isinstance(callback, ExchangeTimingCallback) and callback.timing
+        ] or [None]  # then no callback is the first or the last one
 
     def _time(self, enabled: bool) -> None:
         reduction = training_strategy(self.model.distribute_strategy).gradient_reduction

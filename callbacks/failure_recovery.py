@@ -274,7 +274,7 @@ class FailureRecovery(LastCallback):
             self._reports_resume_cost = True
             start_at_epoch(self.model, progress.epoch)
             self._say(f"resuming in epoch {progress.epoch + 1} of {epochs}, after step {progress.step}")
-        if any(isinstance(other, GradientAccumulation) for other in self.others):
+        if any(isinstance(callback, GradientAccumulation) for callback in self.others):
             self._state.adopt_accumulation_steps(checkpoint)  # that callback does so only when the epoch begins
         self._state.restore(checkpoint, rank, num_workers, metrics=self._was_complete)
         self._progress, self._restored = progress, checkpoint

@@ -94,7 +94,7 @@ class GradientAccumulation(keras.callbacks.Callback):
             accumulation.change(steps)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._flush_if_last(stopping=False)
+        self._flush_if_last(stopping=False)  # so that the last validation uses the updated weights
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._flush_if_last(stopping=self.model.stop_training)

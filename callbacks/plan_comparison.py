@@ -135,7 +135,7 @@ class RoundMeter:
         self._before = now
 
     def comparison(self) -> PlanComparison:
-        """Compares the epochs so far with the plan. A step is a batch of `fit`, of which all workers push a part."""
+        """Compares the epochs so far with the plan. A step is a batch of `fit`; each worker pushes a part of it."""
         steps = self._done.updates * self._strategy.gradient_accumulation_steps
         seconds = self._seconds / steps if steps >= _MIN_STEPS else None
         sent = self._done.wire_bytes / steps / self._strategy.num_workers if steps else None

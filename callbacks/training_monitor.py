@@ -296,7 +296,7 @@ class TrainingMonitor(ExchangeTimingCallback):
         self._forget_after = 0 if current_attempt() and not self._step else None
         self._times = StepTimes()
         if self._writes:
-            recoveries = [other for other in self.neighbours if isinstance(other, FailureRecovery)]
+            recoveries = [callback for callback in self.neighbours if isinstance(callback, FailureRecovery)]
             stalls = SaveStalls(recoveries[0] if recoveries else None)
             self._sources: list[ScalarSource] = [
                 CommunicationScalars(strategy),
@@ -343,9 +343,9 @@ class TrainingMonitor(ExchangeTimingCallback):
         for source in self._sources:
             scalars |= source.scalars()
         self._append("", scalars)
-        for number, of_worker in enumerate(self._workers.scalars(seconds)):
-            if of_worker:
-                self._append(f"worker-{number}", of_worker)
+        for number, worker_scalars in enumerate(self._workers.scalars(seconds)):
+            if worker_scalars:
+                self._append(f"worker-{number}", worker_scalars)
 
     def _append(self, run: str, scalars: Scalars) -> None:
         if run not in self._logs:
@@ -429,15 +429,15 @@ class EventLog:
 
 def _cut(path: str, step: int) -> None:
     """Removes from a file the events after `step`, and a record that a killed process has not completed."""
-    kept: list[bytes] = []
+    kept_records: list[bytes] = []
     with contextlib.suppress(tf.errors.DataLossError):
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-            kept += [record] * _is_kept(tf.compat.v1.Event.FromString(record), step)
+            kept_records += [record] * _is_kept(tf.compat.v1.Event.FromString(record), step)
     # Compare sizes: the reader takes an incomplete frame header for the end of the file.
-    if tf.io.gfile.stat(path).length > sum(len(record) + _FRAME_BYTES for record in kept):
+    if tf.io.gfile.stat(path).length > sum(len(record) + _FRAME_BYTES for record in kept_records):
         unfinished = os.path.join(os.path.dirname(path), "unfinished")  # TensorBoard does not read files of this name
         with tf.io.TFRecordWriter(unfinished) as writer:
-            for record in kept:
+            for record in kept_records:
                 writer.write(record)
         tf.io.gfile.rename(unfinished, path, overwrite=True)
 

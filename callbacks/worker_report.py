@@ -194,10 +194,10 @@ class WorkerReport(ListedCallback):
     def _warn_of_slow(self, done: Sequence[Any], epoch: int) -> None:
         slow = set()
         for worker, count in enumerate(done):
-            others = [other for number, other in enumerate(done) if number != worker]
-            if not others or min(other.steps for other in others) < _MIN_STEPS:
+            other_counts = [other_count for number, other_count in enumerate(done) if number != worker]
+            if not other_counts or min(other_count.steps for other_count in other_counts) < _MIN_STEPS:
                 continue
-            median = statistics.median(_rate(other.samples, other.seconds) for other in others)
+            median = statistics.median(_rate(other_count.samples, other_count.seconds) for other_count in other_counts)
             if count.steps == 0:
                 slow.add(worker)
                 message = f"worker {worker} made no step in epoch {epoch + 1}: it has ended or does not answer"
@@ -253,15 +253,15 @@ def _table(title: str, done: Sequence[Any], seconds: float) -> list[str]:
     size, unit = byte_unit(max(sum(count.bytes_pushed for count in done), sum(count.bytes_pulled for count in done)))
 
     def row(name: str, counts: Sequence[Any]) -> list[str]:
-        of_row = sum(count.steps for count in counts)
+        row_steps = sum(count.steps for count in counts)
         return [
             name,
-            f"{of_row:,}",
+            f"{row_steps:,}",
             f"{sum(count.left_out for count in counts):,}",
             f"{sum(count.samples for count in counts):,}",
             f"{_rate(sum(count.samples for count in counts), seconds):,.0f}",
             f"{100 * _rate(sum(count.seconds for count in counts), seconds * len(counts)):.0f} %",
-            f"{sum(count.staleness * count.steps for count in counts) / max(of_row, 1):.2f}",
+            f"{sum(count.staleness * count.steps for count in counts) / max(row_steps, 1):.2f}",
             f"{max(count.max_staleness for count in counts)}",
             f"{sum(count.bytes_pushed for count in counts) / size:.3f}",
             f"{sum(count.bytes_pulled for count in counts) / size:.3f}",

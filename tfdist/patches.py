@@ -1,4 +1,4 @@
-"""What tfdist replaces in TensorFlow and Keras: by each patch once, listed, and undone in tests.
+"""Replaces attributes of TensorFlow and Keras: each patch does so once, is listed, and is undone in tests.
 
 `python -m tfdist.strategies` lists all that strategies replace.
 """
@@ -67,7 +67,7 @@ def replace(owner: Any, name: str) -> Callable[[_New], _New]:
 
 
 def replacements() -> tuple[Replacement, ...]:
-    """What is replaced in this process, in the order of installation."""
+    """Returns what is replaced in this process, in the order of installation."""
     return tuple(_replacements)
 
 
@@ -82,8 +82,8 @@ def without_patches() -> Iterator[None]:
     finally:
         with _lock:
             _undo()
-            for one in before:
-                setattr(one.owner, one.name, one.new)
+            for replacement in before:
+                setattr(replacement.owner, replacement.name, replacement.new)
             _replacements[:] = before
             _installed.update(done)
 
@@ -101,7 +101,7 @@ def _undo() -> None:
 
 
 def table() -> str:
-    """What is replaced in this process: each patch with the reason, and below it the attributes that it replaces."""
+    """Lists what is replaced in this process: each patch with its reason, and below it the attributes it replaces."""
     paths: dict[str, list[str]] = {}
     for owner, name, *_, patch in _replacements:
         why = (patch.__doc__ or "").partition("\n")[0]

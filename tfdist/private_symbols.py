@@ -58,8 +58,8 @@ class InstanceKind:
         try:
             instance = self.make()
         except Exception as error:  # whatever a library that has changed raises
-            found = f"{type(error).__name__} while an instance was created: {' '.join(str(error).split())[:300]}"
-            return [(symbol, found) for symbol in self.attributes.values()]
+            failure = f"{type(error).__name__} while an instance was created: {' '.join(str(error).split())[:300]}"
+            return [(symbol, failure) for symbol in self.attributes.values()]
         return [
             (symbol, f"an instance of {type(instance).__name__} without {name}")
             for name, symbol in self.attributes.items()
@@ -103,21 +103,21 @@ def private(path: str, why: str, *, since: str | None = None, before: Any = None
     if since is not None and not has_reached(library, since):
         return before
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            target = getattr(target, attribute)
     except (ImportError, AttributeError) as error:
         raise _missing(PrivateSymbol(path, why), str(error)) from error
     _used[path] = PrivateSymbol(path, why)
-    return found
+    return target
 
 
-def _missing(symbol: PrivateSymbol, found: str) -> MissingPrivateSymbolError:
+def _missing(symbol: PrivateSymbol, received: str) -> MissingPrivateSymbolError:
     library = symbol.path.partition(":")[0].partition(".")[0]
     version = getattr(sys.modules.get(library), "__version__", "")
     return MissingPrivateSymbolError(
         f"tfdist needs {symbol.path!r} ({symbol.why}), which the installed {f'{library} {version}'.strip()} does not "
-        f"have. Received: {found}. Expected: a {library} version within the range that tfdist was tested with "
+        f"have. Received: {received}. Expected: a {library} version within the range that tfdist was tested with "
         "(`tfdist.versions.tested_ranges()`). Install one of these, or report the version to tfdist."
     )
 
@@ -127,7 +127,7 @@ def private_attributes(path: str, attributes: Mapping[str, str], make: Callable[
 
     Args:
         path: `module:Class()`; by its public name, if the class has one.
-        attributes: By name, what each is needed for.
+        attributes: What each attribute is needed for, by name.
         make: Creates a small instance. None if this needs a cluster: only a test looks these up.
     """
     symbols = {name: PrivateSymbol(f"{path}.{name}", why) for name, why in attributes.items()}
@@ -155,9 +155,9 @@ def check_attributes(kinds: Iterable[InstanceKind] | None = None) -> int:
     kinds = [kind for kind in (_instance_kinds.values() if kinds is None else kinds) if kind.make]
     missing = [pair for kind in kinds for pair in kind.missing()]
     if missing:
-        (first, found), *others = missing
-        also = f", nor {', '.join(repr(symbol.path) for symbol, _ in others)}" if others else ""
-        raise _missing(first, found + also)
+        (first, received), *other_missing = missing
+        also = f", nor {', '.join(repr(symbol.path) for symbol, _ in other_missing)}" if other_missing else ""
+        raise _missing(first, received + also)
     return sum(len(kind.attributes) for kind in kinds)
 
 

@@ -104,4 +104,4 @@ def has_hooks(strategy: Any) -> bool:
 
 def of_running_step(ask: Callable[[StrategyHooks], _Found | None]) -> _Found | None:
     """Returns the first result of `ask(hooks)`, of any kind of strategies, that is not `None`: one step runs alone."""
-    return next((found for hooks in tuple(_hooks.values()) if (found := ask(hooks)) is not None), None)
+    return next((result for hooks in tuple(_hooks.values()) if (result := ask(hooks)) is not None), None)

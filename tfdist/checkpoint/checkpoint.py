@@ -62,8 +62,10 @@ class Checkpoint:
         self.size_bytes = sum(record.size_bytes for record in self._manifest.files.values())
         if path.name != directory_name(self.sequence):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is that of checkpoint {self.sequence}")
-        own = {SHARED_FILE, *map(rank_file, range(self.num_ranks))}
-        if not own <= set(self._manifest.files) or not all(map(is_worker_file, set(self._manifest.files) - own)):
+        required_files = {SHARED_FILE, *map(rank_file, range(self.num_ranks))}
+        if not required_files <= set(self._manifest.files) or not all(
+            map(is_worker_file, set(self._manifest.files) - required_files)
+        ):
             raise CorruptCheckpointError(f"{MANIFEST_FILE} does not name the files of {self.num_ranks} ranks")
         self._verified: dict[str, tuple[int, ...]] = {}
         for name in self._manifest.files if written is None else ():
@@ -135,8 +137,8 @@ class CheckpointInfo:
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
     """Returns the directories with a final name by sequence number, newest first. A missing `directory` is empty."""
-    found = {int(match[1]): path for path, match in _matching(directory, _CHECKPOINT)}
-    return dict(sorted(found.items(), reverse=True))
+    paths = {int(match[1]): path for path, match in _matching(directory, _CHECKPOINT)}
+    return dict(sorted(paths.items(), reverse=True))
 
 
 def list_unfinished(directory: Path) -> list[tuple[int, str, Path]]:
@@ -179,10 +181,10 @@ def _read_manifest(path: Path) -> Manifest:
 def _fingerprint(path: Path) -> tuple[int, ...]:
     """Returns what changes when a file is written to; empty if the file cannot be looked at."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:  # reading the file raises the error
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:

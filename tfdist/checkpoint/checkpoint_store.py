@@ -110,12 +110,12 @@ class CheckpointStore:
         with explained("The checkpoints could not be read", self.directory):
             for sequence, path in list_checkpoints(self.directory).items():
                 try:
-                    found = Checkpoint(path)
+                    checkpoint = Checkpoint(path)
                 except CorruptCheckpointError as error:
                     skipped.append(f"{path.name}: {error}")
                 else:
                     self._known_complete.add(sequence)
-                    return found, skipped
+                    return checkpoint, skipped
         return None, skipped
 
     def open(self, sequence: int) -> Checkpoint:
@@ -127,7 +127,7 @@ class CheckpointStore:
         path = self.directory / directory_name(sequence)
         with explained(f"Checkpoint {sequence} could not be read", self.directory):
             try:
-                found = Checkpoint(path)
+                checkpoint = Checkpoint(path)
             except CorruptCheckpointError as error:
                 present = ", ".join(map(str, list_checkpoints(self.directory))) or "none"
                 raise CorruptCheckpointError(
@@ -136,7 +136,7 @@ class CheckpointStore:
                     "which are complete."
                 ) from error
         self._known_complete.add(sequence)
-        return found
+        return checkpoint
 
     def list_checkpoints(self, *, verify_checksums: bool = False) -> list[CheckpointInfo]:
         """Lists the checkpoints and unfinished saves of the directory, oldest first.
@@ -152,12 +152,12 @@ class CheckpointStore:
                 inspect_checkpoint(sequence, path, verify_checksums=verify_checksums)
                 for sequence, path in list_checkpoints(self.directory).items()
             ]
-            found = [
+            entries = [
                 # A running training may have removed a checkpoint while it was inspected.
                 *(info for info in inspected if info.status != "corrupt" or os.path.lexists(info.path)),
                 *(inspect_unfinished(sequence, path) for sequence, _, path in list_unfinished(self.directory)),
             ]
-        return sorted(found, key=lambda info: (info.sequence, info.path))
+        return sorted(entries, key=lambda info: (info.sequence, info.path))
 
     def remove_unfinished(self, current_attempt: str | None = None) -> None:
         """Removes unfinished saves of earlier attempts. Logs what cannot be removed.
@@ -169,8 +169,8 @@ class CheckpointStore:
             CheckpointError: If the directory cannot be read.
         """
         with explained("The checkpoints could not be read", self.directory):
-            found = list_unfinished(self.directory)
-        for _, attempt, path in found:
+            unfinished = list_unfinished(self.directory)
+        for _, attempt, path in unfinished:
             if attempt != current_attempt:
                 _try_to_remove(path, atomic_files.remove_leftover)
 
@@ -195,16 +195,16 @@ class CheckpointStore:
         with explained("The checkpoints could not be pruned", self.directory):
             old: list[Path] = []
             corrupt: list[Path] = []
-            kept = 0
+            num_kept = 0
             for sequence, path in list_checkpoints(self.directory).items():
-                status = inspect_checkpoint(sequence, path, verify_checksums=kept < keep).status
+                status = inspect_checkpoint(sequence, path, verify_checksums=num_kept < keep).status
                 if status == "corrupt":
                     corrupt.append(path)
-                elif status == "complete" and kept == keep:
+                elif status == "complete" and num_kept == keep:
                     old.append(path)
                 elif status == "complete":
-                    kept += 1
-            removed = [*old, *corrupt] if kept else []
+                    num_kept += 1
+            removed = [*old, *corrupt] if num_kept else []
             unfinished = [path for _, _, path in list_unfinished(self.directory)]
             if not dry_run:
                 for path in removed:
@@ -220,11 +220,11 @@ class CheckpointStore:
         except OSError as error:
             _log.warning("Older checkpoints could not be listed: %s", error)
             return
-        kept = sorted(self._known_complete & present.keys())[-self._keep :]
-        self._known_complete = set(kept)
-        if len(kept) == self._keep:
+        kept_sequences = sorted(self._known_complete & present.keys())[-self._keep :]
+        self._known_complete = set(kept_sequences)
+        if len(kept_sequences) == self._keep:
             for older, path in present.items():
-                if older < kept[0]:
+                if older < kept_sequences[0]:
                     _try_to_remove(path, atomic_files.remove)
         for older, _, path in unfinished:
             if older < sequence:

@@ -84,8 +84,8 @@ class ShardedSave:
         try:
             if self._rank == 0:
                 self._remove_corrupt()
-            of_workers = 0 if worker_files is None else worker_files.size_bytes
-            self._check_space(sum(part.size_bytes for part in parts.values()) + of_workers)
+            worker_bytes = 0 if worker_files is None else worker_files.size_bytes
+            self._check_space(sum(part.size_bytes for part in parts.values()) + worker_bytes)
             atomic_files.make_directory(self._unfinished)
             records = {name: self._write(name, part) for name, part in parts.items()}
             if worker_files is not None:
@@ -94,8 +94,10 @@ class ShardedSave:
                 atomic_files.flush(self._unfinished)
                 write_receipt(self._unfinished, self._rank, records[rank_file(self._rank)])
                 return None
-            others = collect_receipts(self._unfinished, range(1, self._num_ranks), timeout_seconds=peer_timeout_seconds)
-            records |= {rank_file(rank): record for rank, record in sorted(others.items())}
+            peer_records = collect_receipts(
+                self._unfinished, range(1, self._num_ranks), timeout_seconds=peer_timeout_seconds
+            )
+            records |= {rank_file(rank): record for rank, record in sorted(peer_records.items())}
             manifest = Manifest(self._sequence, self._attempt, self._num_ranks, time.time(), records, metadata)
             return self._commit(manifest)
         except BaseException as error:

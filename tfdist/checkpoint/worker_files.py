@@ -33,7 +33,7 @@ class WorkerFiles(Protocol):
             directory: Where to write, an absolute path.
 
         Returns:
-            By the name of a file its size, or None if it is not known here.
+            The size of each file by its name, or None if it is not known here.
 
         Raises:
             CheckpointError: If a worker cannot write its file.
@@ -76,12 +76,14 @@ def _wait_until_visible(directory: Path, sizes: Mapping[str, int | None]) -> Non
         if not missing:
             return
         if time.monotonic() > end:
-            found = f"{missing[0]} of {(directory / missing[0]).stat().st_size} bytes" if missing[0] in present else ""
+            visible_file = (
+                f"{missing[0]} of {(directory / missing[0]).stat().st_size} bytes" if missing[0] in present else ""
+            )
             raise CheckpointError(
                 "This process does not see what a worker has written into a checkpoint. Received: "
-                f"{found or f'no {missing[0]}'} in {str(directory)!r} after {_VISIBLE_WITHIN_SECONDS:g} s. Expected: "
-                f"{sizes[missing[0]] or 'some'} bytes, on a file system that all workers share. Mount one on all "
-                "hosts, and pass its path to FailureRecovery. Earlier checkpoints are intact."
+                f"{visible_file or f'no {missing[0]}'} in {str(directory)!r} after {_VISIBLE_WITHIN_SECONDS:g} s. "
+                f"Expected: {sizes[missing[0]] or 'some'} bytes, on a file system that all workers share. Mount one on "
+                "all hosts, and pass its path to FailureRecovery. Earlier checkpoints are intact."
             )
         time.sleep(_PAUSE_SECONDS)
 

@@ -26,7 +26,7 @@ _LOADING_THREADS = 2
 class BatchReader:
     """Reads any batch of any epoch; cheap if the batches of an epoch come in order.
 
-    Of each stream that a worker reads, two windows are in memory, and each of the loading threads holds one block.
+    Two windows of each stream that a worker reads are in memory, and each of the loading threads holds one block.
 
     Attributes:
         source: Where the rows are.
@@ -52,7 +52,7 @@ class BatchReader:
 
         Args:
             batches: The rows of the batches.
-            seed: Of the epoch, at least 0; ignored without a shuffle.
+            seed: The seed of the epoch, at least 0; ignored without a shuffle.
             first: The number of the first batch in the epoch, from 0.
             last: The number after that of the last batch.
 
@@ -147,7 +147,7 @@ def batch_pipeline(
         reader: Reads batches.
         layout: What a batch consists of.
         batch_size: The number of rows of a global batch.
-        seed: As of `tf.data.Dataset.shuffle`.
+        seed: As in `tf.data.Dataset.shuffle`.
         drop_remainder: Whether a last batch with fewer rows is left out.
         streams: The number of streams of rows.
     """
@@ -181,13 +181,17 @@ def batch_pipeline(
             def one(step: tf.Tensor) -> Any:
                 return load(number, step, step + 1)
 
-            found = tf.data.Dataset.range(first, batches.complete, together).map(several)
+            epoch_dataset = tf.data.Dataset.range(first, batches.complete, together).map(several)
             if together > 1:
                 constant = sizes[0] if len(sizes) == 1 else sizes
-                found = found.prefetch(1).rebatch(constant, drop_remainder=batches.constant_rows is not None)
+                epoch_dataset = epoch_dataset.prefetch(1).rebatch(
+                    constant, drop_remainder=batches.constant_rows is not None
+                )
             if batches.number > batches.complete:
-                found = found.concatenate(tf.data.Dataset.range(max(first, batches.complete), batches.number).map(one))
-            return found
+                epoch_dataset = epoch_dataset.concatenate(
+                    tf.data.Dataset.range(max(first, batches.complete), batches.number).map(one)
+                )
+            return epoch_dataset
 
         counted = epochs.flat_map(epoch).apply(tf.data.experimental.assert_cardinality(batches.number - first))
         return counted.prefetch(_READ_AHEAD_BATCHES).with_options(options)

@@ -70,7 +70,7 @@ def from_dask(
     blocks = [(number, rows) for number, (_, rows) in enumerate(facts) if rows]
     address, security = client.scheduler.address, client.security
     source = DaskSource(first, [tables[number].key for number, _ in blocks], blocks, address, security, timeout_seconds)
-    held = list(tables)
+    held = list(tables)  # Dask keeps a table as long as a future refers to it
     source.use_client(client)
     return PartitionedData(source, release=held.clear)
 
@@ -108,8 +108,8 @@ class DaskSource(BlockSource):
         Args:
             schema: The `pyarrow.Schema` of the tables.
             keys: Their keys in Dask.
-            blocks: For each of them the number of the partition, and its number of rows.
-            address: Of Dask's scheduler.
+            blocks: The number of the partition and the number of rows of each table.
+            address: The address of Dask's scheduler.
             security: What a client needs to connect.
             timeout_seconds: How long to wait for a table.
         """

@@ -13,9 +13,8 @@ from tfdist.data.block_source import BlockSource
 from tfdist.data.partitioned_data import PartitionedData
 
 _READING_FOOTERS = 8  # threads
-_INT96 = (
-    "us"  # of Spark's timestamps, most of which nanoseconds cannot hold: those of year 9999 would come out as others
-)
+# The unit of Spark's timestamps. Nanoseconds cannot hold most of them: those of year 9999 would come out as others.
+_INT96 = "us"
 
 
 def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> PartitionedData:
@@ -39,23 +38,23 @@ def from_parquet(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 def parquet_source(paths: Any) -> "ParquetSource":
     """Returns the blocks of Parquet files; see `from_parquet`."""
     import_arrow("pyarrow.parquet")
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files = [file for path in given for file in _files(_absolute(os.fspath(path)))]
+    path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files = [file for path in path_list for file in _files(_absolute(os.fspath(path)))]
     if not files:
         raise FileNotFoundError(
-            f"There are no Parquet files. Received: {[os.fspath(path) for path in given]}. Expected: files, or "
+            f"There are no Parquet files. Received: {[os.fspath(path) for path in path_list]}. Expected: files, or "
             "directories with files whose names do not begin with `_` or `.`. Check that the path is right, and that "
             "this host sees it."
         )
     with concurrent.futures.ThreadPoolExecutor(_READING_FOOTERS) as threads:
         footers = list(threads.map(_footer, files))
     schema = footers[0][0]
-    for file, (other, _) in zip(files, footers, strict=True):
-        if not other.equals(schema):
+    for file, (file_schema, _) in zip(files, footers, strict=True):
+        if not file_schema.equals(schema):
             raise ValueError(
-                f"Parquet files have different columns or types. Received: {_difference(schema, other)} in {file}, "
-                f"which differs from {files[0]}. Expected: the same columns in all files. Read them separately, or "
-                "write them again with one schema."
+                f"Parquet files have different columns or types. Received: {_difference(schema, file_schema)} in "
+                f"{file}, which differs from {files[0]}. Expected: the same columns in all files. Read them "
+                "separately, or write them again with one schema."
             )
     blocks = [
         (file, group, rows) for file, (_, groups) in enumerate(footers) for group, rows in enumerate(groups) if rows
@@ -72,7 +71,7 @@ class ParquetSource(BlockSource):
         Args:
             schema: The `pyarrow.Schema` of the files.
             files: Their paths.
-            blocks: For each block the index of its file, its row group, and its number of rows.
+            blocks: The index of the file, the row group and the number of rows of each block.
         """
         self.schema, self.files, self._blocks = schema, list(files), list(blocks)
         self.rows_of_blocks = [rows for _, _, rows in blocks]
@@ -135,15 +134,15 @@ def _files(path: str) -> list[str]:
         return [path]
     if kind == files.FileType.NotFound:
         return []
-    found = []
+    inner_paths = []
     for info in system.get_file_info(files.FileSelector(inner, recursive=True)):
         parts = info.path[len(inner) :].strip("/").split("/")
         if info.type == files.FileType.File and not any(part.startswith(("_", ".")) for part in parts):
-            found.append(info.path)
+            inner_paths.append(info.path)
     if not scheme:
-        return sorted(found)
+        return sorted(inner_paths)
     host = path[: len(path) - len(inner.rstrip("/"))] if path.rstrip("/").endswith(inner.rstrip("/")) else scheme
-    return sorted(f"{host}{file}" for file in found)
+    return sorted(f"{host}{file}" for file in inner_paths)
 
 
 def _opened(path: str) -> Any:
@@ -170,8 +169,11 @@ def _footer(path: str) -> tuple[Any, list[int]]:
         return file.schema_arrow.remove_metadata(), groups
 
 
-def _difference(one: Any, other: Any) -> str:
-    before, now = dict(zip(one.names, one.types, strict=True)), dict(zip(other.names, other.types, strict=True))
+def _difference(first_schema: Any, file_schema: Any) -> str:
+    before, now = (
+        dict(zip(first_schema.names, first_schema.types, strict=True)),
+        dict(zip(file_schema.names, file_schema.types, strict=True)),
+    )
     changed = [name for name in [*before, *now] if before.get(name) != now.get(name)]
     if not changed:
         return "another order of columns, or other names twice"
@@ -213,14 +215,14 @@ def data_in_store(
 def _seen(path: str, rows: int | None, engine: str) -> PartitionedData:
     try:
         source: Any = parquet_source(path)
-        found = sum(source.rows_of_blocks)
+        visible_rows = sum(source.rows_of_blocks)
     except FileNotFoundError:
-        source, found = None, 0
-    if source is None or (rows is not None and found != rows):
+        source, visible_rows = None, 0
+    if source is None or (rows is not None and visible_rows != rows):
         raise RuntimeError(
-            f"The driver does not see all rows that {engine} has written to {path}. Received: {found} rows. Expected: "
-            f"{'some' if rows is None else rows}. `store` must be a directory that the driver, the hosts of {engine} "
-            "and all workers share under the same path: a network file system, hdfs:// or an object store."
+            f"The driver does not see all rows that {engine} has written to {path}. Received: {visible_rows} rows. "
+            f"Expected: {'some' if rows is None else rows}. `store` must be a directory that the driver, the hosts of "
+            f"{engine} and all workers share under the same path: a network file system, hdfs:// or an object store."
         )
     return PartitionedData(source)
 

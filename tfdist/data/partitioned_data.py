@@ -113,12 +113,12 @@ class PartitionedData:
             features: The column of the model's input; or a list of numeric columns, which become one vector; or a
                 dictionary of these by the names of inputs. By default a dictionary of all columns but `label` and
                 `weight`.
-            label: Likewise the targets. None: elements have features only, as for `predict`.
+            label: The targets, given as `features` are. None: elements have features only, as for `predict`.
             weight: The column of the sample weights.
             shuffle: Whether rows come in another order in each epoch: blocks in a random order, then the rows of
                 several blocks, at least 65536 of them or as many as this number, in a random order. Rows stay in their
                 stream.
-            seed: As of `tf.data.Dataset.shuffle`: by default that of `keras.utils.set_random_seed`.
+            seed: As in `tf.data.Dataset.shuffle`: by default that of `keras.utils.set_random_seed`.
             drop_remainder: Whether to leave out a last batch with fewer rows.
             dtypes: NumPy's dtypes by column, to which numbers are cast, also decimals. The values of a vector have the
                 common type of its columns.

@@ -94,8 +94,8 @@ class RaySource(BlockSource):
         Args:
             schema: The `pyarrow.Schema` of the tables.
             holder: The name of the actor that holds them, and of its namespace.
-            blocks: For each block its number in Ray, and its number of rows.
-            address: Of Ray's cluster.
+            blocks: The number in Ray and the number of rows of each block.
+            address: The address of Ray's cluster.
             timeout_seconds: How long to wait for a block.
         """
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]

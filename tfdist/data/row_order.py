@@ -69,7 +69,7 @@ def segments_of_streams(rows_of_blocks: Sequence[int], streams: int) -> list[tup
     [(1, 1, 4)]
     """
     rows, ends = sum(rows_of_blocks), list(itertools.accumulate(rows_of_blocks))
-    found, first = [], 0
+    segments_by_stream, first = [], 0
     for stream in range(streams):
         last, segments = first + rows_before(rows, stream, streams), []
         while first < last:
@@ -78,8 +78,8 @@ def segments_of_streams(rows_of_blocks: Sequence[int], streams: int) -> list[tup
             stop = min(ends[block], last)
             segments.append(Segment(block, first - begin, stop - begin))
             first = stop
-        found.append(tuple(segments))
-    return found
+        segments_by_stream.append(tuple(segments))
+    return segments_by_stream
 
 
 def windows_of_epoch(segments: Sequence[Segment], stream: int, shuffled_rows: int, seed: int) -> list[Window]:
@@ -90,7 +90,7 @@ def windows_of_epoch(segments: Sequence[Segment], stream: int, shuffled_rows: in
         stream: Its number.
         shuffled_rows: 0: rows come as they are, and each segment is a window. Else segments come in a random order, and
             so many rows at least (fewer at the end) are a window whose rows come in a random order.
-        seed: Of the epoch, at least 0.
+        seed: The seed of the epoch, at least 0.
 
     >>> windows = windows_of_epoch([Segment(0, 0, 2), Segment(1, 0, 3)], 0, shuffled_rows=9, seed=5)
     >>> [(window.start, window.rows, sorted(window.order.tolist())) for window in windows]
@@ -180,19 +180,19 @@ class BatchRows:
         return self._ranges(step * self.batch_size, (step + 1) * self.batch_size)
 
     def _ranges(self, first: int, last: int) -> list[RowRange]:
-        of_streams = [
+        stream_ranges = [
             RowRange(stream, rows_before(first, stream, self.streams), rows_before(last, stream, self.streams))
             for stream in range(self.streams)
         ]
-        begin, end = self._bounds(last - first, [rows.stop - rows.start for rows in of_streams])
-        found, position = [], 0
-        for rows in of_streams:
+        begin, end = self._bounds(last - first, [rows.stop - rows.start for rows in stream_ranges])
+        ranges, position = [], 0
+        for rows in stream_ranges:
             start = rows.start + max(0, begin - position)
             position += rows.stop - rows.start
             stop = rows.stop - max(0, position - end)
             if start < stop:
-                found.append(RowRange(rows.stream, start, stop))
-        return found
+                ranges.append(RowRange(rows.stream, start, stop))
+        return ranges
 
     def _bounds(self, rows: int, rows_of_streams: list[int]) -> tuple[int, int]:
         """Returns the first and the last position of this worker in a batch of `rows` rows."""

@@ -51,17 +51,17 @@ def column_format(
         ValueError: No tensor can hold such values, or `shape` or `dtype` does not fit them.
     """
     types = import_arrow("pyarrow.types")
-    values, found = _values_and_shape(kind)
+    values, natural_shape = _values_and_shape(kind)
     natural = _natural_dtype(values)
     if natural is None and dtype is not None and types.is_decimal(values):
         natural = np.dtype("float64")
     if natural is None or _is_permuted(kind):
         raise ValueError(_refusal(column, kind, values))
     if shape is not None:
-        shape = _checked_shape(column, kind, tuple(shape), found)
+        shape = _checked_shape(column, kind, tuple(shape), natural_shape)
     chosen = natural if dtype is None else chosen_dtype(column, dtype, kind, natural)
     check_fill(column, fill, values, kind)
-    return ColumnFormat(column, chosen, found if shape is None else tuple(shape), fill, dtype is not None)
+    return ColumnFormat(column, chosen, natural_shape if shape is None else tuple(shape), fill, dtype is not None)
 
 
 def to_array(values: Any, target: ColumnFormat, place: str, first_row: int = 0) -> np.ndarray:
@@ -169,12 +169,14 @@ def _refusal(column: str, kind: Any, values: Any) -> str:
     )
 
 
-def _checked_shape(column: str, kind: Any, shape: tuple[int, ...], found: tuple[int, ...] | None) -> tuple[int, ...]:
-    fits = bool(shape) and found != () and all(isinstance(size, int) and size > 0 for size in shape)
-    if not fits or (found is not None and np.prod(shape) != np.prod(found)):
+def _checked_shape(
+    column: str, kind: Any, shape: tuple[int, ...], natural_shape: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    fits = bool(shape) and natural_shape != () and all(isinstance(size, int) and size > 0 for size in shape)
+    if not fits or (natural_shape is not None and np.prod(shape) != np.prod(natural_shape)):
         raise ValueError(
             f"The shape of column {column!r} does not fit its type. Received: shape {shape} for {kind}. Expected: "
-            f"positive sizes, and a column of lists{f' of shape {found}' if found else ''}."
+            f"positive sizes, and a column of lists{f' of shape {natural_shape}' if natural_shape else ''}."
         )
     return shape
 
@@ -256,15 +258,15 @@ def _flat_numpy(array: Any, target: ColumnFormat, where: str) -> np.ndarray:
             f"A time cannot be written in microseconds: {where}. Received: {kind}, {error}. Expected: times without "
             "parts of a microsecond. Round them in the engine."
         ) from error
-    found = array.to_numpy(zero_copy_only=False)
-    if found.dtype == target.dtype:
-        return found
+    converted = array.to_numpy(zero_copy_only=False)
+    if converted.dtype == target.dtype:
+        return converted
     if not target.is_cast:
         raise ValueError(
             f"The type of a column differs between blocks: {where}. Received: {kind}. Expected: the type that becomes "
             f"{target.dtype}. Write all files with the same types."
         )
-    return cast_values(found, target.dtype, where)
+    return cast_values(converted, target.dtype, where)
 
 
 _WHOLE = "iu"

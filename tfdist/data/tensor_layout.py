@@ -122,7 +122,9 @@ def layout_of(
         )
         for name in used
     }
-    formats |= _with_shapes(source, {name: found for name, found in formats.items() if found.shape is None})
+    formats |= _with_shapes(
+        source, {name: list_format for name, list_format in formats.items() if list_format.shape is None}
+    )
     tensors = [_tensor([formats[name] for name in group]) for _, _, columns in groups for group in columns]
     labels = () if label is None else groups[1][1]
     return BatchLayout(tuple(tensors), groups[0][1], labels, weight is not None)
@@ -162,7 +164,10 @@ def _with_shapes(source: BlockSource, formats: Mapping[str, ColumnFormat]) -> di
         )
     table = source.read(0, list(formats))
     place = source.name_of(0)
-    return {name: replace(found, shape=infer_shape(name, table.column(name), place)) for name, found in formats.items()}
+    return {
+        name: replace(list_format, shape=infer_shape(name, table.column(name), place))
+        for name, list_format in formats.items()
+    }
 
 
 def _tensor(columns: Sequence[ColumnFormat]) -> TensorFormat:

@@ -9,7 +9,7 @@ import keras
 from tfdist.data_position.position import Position
 from tfdist.tensorflow_internals.distributed_datasets import type_of_first_part
 
-# Per part of a batch: its path, its dtype, and its dimensions except the batch dimension, `None` if unknown.
+# The path, the dtype and the dimensions except the batch dimension (`None` if unknown) of each part of a batch.
 ElementDescriptions = list[list[Any]]
 
 _COMPARED = {

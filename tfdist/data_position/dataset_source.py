@@ -144,7 +144,7 @@ class DatasetSource:
         return iter(self.dataset)
 
     def batches_to_replay(self) -> int | None:
-        """Number of batches of an iterator that must be drawn so that later orders are right; `None`: all."""
+        """Returns how many batches of an iterator must be drawn so that later orders are right; `None`: all."""
         return batches_to_replay(self.dataset) if self.needs_unused_iterators else 0
 
     def replay_iterators(self, drawn: Sequence[int]) -> int:
@@ -183,9 +183,9 @@ class DatasetSource:
 
     def _iterator_at(self, batches: int) -> Any:
         # tf.data skips all batches but the last; drawing the last one waits for it.
-        rest = skip_steps(self.dataset, batches - 1) if batches > 1 else None
-        iterator = iter(self.dataset if rest is None else rest)
-        _draw(iterator, batches if rest is None else 1)
+        remaining_dataset = skip_steps(self.dataset, batches - 1) if batches > 1 else None
+        iterator = iter(self.dataset if remaining_dataset is None else remaining_dataset)
+        _draw(iterator, batches if remaining_dataset is None else 1)
         return iterator
 
 
@@ -253,8 +253,8 @@ class ArraySource(DatasetSource):
 class SelectableSource(DatasetSource):
     """A dataset of `tfdist.data`.
 
-    Which rows a batch consists of depends on the number of streams, and its default on the number of workers. After a
-    restart with other workers the training resumes with the streams of the checkpoint.
+    The rows of a batch depend on the number of streams, whose default depends on the number of workers. After a restart
+    with other workers the training resumes with the streams of the checkpoint.
     """
 
     def order(self, drawn: int | None) -> Json:

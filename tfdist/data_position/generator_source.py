@@ -68,14 +68,14 @@ class GeneratorSource(DatasetSource):
             return
         present = global_states()
         set_global_states(order.get("at_begin", {}))
-        began, rest = global_states(), self._batches()
-        for _ in islice(rest, batches):
+        began, remaining_batches = global_states(), self._batches()
+        for _ in islice(remaining_batches, batches):
             pass
         ended = global_states()
         set_global_states(present)
         drawn = {name: state for name, state in ended.items() if not states_equal(began[name], state)}
         before = {name: from_text(state) for name, state in order.get("before", {}).items()}
-        self._at_begin, self._before_next, self._rest = began, drawn | before, (batches, rest)
+        self._at_begin, self._before_next, self._rest = began, drawn | before, (batches, remaining_batches)
 
     def iterator(self) -> Any:
         self._at_begin = global_states()

@@ -42,19 +42,19 @@ def attribute_orders(instance: Any) -> AttributeOrders:
     >>> reordered(attribute_orders(one), attribute_orders(other))
     ['indexes']
     """
-    found: AttributeOrders = {}
+    orders: AttributeOrders = {}
     for name, value in list(getattr(instance, "__dict__", {}).items()):
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and 1 < value.size <= _LONGEST_ARRAY:
             flat = np.ascontiguousarray(value).reshape(-1)
             bits = flat.view(f"u{flat.itemsize}" if flat.itemsize <= 8 else "u1").astype("u8")
             content = zlib.crc32(np.array([bits.sum(dtype="u8"), (bits * bits).sum(dtype="u8")]).tobytes())
-            found[name] = [value.size, content, zlib.crc32(flat.tobytes())]
+            orders[name] = [value.size, content, zlib.crc32(flat.tobytes())]
         elif isinstance(value, list | tuple) and 1 < len(value) <= _LONGEST_LIST:
             if all(isinstance(item, str | bytes | int | float | np.number) for item in value):
                 parts = [repr(item) for item in value]
-                content, order = (zlib.crc32("\n".join(each).encode()) for each in (sorted(parts), parts))
-                found[name] = [len(parts), content, order]
-    return found
+                content, order = (zlib.crc32("\n".join(texts).encode()) for texts in (sorted(parts), parts))
+                orders[name] = [len(parts), content, order]
+    return orders
 
 
 def reordered(one: AttributeOrders, other: AttributeOrders) -> list[str]:
@@ -77,7 +77,7 @@ class PyDatasetHooks:
         self._orders: AttributeOrders = {}
         self._initial_hashes = {name: zlib.crc32(repr(state).encode()) for name, state in global_states().items()}
         self._first_run_hashes = self._initial_hashes  # of the run that saved the first checkpoint
-        # By call: the states before it, as text; `None` for the state that the previous call left.
+        # The states before each call, as text; `None` for a state that the previous call left.
         self._draws: list[tuple[int, int, Json]] = []
         self._left: Json = {}
         self._to_repeat: dict[tuple[int, int], Json] = {}
@@ -171,11 +171,11 @@ class PyDatasetHooks:
     def _record(self, hook: int, number: int, states: Json) -> None:
         if len(self._draws) >= _MOST_STATES:
             return
-        kept = {
+        saved_states = {
             name: None if states_equal(state, self._left.get(name)) else to_text(state)
             for name, state in states.items()
         }
-        self._draws.append((hook, number, kept))
+        self._draws.append((hook, number, saved_states))
         if len(self._draws) == _MOST_STATES and self._tracks_position:
             name = type(self._source).__name__
             warnings.warn(
@@ -204,11 +204,11 @@ class PyDatasetHooks:
             return
         name = type(self._source).__name__
         if differing:
-            what = f"its attribute {differing[0]!r} differs"
+            difference = f"its attribute {differing[0]!r} differs"
         else:
-            what = f"its hooks draw from the generator of {unsure[0]}, whose state before `fit` was different"
+            difference = f"its hooks draw from the generator of {unsure[0]}, whose state before `fit` was different"
         warnings.warn(
-            f"The batches of a {name} come in another order than before the restart. Received: {what}. Expected: "
+            f"The batches of a {name} come in another order than before the restart. Received: {difference}. Expected: "
             "the same random numbers in every run. Some samples of this epoch may be seen twice and others not at "
             f"all. Give {name} the methods `get_state` and `set_state`, let it draw from its own "
             "`np.random.default_rng(seed)`, or call `keras.utils.set_random_seed` first.",
@@ -287,14 +287,14 @@ class PyDatasetView(keras.utils.PyDataset):
             drawn: Number of batches of this pass trained on; `None` if a new pass comes next.
         """
         if self._has_state and (drawn is None or self._is_read_in_order):
-            own: Any = copy.deepcopy(self._source.get_state())
+            own_state: Any = copy.deepcopy(self._source.get_state())
         else:
-            own = self._own_at_begin
+            own_state = self._own_at_begin
         before: Json = {}
         if drawn is not None:
             before = self._ahead.before(drawn)
-            own = before.pop(OWN, own)
-        return {**self.hooks.order(), "random_state": self.state, "before": before, OWN: own}
+            own_state = before.pop(OWN, own_state)
+        return {**self.hooks.order(), "random_state": self.state, "before": before, OWN: own_state}
 
     def restore(self, order: Json, within_epoch: bool) -> None:
         """Restores what `order` returned; the call of `on_epoch_begin` for a resumed epoch is left to Keras."""

@@ -118,14 +118,14 @@ class PythonRandomness:
 
         Generators that were drawn from keep their new states, all others get those from before the context.
         """
-        before, own = global_states(), [state_of(generator) for generator in self._own]
+        before, own_states = global_states(), [state_of(generator) for generator in self._own]
         set_global_states(states)
         self.restore(states)
         began = self._at_begin = self._present()
         yield
         after = self._present()
         set_global_states({name: state for name, state in before.items() if states_equal(began[name], after[name])})
-        for generator, state, *both in zip(self._own, own, began["own"], after["own"], strict=True):
+        for generator, state, *both in zip(self._own, own_states, began["own"], after["own"], strict=True):
             if states_equal(*both):
                 set_state_of(generator, state)
 
@@ -147,7 +147,7 @@ def find_generators(functions: Iterable[Any]) -> list[Any]:
     True
     """
     global_ones = {id(np.random.shuffle.__self__), id(random.shuffle.__self__)}  # type: ignore[attr-defined]
-    found: list[Any] = []
+    generators: list[Any] = []
     seen: set[int] = set()
     waiting = collections.deque((function, 0) for function in functions)
     while waiting and len(seen) < _MOST_VALUES:
@@ -158,10 +158,10 @@ def find_generators(functions: Iterable[Any]) -> list[Any]:
         with contextlib.suppress(Exception):  # foreign code: skip what cannot be inspected
             if isinstance(value, _KINDS):
                 state_of(value)
-                found += [] if id(value) in global_ones else [value]
+                generators += [] if id(value) in global_ones else [value]
             else:
                 waiting += [(part, depth + 1) for part in _parts(value)]
-    return found
+    return generators
 
 
 def _parts(value: Any) -> list[Any]:

@@ -54,8 +54,8 @@ def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: boo
         adapter: Keras' data adapter.
         dataset: The dataset, plain or distributed, that the epoch iterator creates its iterators from.
         strategy: The strategy of the model.
-        for_validation: Whether this is validation data. Of that, only a tf.data pipeline changes its order between
-            passes, so no other kind needs special treatment.
+        for_validation: Whether this is validation data. Its order changes between passes only if it is a tf.data
+            pipeline, so no other kind needs special treatment.
     """
     if for_validation:
         return DatasetSource(adapter, dataset, strategy)
@@ -81,7 +81,7 @@ class ValidationProgress:
         self.iterator: ResumableIterator | None = None
 
     def drawn(self) -> tuple[int, ...]:
-        """Number of batches drawn from each iterator so far."""
+        """Returns the number of batches drawn from each iterator so far."""
         return self.before if self.iterator is None else self.iterator._drawn()
 
 
@@ -144,11 +144,11 @@ class ResumableIterator(EpochIteratorMixin):
             _warn_of_resharding()
         source.check(position.order, position.drawn, replay)
         missing = position.finished[len(self._finished) :]
-        others = position.validation_drawn if position.validation_shares_shuffle else ()
+        validation_drawn = position.validation_drawn if position.validation_shares_shuffle else ()
         started = time.perf_counter()
-        batches = source.replay_iterators((*missing, *others))
+        batches = source.replay_iterators((*missing, *validation_drawn))
         source.restore(position.order, position.current, position.next_step > 0)
-        self.resume_cost = ResumeCost(len(missing) + len(others), batches, time.perf_counter() - started)
+        self.resume_cost = ResumeCost(len(missing) + len(validation_drawn), batches, time.perf_counter() - started)
         self._finished = list(position.finished)
         if not is_resharded:
             self.num_batches_of_pass = position.num_batches
@@ -161,7 +161,7 @@ class ResumableIterator(EpochIteratorMixin):
         super().reset()
 
     def _data(self) -> dict[str, Any]:
-        """What a resumed run must have in common with this one."""
+        """Returns what a resumed run must have in common with this one."""
         source = self._training_source()
         if self._traits is None:  # expensive: reads all functions of the pipeline
             self._traits = {

@@ -73,8 +73,10 @@ def candidates(measured: Measurements, conditions: Conditions, workers: int) -> 
 
 def methods(measured: Measurements, conditions: Conditions) -> list[str]:
     """Returns the measured methods that the user allows, `DENSE` first."""
-    others = [one.method for one in measured.program.exchanges] if conditions.allow_compression else []
-    return list(dict.fromkeys([DENSE, *others]))
+    measured_methods = (
+        [exchange.method for exchange in measured.program.exchanges] if conditions.allow_compression else []
+    )
+    return list(dict.fromkeys([DENSE, *measured_methods]))
 
 
 def _data_parallel(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:
@@ -125,10 +127,10 @@ def _local_updates(measured: Measurements, conditions: Conditions, workers: int)
         if steps is not None and steps < _LEAST_EXCHANGES * training.sync_every:
             continue
         if training.has_outer_optimizer:
-            given = {"sync_every": training.sync_every}
+            arguments = {"sync_every": training.sync_every}
             if training.overlap_steps:
-                given |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
-            mode = planned_object("DiLoCo", **given)
+                arguments |= {"fragments": training.fragments, "overlap_steps": training.overlap_steps}
+            mode = planned_object("DiLoCo", **arguments)
         else:
             mode = planned_object("LocalSGD", sync_every=training.sync_every)
         for compiled in (False, True):
@@ -195,13 +197,13 @@ def _model_parallel(measured: Measurements, conditions: Conditions, devices: int
 
 
 def _best_micro_batches(measured: Measurements, conditions: Conditions, options: ModelParallel) -> ModelParallel | None:
-    """The fastest numbers of micro-batches that fit, or that which needs least memory if none fits."""
+    """Returns the options with the fastest number of micro-batches that fits, else with that of the least memory."""
     rows = measured.program.rows / options.columns
     counts = [1] if options.stages == 1 else [count for count in _PIPELINE_MICRO_BATCHES if count <= rows]
-    found = [dataclasses.replace(options, micro_batches=count) for count in counts]
-    if not found or rows < 1:
+    variants = [dataclasses.replace(options, micro_batches=count) for count in counts]
+    if not variants or rows < 1:
         return None
-    predicted = [(predict_model_parallel(measured, conditions, one), one) for one in found]
+    predicted = [(predict_model_parallel(measured, conditions, variant), variant) for variant in variants]
     fitting = [pair for pair in predicted if pair[0].memory_bytes <= conditions.memory_bytes]
     if not fitting:
         return min(predicted, key=lambda pair: pair[0].memory_bytes)[1]

@@ -63,6 +63,7 @@ def expected_slowest(mean_seconds: float, deviation_seconds: float, workers: int
     """
     if workers == 1:
         return mean_seconds
+    # Blom 1958: the approximate expectation of the largest of N values of a normal distribution.
     return mean_seconds + deviation_seconds * statistics.NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
 
 
@@ -71,8 +72,8 @@ def replica_bytes(program: ProgramMeasurement, rows: float, devices: int = 1) ->
 
     Each further device has copies of weights, gradients and slots, and activations.
     """
-    own = peak_bytes(program, rows)
-    return own + (devices - 1) * max(own - program.process_bytes, copy_bytes(program))
+    single_device_bytes = peak_bytes(program, rows)
+    return single_device_bytes + (devices - 1) * max(single_device_bytes - program.process_bytes, copy_bytes(program))
 
 
 def copy_bytes(program: ProgramMeasurement) -> float:

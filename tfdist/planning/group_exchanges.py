@@ -63,7 +63,7 @@ def exchange_of(program: ProgramMeasurement, method: str, members: int) -> Excha
         return equal[0]
     nearest = min(measured, key=lambda one: (abs(one.members - members), one.members))
     if members > 2 and nearest.members == 2:
-        nearest = measured[-1]
+        nearest = measured[-1]  # with two members some methods have one phase, with more they have two
     seconds = nearest.compute_seconds
     if _gathers_all(nearest):
         seconds = interpolate([(one.members, one.compute_seconds) for one in measured], members)
@@ -78,7 +78,7 @@ def wire_bytes(collectives: Iterable[Collective], members: int) -> float:
     >>> wire_bytes([Collective("sum", 12, 0), Collective("gather", 2, 0)], 4)
     42.0
     """
-    return sum((sent_bytes(one.kind, one.nbytes, members) for one in collectives), 0.0)
+    return sum((sent_bytes(collective.kind, collective.nbytes, members) for collective in collectives), 0.0)
 
 
 def bucket_costs(
@@ -86,7 +86,7 @@ def bucket_costs(
 ) -> list[BucketCost]:
     """Returns the cost of each bucket in turn.
 
-    Half of the computation of a method counts as encoding and half as decoding; of all buckets each has a part in
+    Half of the computation of a method counts as encoding and half as decoding; each bucket takes a part of it in
     proportion to its gradients. Copies run beside the link, except those of the first segment for each owner.
 
     Args:
@@ -105,23 +105,23 @@ def bucket_costs(
     costs = []
     for bucket, size in zip(buckets, sizes, strict=True):
         compute = exchange.compute_seconds * size / total / cores
-        copies = sum(transfers.core_seconds(one.kind, one.nbytes, members) for one in bucket)
-        sent = sum(occupied_seconds(one.kind, one.nbytes, members, link) for one in bucket)
-        waits = sum(wait_seconds(one, members, link, transfers) for one in bucket)
+        copies = sum(transfers.core_seconds(collective.kind, collective.nbytes, members) for collective in bucket)
+        sent = sum(occupied_seconds(collective.kind, collective.nbytes, members, link) for collective in bucket)
+        waits = sum(wait_seconds(collective, members, link, transfers) for collective in bucket)
         costs.append(BucketCost(compute / 2, copies / cores, sent, waits, compute / 2))
     return costs
 
 
 def bucket_bytes(exchange: ExchangeMeasurement) -> list[float]:
     """Returns the bytes of the gradients of each bucket of an uncompressed exchange."""
-    return [float(sum(one.nbytes for one in bucket)) for bucket in by_bucket(exchange.collectives)]
+    return [float(sum(collective.nbytes for collective in bucket)) for bucket in by_bucket(exchange.collectives)]
 
 
 def by_bucket(collectives: Iterable[Collective]) -> list[list[Collective]]:
     """Returns the collectives of each bucket, in the order of the buckets."""
     buckets: dict[int, list[Collective]] = {}
-    for one in collectives:
-        buckets.setdefault(one.bucket, []).append(one)
+    for collective in collectives:
+        buckets.setdefault(collective.bucket, []).append(collective)
     return [buckets[number] for number in sorted(buckets)]
 
 
@@ -144,22 +144,22 @@ def wait_seconds(one: Collective, members: int, link: Link, transfers: TransferC
 
 
 def _gathers_all(exchange: ExchangeMeasurement) -> bool:
-    kinds = {one.kind for one in exchange.collectives}
+    kinds = {collective.kind for collective in exchange.collectives}
     return exchange.members > 2 and GATHER in kinds and EXCHANGE not in kinds
 
 
 def _scaled(exchange: ExchangeMeasurement, members: int) -> Iterable[Collective]:
     name = exchange.method.partition(":")[0]
     for bucket in by_bucket(exchange.collectives):
-        is_two_phase = any(one.kind == EXCHANGE for one in bucket)
-        for one in bucket:
-            if one.kind == GATHER and is_two_phase:
-                yield dataclasses.replace(one, nbytes=round(one.nbytes * exchange.members / members))
-            elif one.kind == GATHER and exchange.members == 2 and members > 2 and name not in _ONE_PHASE:
-                yield dataclasses.replace(one, kind=EXCHANGE)
-                yield dataclasses.replace(one, nbytes=round(one.nbytes / members))
+        is_two_phase = any(collective.kind == EXCHANGE for collective in bucket)
+        for collective in bucket:
+            if collective.kind == GATHER and is_two_phase:
+                yield dataclasses.replace(collective, nbytes=round(collective.nbytes * exchange.members / members))
+            elif collective.kind == GATHER and exchange.members == 2 and members > 2 and name not in _ONE_PHASE:
+                yield dataclasses.replace(collective, kind=EXCHANGE)
+                yield dataclasses.replace(collective, nbytes=round(collective.nbytes / members))
             else:
-                yield one
+                yield collective
 
 
 def exchanged_seconds(compute_seconds: float, ready_seconds: Sequence[float], buckets: Sequence[BucketCost]) -> float:

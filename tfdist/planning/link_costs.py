@@ -70,7 +70,7 @@ def all_gather_bytes(nbytes: float, members: int) -> float:
 
 
 def all_to_all_bytes(nbytes: float, members: int) -> float:
-    """Returns what each member sends of a tensor of which each other member gets a slice: `(N - 1) / N` of it.
+    """Returns what each member sends of a tensor if each other member gets a slice: `(N - 1) / N` of the tensor.
 
     >>> all_to_all_bytes(12.0, 2), all_to_all_bytes(12.0, 4)
     (6.0, 9.0)
@@ -164,7 +164,11 @@ class TransferCosts:
     def _cost(self, kind: str, nbytes: float, members: int, name: str) -> float:
         if members == 1:
             return 0.0
-        points = sorted((float(one.nbytes), getattr(one, name)) for one in self.measured if one.kind == kind)
+        points = sorted(
+            (float(measurement.nbytes), getattr(measurement, name))
+            for measurement in self.measured
+            if measurement.kind == kind
+        )
         of_two = sent_bytes(kind, nbytes, members) / sent_bytes(kind, 1.0, 2)
-        message = sum(getattr(one, name) for one in self.measured if one.kind == MESSAGE)
+        message = sum(getattr(measurement, name) for measurement in self.measured if measurement.kind == MESSAGE)
         return interpolate(points, of_two) + (members - 2) * messages(kind, nbytes, members) * message

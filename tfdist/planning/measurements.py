@@ -35,10 +35,10 @@ class ExchangeMeasurement:
         method: The argument `compression=`, or `DENSE`.
         members: The number of members for which it was traced and computed.
         compute_seconds: The time of a core: packing, encoding, decoding, unpacking.
-        collectives: In the order of the trace.
+        collectives: The collectives in the order of the trace.
         state_bytes: Residuals and other state that the method keeps between steps.
-        gradient_error: Of a first exchange, without state: the norm of the difference of the decoded and the dense
-            gradient, divided by the norm of the dense one.
+        gradient_error: The error of a first exchange, without state: the norm of the difference of the decoded and the
+            dense gradient, divided by the norm of the dense one.
     """
 
     method: str
@@ -83,7 +83,7 @@ class LayerMeasurement:
 
     Attributes:
         name: The layer's name.
-        seconds: Forward and backward, of a batch of `rows` samples of `ProgramMeasurement`.
+        seconds: Time of both passes, forward and backward, for a batch of `rows` samples of `ProgramMeasurement`.
         parameters: Number of trainable weights.
         activation_bytes: The layer's outputs for one sample.
     """
@@ -103,11 +103,11 @@ class ProgramMeasurement:
         samples: Samples of an epoch; None: unknown.
         steps: Measured steps, at least one of `rows` samples that is not compiled.
         exchanges: Measured exchanges; those of `DENSE` at least.
-        bucket_ready: For each bucket of the dense exchange the part of backpropagation, in (0, 1], after which its
-            gradients are known.
+        bucket_ready: The part of backpropagation, in (0, 1], after which the gradients of a bucket are known, for each
+            bucket of the dense exchange.
         layers: In the order of computation; empty if the model is no graph of layers (then stages cannot be planned).
         variable_bytes: All weights and states of the model.
-        gradient_bytes: Of a dense gradient of all trainable weights.
+        gradient_bytes: The size of a dense gradient of all trainable weights.
         slot_bytes: The optimizer's variables of the weights.
         process_bytes: Resident memory of the process before the model was trained.
         data_seconds: Time to produce a global batch from the program's data.
@@ -164,10 +164,10 @@ class MachineMeasurement:
         cores: Usable cores.
         cores_per_worker: Cores on which the program was measured.
         memory_bytes: Memory that may be used.
-        transfers: By sockets, as between hosts: at least three sizes of each kind.
+        transfers: Transfers by sockets, as between hosts: at least three sizes of each kind.
         connection_bytes: By how much the memory of a process that has exchanged tensors of 16 MiB exceeds that of a
             process without an exchange; 0 if it was not measured.
-        local_transfers: By shared memory, as between workers of this machine; empty: as `transfers`.
+        local_transfers: Transfers by shared memory, as between workers of this machine; empty: as `transfers`.
     """
 
     cores: int
@@ -198,16 +198,18 @@ class Measurements:
             KeyError, TypeError: The document is another one.
         """
         program, machine = dict(document["program"]), dict(document["machine"])
-        program["steps"] = tuple(StepMeasurement(**one) for one in program["steps"])
+        program["steps"] = tuple(StepMeasurement(**record) for record in program["steps"])
         program["exchanges"] = tuple(
-            ExchangeMeasurement(**one | {"collectives": tuple(Collective(**each) for each in one["collectives"])})
-            for one in program["exchanges"]
+            ExchangeMeasurement(
+                **record | {"collectives": tuple(Collective(**collective) for collective in record["collectives"])}
+            )
+            for record in program["exchanges"]
         )
-        program["layers"] = tuple(LayerMeasurement(**one) for one in program["layers"])
+        program["layers"] = tuple(LayerMeasurement(**record) for record in program["layers"])
         program["bucket_ready"] = tuple(program["bucket_ready"])
-        program["other_collectives"] = tuple(Collective(**one) for one in program.get("other_collectives", ()))
+        program["other_collectives"] = tuple(Collective(**record) for record in program.get("other_collectives", ()))
         for name in ("transfers", "local_transfers"):
-            machine[name] = tuple(TransferMeasurement(**one) for one in machine.get(name, ()))
+            machine[name] = tuple(TransferMeasurement(**record) for record in machine.get(name, ()))
         return cls(ProgramMeasurement(**program), MachineMeasurement(**machine), dict(document["versions"]))
 
     @classmethod

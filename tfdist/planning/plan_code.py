@@ -95,7 +95,7 @@ def _expression(value: Any) -> str:
         return f"[{', '.join(map(_expression, value))}]"
     if not isinstance(value, Mapping):
         return json.dumps(value) if isinstance(value, str) else repr(value)
-    arguments = ", ".join(f"{name}={_expression(each)}" for name, each in value["arguments"].items())
+    arguments = ", ".join(f"{name}={_expression(argument)}" for name, argument in value["arguments"].items())
     if value["class"] == _LAYOUT:
         arguments = f"model, {arguments}"
     return f"{value['class']}({arguments})"

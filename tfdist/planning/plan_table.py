@@ -59,7 +59,7 @@ def to_lines(
         too_large: Those that do not, with the missing bytes.
         rows: Samples of a global batch.
         link: The connection of each worker; None: they are on one machine.
-        memory_bytes: Of a worker.
+        memory_bytes: The memory of a worker.
         shown: How many plans are shown.
         script: The name of the program.
         cluster: What describes the cluster whose tasks the workers are; see `start_command`.
@@ -104,9 +104,9 @@ def _kind(plan: Plan, arguments: Mapping[str, Any]) -> str:
             name += f" × {arguments['layout_map']['arguments']['ways']} ways"
         return f"{name}, {counted(pipeline['micro_batches'], 'micro-batch').replace('batchs', 'batches')}"
     if isinstance(arguments.get("mode"), Mapping):
-        given = arguments["mode"]["arguments"]
-        overlap = ", overlapped" if given.get("overlap_steps") else ""
-        return f"{arguments['mode']['class']} every {given['sync_every']}{overlap}"
+        mode_arguments = arguments["mode"]["arguments"]
+        overlap = ", overlapped" if mode_arguments.get("overlap_steps") else ""
+        return f"{arguments['mode']['class']} every {mode_arguments['sync_every']}{overlap}"
     return "data parallel" if plan.workers > 1 else "one worker"
 
 

@@ -99,8 +99,8 @@ class PlanFile:
             document = json.loads(path.read_text())
             if document.pop("format") != FORMAT:
                 raise ValueError("another format")
-            plans = [_plan(one) for one in document["plans"]]
-            too_large = [(_plan(one), missing) for one, missing in document["too_large"]]
+            plans = [_plan(plan_document) for plan_document in document["plans"]]
+            too_large = [(_plan(plan_document), missing) for plan_document, missing in document["too_large"]]
             return cls(plans, too_large, document["measurements"], document["link"], document.get("simulation"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

@@ -101,8 +101,8 @@ def predict_data_parallel(
         link_seconds += sum(cost.link_seconds for cost in costs)
         core += sum(cost.core_seconds for cost in costs)
     share = program.exchanges_per_step / options.accumulated  # the program may accumulate, too
-    others = [_QUESTION, *(program.other_collectives or (_METRICS,))]
-    beside = sum(wait_seconds(one, workers, conditions.link, transfers) for one in others)
+    other_collectives = [_QUESTION, *(program.other_collectives or (_METRICS,))]
+    beside = sum(wait_seconds(collective, workers, conditions.link, transfers) for collective in other_collectives)
     seconds = gradients_end + share * (end - gradients_end) + update / options.accumulated + beside
     seconds = max(expected_slowest(seconds, step.deviation_seconds, workers), program.data_seconds)
     return Prediction(
@@ -128,7 +128,7 @@ def rows_of_workers(
     [(80.0, 1.0), (40.0, 2.0)]
 
     Args:
-        rows: Of the global batch.
+        rows: The samples of the global batch.
         workers: The number of workers.
         speeds: One for each worker, or empty for equal ones. The first is that of the measured worker.
         is_balanced: Whether shares follow the speeds.
@@ -156,26 +156,35 @@ def _gradient_seconds(measured: Measurements, step: StepCost, options: DataParal
 
 
 def _to_owners(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
-    """Each part of a bucket is sent to its owner only (`docs/sharded_state.md`)."""
-    kept = []
+    """Returns an exchange that sends each part of a bucket to its owner only (`docs/sharded_state.md`)."""
+    collectives = []
     for bucket in by_bucket(exchange.collectives):
-        two_phases = any(one.kind == EXCHANGE for one in bucket)
-        kept += [dataclasses.replace(one, kind=EXCHANGE) for one in bucket if not (two_phases and one.kind == GATHER)]
-    return dataclasses.replace(exchange, collectives=tuple(kept))
+        two_phases = any(collective.kind == EXCHANGE for collective in bucket)
+        collectives += [
+            dataclasses.replace(collective, kind=EXCHANGE)
+            for collective in bucket
+            if not (two_phases and collective.kind == GATHER)
+        ]
+    return dataclasses.replace(exchange, collectives=tuple(collectives))
 
 
 def _weights(dense: ExchangeMeasurement, workers: int) -> ExchangeMeasurement:
-    """The updated weights of each bucket return to all workers, who unpack all of what their owners have packed."""
-    gathers = tuple(Collective(GATHER, round(one.nbytes / workers), one.bucket) for one in dense.collectives)
+    """Returns the exchange that gathers the updated weights of each bucket on all workers.
+
+    Each worker packs the weights that it owns and unpacks all of them.
+    """
+    gathers = tuple(
+        Collective(GATHER, round(collective.nbytes / workers), collective.bucket) for collective in dense.collectives
+    )
     seconds = dense.compute_seconds * (1 + 1 / workers) / 2
     return ExchangeMeasurement(DENSE, workers, seconds, gathers, 0, 0.0)
 
 
 def _merged(exchange: ExchangeMeasurement) -> ExchangeMeasurement:
-    """All buckets in one; tensors that are sent in the same round of their bucket are sent together."""
+    """Returns an exchange with one bucket; tensors that were sent in the same round of their buckets are one tensor."""
     columns: dict[tuple[int, str], int] = {}
     for bucket in by_bucket(exchange.collectives):
-        for index, one in enumerate(bucket):
-            columns[index, one.kind] = columns.get((index, one.kind), 0) + one.nbytes
+        for index, collective in enumerate(bucket):
+            columns[index, collective.kind] = columns.get((index, collective.kind), 0) + collective.nbytes
     merged = tuple(Collective(kind, nbytes, 0) for (_, kind), nbytes in sorted(columns.items()))
     return dataclasses.replace(exchange, collectives=merged)

@@ -51,7 +51,7 @@ def predict_local_updates(
     """Returns what is predicted of a step.
 
     An exchange costs what gradients of one update cost, `1 / sync_every` as often, and once more at the end of an
-    epoch. Behind steps, the link is free for it, and workers wait only for what takes longer than `overlap_steps`.
+    epoch. The link is free while steps are computed, so workers wait only for what takes longer than `overlap_steps`.
     Workers meet once in `sync_every` steps, in which most of the differences of single steps cancel out.
     """
     program = measured.program
@@ -66,7 +66,7 @@ def predict_local_updates(
     whole = exchanged_seconds(0.0, [0.0] * len(costs), costs)
     core = sum(cost.core_seconds for cost in costs)
     link = sum(cost.link_seconds for cost in costs)
-    # Updates are counted, of which a program that accumulates gradients makes fewer than steps.
+    # `sync_every` counts updates. A program that accumulates gradients makes fewer updates than steps.
     rounds = per_step = min(program.exchanges_per_step, 1.0) / options.sync_every
     if program.samples:
         steps_of_epoch = max(program.samples // program.rows, 1)

@@ -158,11 +158,14 @@ def _columns_seconds(measured: Measurements, conditions: Conditions, options: Mo
         return 0.0
     exchange = exchange_of(measured.program, options.method, options.columns)
     transfers = TransferCosts(measured.machine.transfers)
-    core = sum(transfers.core_seconds(one.kind, one.nbytes * share, options.columns) for one in exchange.collectives)
+    core = sum(
+        transfers.core_seconds(collective.kind, collective.nbytes * share, options.columns)
+        for collective in exchange.collectives
+    )
     core += exchange.compute_seconds * share
     on_link = sum(
-        collective_seconds(one.kind, one.nbytes * share, options.columns, conditions.link)
-        for one in exchange.collectives
+        collective_seconds(collective.kind, collective.nbytes * share, options.columns, conditions.link)
+        for collective in exchange.collectives
     )
     return max(core / conditions.cores, on_link)
 
@@ -213,7 +216,7 @@ def pipeline_seconds(
 
 
 def live_micro_batches(stage: int, stages: int, micro_batches: int, schedule: str) -> int:
-    """Returns of how many micro-batches a stage holds activations at the same time.
+    """Returns the number of micro-batches whose activations a stage holds at the same time.
 
     >>> [live_micro_batches(stage, 4, 8, "1f1b") for stage in range(4)], live_micro_batches(0, 4, 8, "gpipe")
     ([4, 3, 2, 1], 8)

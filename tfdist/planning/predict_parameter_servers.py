@@ -13,7 +13,8 @@ from tfdist.planning.measurements import DENSE, GATHER, Measurements
 from tfdist.planning.predict_data_parallel import rows_of_workers
 from tfdist.planning.step_costs import scaled, step_of
 
-# Of a round: the chief calls, the worker pulls, pushes and returns, the chief calls the servers, and they answer.
+# The messages of a round: the chief calls, the worker pulls, pushes and returns, the chief calls the servers, and they
+# answer.
 _MESSAGES_IN_TURN = 6
 
 
@@ -44,9 +45,10 @@ def server_seconds(nbytes: float, workers: int, servers: int, bytes_per_second: 
 
 
 def variables(measured: Measurements) -> int:
-    """Returns how many messages carry the variables of a model: each is sent by itself, of a layer two (with the bias).
+    """Returns how many messages carry the variables of a model. Each variable is sent by itself.
 
-    Without a graph of layers at least one for each bucket.
+    A layer with weights counts as two variables, kernel and bias. If the model is no graph of layers, there is at least
+    one variable for each bucket.
     """
     program = measured.program
     return max(2 * sum(layer.parameters > 0 for layer in program.layers), len(program.bucket_ready))
@@ -64,7 +66,11 @@ def predict_parameter_servers(
     program, link = measured.program, conditions.link
     transfers = TransferCosts(measured.machine.transfers)
     pushed = exchange_of(program, options.method, 2)
-    share = sum(one.nbytes for one in pushed.collectives) if options.method != DENSE else program.gradient_bytes
+    share = (
+        sum(collective.nbytes for collective in pushed.collectives)
+        if options.method != DENSE
+        else program.gradient_bytes
+    )
     pull = program.variable_bytes
     copies = transfers.core_seconds(GATHER, pull, 2) + transfers.core_seconds(GATHER, share, 2)
     calls = _MESSAGES_IN_TURN * (transfers.seconds(GATHER, 0.0, 2) + link.latency_seconds)
@@ -84,9 +90,9 @@ def predict_parameter_servers(
     memory = replica_bytes(program, rows) - program.slot_bytes + pushed.state_bytes + share
     memory += measured.machine.connection_bytes
     if options.asynchronous:
-        own = gradients + core + calls + (pull + share) / link.bytes_per_second
+        worker_seconds = gradients + core + calls + (pull + share) / link.bytes_per_second
         update = step.update_seconds / options.servers  # the servers apply the pushes of all workers
-        seconds = max(own / workers, link_seconds / workers, served / workers, update)
+        seconds = max(worker_seconds / workers, link_seconds / workers, served / workers, update)
         return Prediction(seconds, gradients / workers, core / workers, link_seconds / workers, share / workers, memory)
     update = step.update_seconds / options.servers
     seconds = gradients + max(core, served) + calls + link_seconds + update

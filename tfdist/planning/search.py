@@ -41,68 +41,87 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
         conditions: The workers, and what the user allows.
         workers: Their number.
     """
-    found = list(candidates(measured, conditions, workers))
-    fitting = [one for one in found if one.prediction.memory_bytes <= conditions.memory_bytes]
-    others = [one for one in found if one.prediction.memory_bytes > conditions.memory_bytes]
-    dense = [one.prediction.wire_bytes for one in found if one.method == DENSE and one.complexity == 0]
+    all_candidates = list(candidates(measured, conditions, workers))
+    fitting = [
+        candidate for candidate in all_candidates if candidate.prediction.memory_bytes <= conditions.memory_bytes
+    ]
+    oversized = [
+        candidate for candidate in all_candidates if candidate.prediction.memory_bytes > conditions.memory_bytes
+    ]
+    dense = [
+        candidate.prediction.wire_bytes
+        for candidate in all_candidates
+        if candidate.method == DENSE and candidate.complexity == 0
+    ]
     dense_bytes = max(dense, default=0.0)
-    excess = [(one, one.prediction.memory_bytes - conditions.memory_bytes) for one in others]
+    excess = [(candidate, candidate.prediction.memory_bytes - conditions.memory_bytes) for candidate in oversized]
     excess.sort(key=lambda pair: (pair[1], _complexity(measured, pair[0])))
     return FoundPlans(
-        [_plan(measured, one, dense_bytes) for one in ordered(measured, fitting)],
-        [(_plan(measured, one, dense_bytes), int(missing)) for one, missing in excess],
+        [_plan(measured, candidate, dense_bytes) for candidate in ordered(measured, fitting)],
+        [(_plan(measured, candidate, dense_bytes), int(missing)) for candidate, missing in excess],
     )
 
 
 def ordered(measured: Measurements, found: Sequence[Candidate]) -> list[Candidate]:
     """Returns the best first; see `find_plans`."""
-    measured_whole = [one for one in found if not _has_chief(one)]
+    measured_whole = [candidate for candidate in found if not _has_chief(candidate)]
     return [
         *_by_speed(measured, measured_whole),
-        *_by_speed(measured, [one for one in found if _has_chief(one)]),
+        *_by_speed(measured, [candidate for candidate in found if _has_chief(candidate)]),
     ]
 
 
-def _by_speed(measured: Measurements, found: Sequence[Candidate]) -> list[Candidate]:
-    left = sorted(found, key=lambda one: (one.prediction.step_seconds, _complexity(measured, one)))
+def _by_speed(measured: Measurements, unordered: Sequence[Candidate]) -> list[Candidate]:
+    remaining = sorted(
+        unordered, key=lambda candidate: (candidate.prediction.step_seconds, _complexity(measured, candidate))
+    )
     result = []
-    while left:
-        limit = left[0].prediction.step_seconds * (1 + TIE)
-        tied = [one for one in left if one.prediction.step_seconds <= limit]
-        chosen = min(tied, key=lambda one: (_complexity(measured, one), one.prediction.step_seconds))
+    while remaining:
+        limit = remaining[0].prediction.step_seconds * (1 + TIE)
+        tied = [candidate for candidate in remaining if candidate.prediction.step_seconds <= limit]
+        chosen = min(tied, key=lambda candidate: (_complexity(measured, candidate), candidate.prediction.step_seconds))
         result.append(chosen)
-        left.remove(chosen)
+        remaining.remove(chosen)
     return result
 
 
-def _has_chief(one: Candidate) -> bool:
-    return one.has_chief or one.servers > 0
+def _has_chief(candidate: Candidate) -> bool:
+    return candidate.has_chief or candidate.servers > 0
 
 
-def _complexity(measured: Measurements, one: Candidate) -> tuple[bool, bool, int, float]:
-    return one.is_local, one.method != DENSE, one.complexity, gradient_error(measured, one.method, one.workers)
+def _complexity(measured: Measurements, candidate: Candidate) -> tuple[bool, bool, int, float]:
+    return (
+        candidate.is_local,
+        candidate.method != DENSE,
+        candidate.complexity,
+        gradient_error(measured, candidate.method, candidate.workers),
+    )
 
 
-def _plan(measured: Measurements, one: Candidate, dense_bytes: float) -> Plan:
-    predicted, program = one.prediction, measured.program
+def _plan(measured: Measurements, candidate: Candidate, dense_bytes: float) -> Plan:
+    predicted, program = candidate.prediction, measured.program
     # Without this line, "auto" may compile what was measured without.
-    says_compiled = is_measured(program, compiled=True) and one.strategy.name == "MultiWorkerMirroredStrategy"
+    says_compiled = is_measured(program, compiled=True) and candidate.strategy.name == "MultiWorkerMirroredStrategy"
     return Plan(
-        strategy=one.strategy,
-        compression=None if one.method == DENSE else one.method,
-        jit_compile=one.compiled,
-        exact=one.method == DENSE and not one.is_local,
-        workers=one.workers,
-        parameter_servers=one.servers,
-        has_chief=one.has_chief,
+        strategy=candidate.strategy,
+        compression=None if candidate.method == DENSE else candidate.method,
+        jit_compile=candidate.compiled,
+        exact=candidate.method == DENSE and not candidate.is_local,
+        workers=candidate.workers,
+        parameter_servers=candidate.servers,
+        has_chief=candidate.has_chief,
         step_seconds=predicted.step_seconds,
         samples_per_second=program.rows / predicted.step_seconds,
         memory_bytes=int(predicted.memory_bytes),
         wire_bytes=int(predicted.wire_bytes),
-        accuracy=accuracy_of(measured, one),
-        reason=reason_of(measured, one, dense_bytes),
-        code=code_of(one.strategy, jit_compile=one.compiled if says_compiled else None, accumulated=one.accumulated),
-        gradient_accumulation_steps=one.accumulated,
+        accuracy=accuracy_of(measured, candidate),
+        reason=reason_of(measured, candidate, dense_bytes),
+        code=code_of(
+            candidate.strategy,
+            jit_compile=candidate.compiled if says_compiled else None,
+            accumulated=candidate.accumulated,
+        ),
+        gradient_accumulation_steps=candidate.accumulated,
     )
 
 
@@ -156,37 +175,39 @@ def reason_of(measured: Measurements, one: Candidate, dense_bytes: float) -> str
     return f"{bound}; {means}" if means else bound
 
 
-def _means(one: Candidate, dense_bytes: float) -> str:
-    """What the plan changes."""
-    arguments, predicted = one.strategy.arguments, one.prediction
+def _means(candidate: Candidate, dense_bytes: float) -> str:
+    """Returns what the plan changes."""
+    arguments, predicted = candidate.strategy.arguments, candidate.prediction
     means = []
-    if one.strategy.name == "ModelParallelStrategy":
+    if candidate.strategy.name == "ModelParallelStrategy":
         pipeline = arguments["pipeline"]["arguments"]
         stages, parts = pipeline["stages"], pipeline["micro_batches"]
         if stages > 1:
             means.append(f"stages wait {100 * bubble(stages, parts):.0f} % of it for others")
         if "layout_map" in arguments:
             means.append("layers are split, as far as auto_layout can")
-    elif one.strategy.name == "ParameterServerStrategy":
+    elif candidate.strategy.name == "ParameterServerStrategy":
         means.append(f"each worker pulls all weights, and sends {format_bytes(predicted.wire_bytes)}")
-    if one.method != DENSE or one.is_local or "shard_optimizer_state" in arguments:
+    if candidate.method != DENSE or candidate.is_local or "shard_optimizer_state" in arguments:
         if 0 < predicted.wire_bytes < dense_bytes:
             means.append(f"sends {_part(dense_bytes / predicted.wire_bytes)} of the dense gradients")
     if "shard_optimizer_state" in arguments:
-        means.append(f"a worker holds 1/{one.workers} of the slots")
+        means.append(f"a worker holds 1/{candidate.workers} of the slots")
     if arguments.get("micro_batches", 1) > 1:
         means.append(f"activations of 1/{arguments['micro_batches']} of the rows at a time")
     if "bucket_bytes" in arguments:
         means.append("one message instead of one for each bucket")
     if "load_balancing" in arguments:
         means.append("rows follow the speeds of the workers")
-    if one.compiled:
+    if candidate.compiled:
         means.append("XLA compiles the layers")
     return "; ".join(means)
 
 
-def _what_is_sent(one: Candidate) -> str:
-    is_difference = one.is_local and one.strategy.name == "MultiWorkerMirroredStrategy" and one.accumulated == 1
+def _what_is_sent(candidate: Candidate) -> str:
+    is_difference = (
+        candidate.is_local and candidate.strategy.name == "MultiWorkerMirroredStrategy" and candidate.accumulated == 1
+    )
     return "differences of weights are" if is_difference else "gradients are"
 
 

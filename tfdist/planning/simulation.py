@@ -1,7 +1,7 @@
 """What is predicted of a program on numbers of workers that nobody has: steps, efficiency, failures, money.
 
-Plans are searched for each number of workers as for one that exists, with the links of a topology. Of each kind of
-plans the fastest one that fits into memory is kept.
+Plans are searched for each number of workers as for one that exists, with the links of a topology. The fastest plan of
+each kind that fits into memory is kept.
 
 Sources of what failures leave: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006,
 "A higher order estimate of the optimum checkpoint interval for restart dumps".
@@ -49,7 +49,7 @@ class FailureCosts:
 def best_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
     """Returns the time of training between two saves that loses the least (Daly 2006, equation 37).
 
-    For saves that are short against the mean time between failures it is Young's `sqrt(2 · save · mtbf)`.
+    If saves are short against the mean time between failures, this is Young's `sqrt(2 · save · mtbf)`.
 
     >>> round(best_interval_seconds(1.0, 5000.0), 1), best_interval_seconds(3.0, 1.0)
     (99.3, 1.0)
@@ -72,6 +72,7 @@ def goodput(interval_seconds: float, costs: FailureCosts, tasks: int) -> float:
     """
     mtbf = costs.mtbf_seconds(tasks)
     exponent = (interval_seconds + costs.save_seconds) / mtbf
+    # Beyond 709 the exponential is larger than any float, and raises OverflowError.
     if exponent > 700 or costs.restart_seconds / mtbf > 700:
         return 0.0
     total = mtbf * math.exp(costs.restart_seconds / mtbf) * math.expm1(exponent)
@@ -89,7 +90,7 @@ class SimulatedCluster:
             the workers. `STRONG`: the workers divide the program's batch.
         files_are_sharded: Whether each worker reads only its part of the data; otherwise it reads all and keeps a part.
         failures: What failures and saves cost; None: nothing fails.
-        price_per_hour: Of a host with one worker, in any currency; None: unknown.
+        price_per_hour: The price of a host with one worker, in any currency; None: unknown.
     """
 
     workers: Sequence[int]
@@ -188,9 +189,9 @@ def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: Find
     points: list[SimulatedPoint] = []
     left_out = []
     for workers in cluster.workers:
-        found = list(_points(measured, cluster, find_plans, workers, samples_of_one))
-        points += found
-        if not found:
+        new_points = list(_points(measured, cluster, find_plans, workers, samples_of_one))
+        points += new_points
+        if not new_points:
             left_out.append(workers)
     firsts: dict[str, float] = {}
     for point in points:

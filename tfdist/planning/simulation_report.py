@@ -114,7 +114,7 @@ def _notes(simulation: Simulation) -> list[str]:
     return ["", *notes] if notes else []
 
 
-# Of Okabe and Ito 2008, "Color universal design": distinct in all kinds of colour vision.
+# Source: Okabe and Ito 2008, "Color universal design": distinct in all kinds of colour vision.
 _COLOURS = {
     "uncompressed": "#000000",
     "compressed": "#0072B2",
@@ -152,7 +152,7 @@ def draw(simulation: Simulation, path: Path) -> None:
     """Draws step time, efficiency, and where they are known goodput and price, against the number of workers.
 
     Raises:
-        ValueError: As `check_picture`.
+        ValueError: As for `check_picture`.
     """
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

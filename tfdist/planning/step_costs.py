@@ -43,13 +43,13 @@ def step_of(program: ProgramMeasurement, rows: float, *, compiled: bool = False)
     """
     steps = sorted((step for step in program.steps if step.compiled == compiled), key=lambda step: step.rows)
     if len(steps) == 1:
-        (one,) = steps
-        share = rows / one.rows
+        (measured_step,) = steps
+        share = rows / measured_step.rows
         return StepCost(
-            one.forward_seconds * share,
-            one.backward_seconds * share,
-            one.update_seconds,
-            one.deviation_seconds,
+            measured_step.forward_seconds * share,
+            measured_step.backward_seconds * share,
+            measured_step.update_seconds,
+            measured_step.deviation_seconds,
         )
 
     def at(name: str) -> float:
@@ -120,10 +120,10 @@ def on_shared_cores(measured: Measurements, workers: int) -> Measurements:
     slowness = max(workers * machine.cores_per_worker / machine.cores, 1.0)
     if slowness > 1.0:
         of_steps = "seconds deviation_seconds forward_seconds update_seconds"
-        steps = tuple(_slower(one, slowness, of_steps) for one in program.steps)
-        exchanges = tuple(_slower(one, slowness, "compute_seconds") for one in program.exchanges)
-        layers = tuple(_slower(one, slowness, "seconds") for one in program.layers)
-        transfers = tuple(_slower(one, slowness, "seconds core_seconds") for one in transfers)
+        steps = tuple(_slower(record, slowness, of_steps) for record in program.steps)
+        exchanges = tuple(_slower(record, slowness, "compute_seconds") for record in program.exchanges)
+        layers = tuple(_slower(record, slowness, "seconds") for record in program.layers)
+        transfers = tuple(_slower(record, slowness, "seconds core_seconds") for record in transfers)
         program = _slower(program, slowness, "data_seconds save_seconds start_seconds")
         program = dataclasses.replace(program, steps=steps, exchanges=exchanges, layers=layers)
     return dataclasses.replace(measured, program=program, machine=dataclasses.replace(machine, transfers=transfers))

@@ -66,7 +66,7 @@ def positive_seconds(text: str) -> float:
 
 
 def worker_numbers(text: str) -> tuple[int, ...]:
-    """Parses numbers of workers: a list, or a range, of which the powers of two and both ends are taken.
+    """Parses numbers of workers: a list, or a range, which stands for both ends and the powers of two between them.
 
     >>> worker_numbers("2,8,64"), worker_numbers("3..20")
     ((2, 8, 64), (3, 4, 8, 16, 20))

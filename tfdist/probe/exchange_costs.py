@@ -24,12 +24,12 @@ _MAX_COMPARED_VALUES = 1 << 26
 
 
 class LoopbackExchange:
-    """The exchange of the gradients of a step between equal members, of which one computes.
+    """The exchange of the gradients of a step between equal members, one of which computes.
 
     Attributes:
-        recorder: Has the calls of the newest trace.
+        recorder: Records the calls of the newest trace.
         counters: What the member would have sent.
-        state: Of the compressors.
+        state: The state of the compressors.
     """
 
     def __init__(self, strategy: ProbeStrategy, method: str, members: int, *, adds_up: bool = False) -> None:
@@ -80,7 +80,7 @@ def measure_exchange(
     """
     exchange = LoopbackExchange(strategy, method, members)
     function = tf.function(lambda: _run(exchange, updates), autograph=False)
-    sizes = [int(one) for one in function()[1]]
+    sizes = [int(nbytes) for nbytes in function()[1]]
     seconds = timed(lambda: function()[1])
     kinds = [(call.kind, call.bucket) for call in exchange.recorder.calls]
     calls = tuple(Collective(kind, size, bucket) for (kind, bucket), size in zip(kinds, sizes, strict=True))
@@ -101,8 +101,8 @@ def gradient_error(strategy: ProbeStrategy, updates: Sequence[UpdateGradients], 
         if (gradient.shape.num_elements() or 0) > _MAX_COMPARED_VALUES:
             continue
         exact = tf.convert_to_tensor(gradient)
-        found = tf.convert_to_tensor(summed) / 2
-        difference += float(tf.reduce_sum(tf.square(tf.cast(found - exact, tf.float32))))
+        decoded = tf.convert_to_tensor(summed) / 2
+        difference += float(tf.reduce_sum(tf.square(tf.cast(decoded - exact, tf.float32))))
         norm += float(tf.reduce_sum(tf.square(tf.cast(exact, tf.float32))))
     return (difference / norm) ** 0.5 if norm else 0.0
 
@@ -120,7 +120,7 @@ def bucket_ready(
     Args:
         steps: When each step began, and when each of its buckets was complete.
         forward_seconds: The time from the begin of a step to its loss.
-        median: Of several values.
+        median: Returns the median of several values.
     """
     parts: list[list[float]] = []
     for began, times in steps:

@@ -78,7 +78,7 @@ def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, A
     Args:
         model: The model.
         fit: The method of Keras.
-        arguments: Those of the program, by name. Its callbacks and validation data are not used.
+        arguments: The arguments of the program's `fit`, by name. Its callbacks and validation data are not used.
 
     Raises:
         Exception: What Keras raises about the arguments or the data.
@@ -120,9 +120,9 @@ def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, A
             "batch. Check the dataset and `steps_per_epoch`."
         )
     rows = [_rows(batch) for batch in drawn]
-    kept = tuple(batch for batch, count in zip(drawn, rows, strict=True) if count == rows[0])
+    batches = tuple(batch for batch, count in zip(drawn, rows, strict=True) if count == rows[0])
     later = seconds[1:] or seconds
-    return FirstBatches(kept, tuple(tf.nest.flatten(specs[0])), rows[0], steps.steps, statistics.median(later))
+    return FirstBatches(batches, tuple(tf.nest.flatten(specs[0])), rows[0], steps.steps, statistics.median(later))
 
 
 def _local(value: Any) -> Any:

@@ -36,7 +36,7 @@ from tfdist.probe.worker_steps import WorkerSteps
 
 # What this process writes to its parent: one JSON object a line, with one of these keys.
 _STAGE, _RESULT, _RAISED, _NO_FIT = "stage", "result", "raised", "no_fit"
-# Of the time limit: what may be left out is left out after it.
+# The part of the time limit after which measurements that may be left out are left out.
 _OPTIONAL_UNTIL = 0.7
 _MOST_MEMBERS = 4
 _MAX_MEASURED_LAYERS = 24  # each takes about 0.15 s to trace
@@ -116,7 +116,11 @@ class _ProgramProbe:
             process_bytes=process_bytes,
             data_seconds=data.seconds,
             is_functional=graph is not None,
-            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in optimizers_of(model) if one.built)),
+            optimizer=", ".join(
+                dict.fromkeys(
+                    type(model_optimizer).__name__ for model_optimizer in optimizers_of(model) if model_optimizer.built
+                )
+            ),
             save_seconds=_save_seconds(model),
             start_seconds=start_seconds,
             exchanges_per_step=observed.exchanges_per_step,
@@ -128,13 +132,13 @@ class _ProgramProbe:
     ) -> list[StepMeasurement]:
         """Measures smaller batches first, so that the peaks of memory are those of each."""
         by_rows = {_rows(data, count): count for count in sorted(counts)}
-        found = []
+        measurements = []
         for rows, members in sorted(by_rows.items()):
             self._enter_stage(f"times steps on {rows} samples{' compiled by XLA' if compiled else ''}")
-            found.append(steps.measure(members, rows, compiled=compiled))
+            measurements.append(steps.measure(members, rows, compiled=compiled))
             if compiled and not self._request.has_time:
                 return []
-        return found
+        return measurements
 
     def _compiled_steps(self, steps: WorkerSteps, data: FirstBatches, counts: Sequence[int]) -> list[StepMeasurement]:
         if not self._request.with_xla or not self._request.has_time:
@@ -145,16 +149,16 @@ class _ProgramProbe:
             return []
 
     def _exchanges(self, updates: Sequence[Any], counts: Sequence[int]) -> list[ExchangeMeasurement]:
-        found: list[ExchangeMeasurement] = []
+        measurements: list[ExchangeMeasurement] = []
         for method in (DENSE, *self._request.methods):
             error: float | None = None
             for members in (2, _MOST_MEMBERS) if max(counts) > 2 else (2,):
                 if method != DENSE and not self._request.has_time:
                     continue
                 self._enter_stage(f"times the exchange of gradients, {method}, {members} workers")
-                found.append(measure_exchange(self._strategy, updates, method, members, error))
-                error = found[-1].gradient_error
-        return found
+                measurements.append(measure_exchange(self._strategy, updates, method, members, error))
+                error = measurements[-1].gradient_error
+        return measurements
 
 
 def _rows(data: FirstBatches, members: int) -> int:
@@ -179,7 +183,10 @@ def _samples(arguments: Mapping[str, Any], data: FirstBatches) -> int | None:
 
 
 def _bytes(variables: Sequence[Any]) -> int:
-    sizes = {id(one): (tf.TensorShape(one.shape).num_elements() or 0) * _item_bytes(one) for one in variables}
+    sizes = {
+        id(variable): (tf.TensorShape(variable.shape).num_elements() or 0) * _item_bytes(variable)
+        for variable in variables
+    }
     return sum(sizes.values())
 
 
@@ -190,7 +197,10 @@ def _item_bytes(variable: Any) -> int:
 def _save_seconds(model: Any) -> float:
     start = time.perf_counter()
     file = io.BytesIO()
-    variables = [*model.variables, *(one for optimizer in optimizers_of(model) for one in optimizer.variables)]
+    variables = [
+        *model.variables,
+        *(optimizer_variable for optimizer in optimizers_of(model) for optimizer_variable in optimizer.variables),
+    ]
     for variable in variables:
         file.write(memoryview(keras.ops.convert_to_numpy(variable)).tobytes())
     return time.perf_counter() - start
@@ -238,9 +248,9 @@ def _layer_table(
 
 def _parameters(variables: Sequence[Any], counted: set[int]) -> int:
     """Counts the trainable weights that no earlier call has."""
-    own = [one for one in variables if one.trainable and id(one) not in counted]
-    counted.update(map(id, own))
-    return sum(tf.TensorShape(one.shape).num_elements() or 0 for one in own)
+    uncounted = [variable for variable in variables if variable.trainable and id(variable) not in counted]
+    counted.update(map(id, uncounted))
+    return sum(tf.TensorShape(variable.shape).num_elements() or 0 for variable in uncounted)
 
 
 def _output_bytes(outputs: Sequence[Any]) -> int:

@@ -59,8 +59,8 @@ def measure(
     _check_script(script)
     began = time.monotonic()
     cores = usable_cores()
-    own = max(1, cores // _LOCAL_WORKERS) if cores_per_worker is None else max(1, min(cores_per_worker, cores))
-    environ = {**child_environment(os.environ), **ThreadShare(1, own, None, os.environ).environment()}
+    worker_cores = max(1, cores // _LOCAL_WORKERS) if cores_per_worker is None else max(1, min(cores_per_worker, cores))
+    environ = {**child_environment(os.environ), **ThreadShare(1, worker_cores, None, os.environ).environment()}
     request = {
         "workers": sorted({*workers}),
         "methods": list(methods),
@@ -68,16 +68,16 @@ def measure(
         "timeout_seconds": max(timeout_seconds - _TRANSFER_SECONDS, timeout_seconds / 2),
         "started": time.time(),
     }
-    result = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, own, timeout_seconds)
-    left = timeout_seconds - (time.monotonic() - began)
+    result = _measure_program(script, request, {**environ, "TFDIST_PROBE": "1"}, worker_cores, timeout_seconds)
+    seconds_left = timeout_seconds - (time.monotonic() - began)
     one_core = {**environ, **ThreadShare(1, 1, None, os.environ).environment()}
-    found = _measure_transfers(one_core, left, timeout_seconds)
+    measured_transfers = _measure_transfers(one_core, seconds_left, timeout_seconds)
     machine = {
         "cores": cores,
-        "cores_per_worker": own,
+        "cores_per_worker": worker_cores,
         "memory_bytes": _memory_bytes(),
-        "connection_bytes": max(found.pop("peak_bytes") - result["bare_bytes"], 0),
-        **found,
+        "connection_bytes": max(measured_transfers.pop("peak_bytes") - result["bare_bytes"], 0),
+        **measured_transfers,
     }
     return Measurements.from_json({"program": result["program"], "machine": machine, "versions": _versions()})
 
@@ -164,18 +164,18 @@ def _memory_bytes() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for library in _LIBRARIES:
         try:
-            found[library] = version(library)
+            versions[library] = version(library)
         except PackageNotFoundError:
-            found[library] = "unknown"
-    return found
+            versions[library] = "unknown"
+    return versions
 
 
 _CHUNK_BYTES = 1 << 16
 _STDERR = 2
-# Those by which `tfdist.cluster.detect` finds a cluster, also Slurm's and Kubernetes', and those of `tfdist run`.
+# Variables by which `tfdist.cluster.detect` finds a cluster, also Slurm's and Kubernetes', and those of `tfdist run`.
 _CLUSTER_VARIABLES = frozenset(
     "TF_CONFIG SLURM_STEP_ID TFDIST_NUM_WORKERS TFDIST_SERVICE TFDIST_RUN_ID TFDIST_ATTEMPT TFDIST_FULL_WORKERS".split()
 )
@@ -184,9 +184,9 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a child that is in no cluster, finds this tfdist, and writes no compiled modules."""
-    kept = {name: value for name, value in environ.items() if name not in _CLUSTER_VARIABLES}
+    inherited = {name: value for name, value in environ.items() if name not in _CLUSTER_VARIABLES}
     path = os.pathsep.join([str(Path(tfdist.__file__).parents[1]), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {_LOG_LEVEL: "2", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {_LOG_LEVEL: "2", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class MeasuringProcess:
@@ -242,8 +242,8 @@ class MeasuringProcess:
         received = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
-            while (left := end - time.monotonic()) > 0:
-                if not selector.select(left):
+            while (seconds_left := end - time.monotonic()) > 0:
+                if not selector.select(seconds_left):
                     break
                 data = os.read(self._read, _CHUNK_BYTES)
                 received += data

@@ -16,7 +16,7 @@ class UpdateGradients:
     """The gradients of one update of an optimizer.
 
     Attributes:
-        paths: Of the variables.
+        paths: The paths of the variables.
         gradients: Dense tensors or `tf.IndexedSlices`.
     """
 
@@ -44,25 +44,25 @@ class SeenGradients:
             return tensors
         parts = [_parts(tensor) for tensor in tensors]
         with tf.init_scope():
-            kept = [[_variable(part.dtype) for part in one] for one in parts]
+            kept_variables = [[_variable(part.dtype) for part in tensor_parts] for tensor_parts in parts]
         self._kept[key] = [
             (variables, isinstance(tensor, tf.IndexedSlices), tuple(tensor.shape))
-            for variables, tensor in zip(kept, tensors, strict=True)
+            for variables, tensor in zip(kept_variables, tensors, strict=True)
         ]
 
         def keep() -> None:
-            for variables, one in zip(kept, parts, strict=True):
-                for variable, part in zip(variables, one, strict=True):
+            for variables, tensor_parts in zip(kept_variables, parts, strict=True):
+                for variable, part in zip(variables, tensor_parts, strict=True):
                     variable.assign(part)
 
         if tf.executing_eagerly():
             keep()
             return tensors
         tf.cond(self._keeps, keep, lambda: None)
-        dense = [position for position, one in enumerate(parts) if len(one) == 1]
+        dense = [position for position, tensor_parts in enumerate(parts) if len(tensor_parts) == 1]
         buckets = fill_buckets([parts[position][0] for position in dense], DEFAULT_BUCKET_BYTES)
         groups = [[parts[dense[position]][0] for position in bucket.positions] for bucket in buckets]
-        groups += [one for one in parts if len(one) > 1]
+        groups += [tensor_parts for tensor_parts in parts if len(tensor_parts) > 1]
         with tf.init_scope():
             self._times[key] = [ResourceVariable(0.0, dtype=tf.float64, trainable=False) for _ in groups]
         times = []
@@ -84,13 +84,13 @@ class SeenGradients:
 
     def times(self) -> list[float]:
         """Returns when each bucket of the last step was complete, in seconds since 1970, in the order of buckets."""
-        return [float(one.numpy()) for times in self._times.values() for one in times]
+        return [float(variable.numpy()) for times in self._times.values() for variable in times]
 
     def updates(self) -> list[UpdateGradients]:
         """Returns the kept gradients."""
         return [
-            UpdateGradients(paths, tuple(_value(variables, sparse, shape) for variables, sparse, shape in kept))
-            for paths, kept in self._kept.items()
+            UpdateGradients(paths, tuple(_value(variables, sparse, shape) for variables, sparse, shape in entries))
+            for paths, entries in self._kept.items()
         ]
 
 
@@ -99,6 +99,7 @@ def _parts(tensor: Any) -> list[tf.Tensor]:
 
 
 def _variable(dtype: tf.DType) -> Any:
+    # No gradient has this shape, by which `_is_set` finds out that nothing was assigned yet.
     return ResourceVariable(tf.zeros([0, 0, 0, 0, 0, 0, 0], dtype), trainable=False, shape=tf.TensorShape(None))
 
 

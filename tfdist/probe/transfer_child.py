@@ -37,16 +37,16 @@ def main(argv: list[str]) -> None:
 
     Further arguments: the rank, and the address of each process.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     descriptor, rank, addresses = int(argv[0]), int(argv[1]), argv[2:]
     token = os.environ["TFDIST_TOKEN"]
     for name, shares_memory in (("transfers", False), ("local_transfers", True)):
         boundary = ExchangeBoundary(Exchange(rank, addresses, token=token, shares_memory=shares_memory))
-        found[name] = [_timed(boundary, kind, nbytes) for kind, sizes in _SIZES.items() for nbytes in sizes]
-        found[name].append(_timed_message(boundary.exchange.channel(SMALL)))
+        results[name] = [_timed(boundary, kind, nbytes) for kind, sizes in _SIZES.items() for nbytes in sizes]
+        results[name].append(_timed_message(boundary.exchange.channel(SMALL)))
     if rank == 0:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(found | {"peak_bytes": peak_bytes()}, file)
+            json.dump(results | {"peak_bytes": peak_bytes()}, file)
     time.sleep(_UNTIL_KILLED_SECONDS)  # a process that exits is a failure for the other
 
 

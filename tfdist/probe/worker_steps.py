@@ -32,7 +32,7 @@ class ObservedStep:
 
     Attributes:
         updates: The gradients of its updates.
-        bucket_times: For each timed step when it began and when each bucket was complete, in seconds since 1970.
+        bucket_times: When each timed step began and when each of its buckets was complete, in seconds since 1970.
         exchanges_per_step: How often they are exchanged in a step; below 1 with accumulated gradients.
         other_collectives: What a step exchanges beside gradients.
     """
@@ -78,9 +78,14 @@ class WorkerSteps:
         self._run_fit(rows, [callback], _MAX_ACCUMULATED + _TIMED_STEPS)
         updates = seen.updates()
         per_step = self._strategy.communication.updates / max(len(began) * len(updates), 1)
-        complete = [one for one in timed_steps[1:] if one[1] and min(one[1]) > one[0]]
-        others = [Collective(call.kind, call.nbytes, 0) for call in recorder.calls if isinstance(call.nbytes, int)]
-        return ObservedStep(updates, complete, min(per_step, 1.0) if updates else 0.0, others)
+        # Without the first timed step, in which the gradients were still kept.
+        complete = [
+            timed_step for timed_step in timed_steps[1:] if timed_step[1] and min(timed_step[1]) > timed_step[0]
+        ]
+        other_collectives = [
+            Collective(call.kind, call.nbytes, 0) for call in recorder.calls if isinstance(call.nbytes, int)
+        ]
+        return ObservedStep(updates, complete, min(per_step, 1.0) if updates else 0.0, other_collectives)
 
     def measure(self, members: int, rows: int, *, compiled: bool) -> StepMeasurement:
         """Returns the time of a step on `rows` samples without exchanges; forward and update are 0."""
@@ -89,7 +94,9 @@ class WorkerSteps:
         reset_peak()
         seconds = self.seconds(rows)
         # Steps with accumulated gradients update now and then, which a median would leave out.
-        accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers_of(self._model))
+        accumulates = any(
+            getattr(optimizer, "gradient_accumulation_steps", None) for optimizer in optimizers_of(self._model)
+        )
         typical = statistics.fmean(seconds) if accumulates else statistics.median(seconds)
         return StepMeasurement(rows, compiled, typical, statistics.pstdev(seconds), 0.0, 0.0, peak_bytes())
 

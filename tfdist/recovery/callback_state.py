@@ -130,7 +130,7 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback], values: Json,
         if (key in present) == (key in values) or (key in values and not all_present):
             continue
         name, _, _ = key.rpartition("/")
-        counts = [sum(other.rpartition("/")[0] == name for other in side) for side in (values, present)]
+        counts = [sum(other_key.rpartition("/")[0] == name for other_key in side) for side in (values, present)]
         raise ValueError(
             f"The list of callbacks has changed. Received: {counts[0]} of class {name} in the checkpoint. Expected: "
             f"{counts[1]}, as in this program. Pass the callbacks with which the training started, or use another "
@@ -164,14 +164,14 @@ def restore_callbacks(
 
 
 def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
-    found: dict[str, keras.callbacks.Callback] = {}
+    callbacks_by_key: dict[str, keras.callbacks.Callback] = {}
     counts: dict[str, int] = {}
     for callback in callbacks:
         if _has_state(callback):
             name = _class_name(callback)
-            found[f"{name}/{counts.get(name, 0)}"] = callback
+            callbacks_by_key[f"{name}/{counts.get(name, 0)}"] = callback
             counts[name] = counts.get(name, 0) + 1
-    return found
+    return callbacks_by_key
 
 
 def _has_state(callback: keras.callbacks.Callback) -> bool:

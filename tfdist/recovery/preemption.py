@@ -42,7 +42,7 @@ class PreemptionHandler:
         """Handles nothing until `listen`, and no signals until `install`.
 
         Args:
-            coordination: Between the workers.
+            coordination: The coordination between the workers.
             is_in_fit: Returns whether `fit` called the frame that a signal interrupts. None: every frame counts.
             requested: Any thread may set it, before or during the training, to make all workers exit.
         """

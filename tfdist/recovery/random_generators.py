@@ -81,12 +81,12 @@ def drawn_before_fit(seed: int | None) -> Json:
 
 def generator_variables() -> dict[str, Any]:
     """Returns the state variables of the global generators of Keras and TensorFlow, if these exist."""
-    found = {}
+    states = {}
     if (generator := global_seed_generator()) is not None:
-        found[_KERAS] = generator.state
+        states[_KERAS] = generator.state
     if (generator := global_generator()) is not None:
-        found[_TENSORFLOW] = generator.state
-    return found
+        states[_TENSORFLOW] = generator.state
+    return states
 
 
 def create_generators(names: Iterable[str], strategy: Any) -> None:

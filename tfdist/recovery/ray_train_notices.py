@@ -38,7 +38,7 @@ class RayTrainNotices:
         Args:
             question: `ray.train.get_preemption_info`: returns None or a notice, the same to all workers. None where
                 nobody gives notices.
-            coordination: Between the workers, used by nothing else.
+            coordination: The coordination between the workers, used by nothing else.
             step: The number of steps since the training began.
             seconds_between_questions: How often to ask.
         """

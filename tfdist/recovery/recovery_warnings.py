@@ -184,7 +184,7 @@ def warn_learning_rate_ignored(saved: Rates | None, present: Rates, restored: Ra
     >>> [str(warning.message)[:30] for warning in shown]
     ['The learning rate of this prog']
     """
-    if saved is None or any(isinstance(other, keras.callbacks.LearningRateScheduler) for other in callbacks):
+    if saved is None or any(isinstance(callback, keras.callbacks.LearningRateScheduler) for callback in callbacks):
         return
     for before, now, used in zip(saved, present, restored, strict=False):
         if now is not None and now not in (before, used):

@@ -27,11 +27,11 @@ def is_replica_name(name: str) -> bool:
 
 def group_by_variable(values: Mapping[str, np.ndarray]) -> dict[str, dict[int, np.ndarray]]:
     """Groups values with a `replica_name` by variable, then by replica."""
-    found: dict[str, dict[int, np.ndarray]] = {}
+    by_variable: dict[str, dict[int, np.ndarray]] = {}
     for full_name, value in values.items():
         name, _, replica = full_name.rpartition("@")
-        found.setdefault(name, {})[int(replica)] = value
-    return found
+        by_variable.setdefault(name, {})[int(replica)] = value
+    return by_variable
 
 
 def merge_ranks(values_of_ranks: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -194,7 +194,9 @@ class TrainingState:
         rank_shard = checkpoint.read_rank(rank if same_workers else 0)
         per_replica: Mapping[str, Any] = rank_shard.tensors
         if not same_workers:
-            per_replica = merge_ranks([checkpoint.read_rank(other).tensors for other in range(checkpoint.num_ranks)])
+            per_replica = merge_ranks(
+                [checkpoint.read_rank(saved_rank).tensors for saved_rank in range(checkpoint.num_ranks)]
+            )
         variables: dict[str, Any] = {
             name: value for name, value in shared.tensors.items() if not name.startswith("callbacks/")
         }

@@ -72,41 +72,41 @@ class NamedVariables:
     def shared(self) -> dict[str, NamedVariable]:
         """Variables that are equal on all replicas: weights, also frozen ones, and optimizers.
 
-        Without accumulators, unless they are split over the replicas and hold the sums over all. With local updates
-        what workers have exchanged, instead of each worker's weights and slots.
+        Accumulators are left out, unless they are split over the replicas and hold the sums over all. With local
+        updates these are the values that workers have exchanged, instead of each worker's weights and slots.
         """
         if self._local_updates is not None:
             return self._of_local_updates(0)
-        found = dict(self._weights_and_slots)
+        variables = dict(self._weights_and_slots)
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
                 if isinstance(variable, ShardedVariable):
-                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable)
+                    variables[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable)
             for position, variable in optimizer.exact_weights.items():
-                found[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
-        return found
+                variables[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
+        return variables
 
     @cached_property
     def _weights_and_slots(self) -> dict[str, NamedVariable]:
-        found = {
+        variables = {
             f"{variable.kind}/{variable.key}": self._named(variable.variable)
             for variable in self._model_variables
             if variable.kind == WEIGHT
         }
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.variables):
-                found[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
-        return found
+                variables[f"optimizer/{index}.{optimizer.kind}/{number}"] = self._named(variable)
+        return variables
 
     def _of_local_updates(self, part: int) -> dict[str, NamedVariable]:
         """Returns what workers share (0), or count by themselves (1), between two exchanges of weights."""
-        found = self._local_updates.saved_variables(list(optimizers_of(self._model)))[part]
-        return {f"{LOCAL_UPDATES}{name}": self._named(variable) for name, variable in found.items()}
+        variables = self._local_updates.saved_variables(list(optimizers_of(self._model)))[part]
+        return {f"{LOCAL_UPDATES}{name}": self._named(variable) for name, variable in variables.items()}
 
     @cached_property
     def per_replica(self) -> dict[str, NamedVariable]:
         """Variables that differ between replicas, without metrics and compression state."""
-        found = {
+        variables = {
             f"{variable.kind}/{variable.key}": self._named(
                 variable.variable, "first" if variable.kind == SEED else "mean"
             )
@@ -117,11 +117,13 @@ class NamedVariables:
             for number, variable in enumerate(optimizer.accumulators):
                 if not isinstance(variable, ShardedVariable):
                     rule: Rule = "sum" if self._local_updates is None else "mean"
-                    found[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, rule)
+                    variables[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, rule)
         if self._local_updates is not None:
-            own = {name: replace(variable, rule="mean") for name, variable in self._weights_and_slots.items()}
-            found |= own | self._of_local_updates(1)
-        return found | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
+            worker_variables = {
+                name: replace(variable, rule="mean") for name, variable in self._weights_and_slots.items()
+            }
+            variables |= worker_variables | self._of_local_updates(1)
+        return variables | {f"{GENERATORS}{name}": self._named(state) for name, state in generator_variables().items()}
 
     @cached_property
     def metrics(self) -> dict[str, NamedVariable]:
@@ -140,11 +142,11 @@ class NamedVariables:
 
     def model_keys(self) -> dict[int, str]:
         """Returns the keys of the model's variables by `id(variable)`."""
-        return {id(found.variable): f"{found.kind}/{found.key}" for found in self._model_variables}
+        return {id(variable.variable): f"{variable.kind}/{variable.key}" for variable in self._model_variables}
 
     def variables_by_key(self) -> dict[str, Any]:
         """Returns the model's variables by their keys, as `model_keys` has them."""
-        return {f"{found.kind}/{found.key}": found.variable for found in self._model_variables}
+        return {f"{variable.kind}/{variable.key}": variable.variable for variable in self._model_variables}
 
     @cached_property
     def _model_variables(self) -> list[ModelVariable]:

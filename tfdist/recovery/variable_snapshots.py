@@ -196,7 +196,7 @@ class VariableSnapshots:
         over all replicas stay.
 
         Args:
-            per_replica: As for `restore_per_replica`, with its error.
+            per_replica: As for `restore_per_replica`, which raises the same error.
             description: The saved `description`.
         """
         named = NamedVariables(self._model)
@@ -274,7 +274,7 @@ class VariableSnapshots:
     ) -> None:
         first = self._first_replica
         same = self._has_replicas_of(description)
-        found: list[tuple[Any, Any]] = []
+        assignments: list[tuple[Any, Any]] = []
         for name, variable in variables.items():
             if name not in saved:
                 continue
@@ -289,8 +289,8 @@ class VariableSnapshots:
                 )
             for replica, component in enumerate(variable.components, first):
                 value = values[replica] if same else reshard(values, variable.rule, replica, self._num_replicas)
-                found.append((component, value))
-        assign_all(found)
+                assignments.append((component, value))
+        assign_all(assignments)
 
     def _has_replicas_of(self, description: Json) -> bool:
         return (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
@@ -340,7 +340,7 @@ def _may_lack_accumulators(named: NamedVariables, description: Json) -> bool:
 def _find_shared_mismatch(
     named: NamedVariables, shared: Mapping[str, np.ndarray], description: Json
 ) -> Mismatch | None:
-    """Returns the first difference in what is equal on all replicas; sums of an unfinished update may be."""
+    """Returns the first difference in what is equal on all replicas, including split sums of an unfinished update."""
     # Exact weights replace what weights were rounded to, if they are saved and needed.
     ignored = [EXACT_WEIGHTS, *([ACCUMULATORS] if _may_lack_accumulators(named, description) else [])]
     return _find_split_mismatch(named, shared, description) or find_variable_mismatch(
@@ -351,7 +351,7 @@ def _find_shared_mismatch(
 def _find_split_mismatch(named: NamedVariables, shared: Collection[str], description: Json) -> Mismatch | None:
     """Returns the difference if sums of an unfinished update are split over the replicas on one side only."""
     saved, present = (any(name.startswith(ACCUMULATORS) for name in side) for side in (shared, named.shared))
-    have_some = any(one["accumulation_steps"] > 1 for one in description["optimizers"]) and any(
+    have_some = any(described["accumulation_steps"] > 1 for described in description["optimizers"]) and any(
         optimizer.accumulators for optimizer in named.optimizers
     )
     if saved == present or not have_some or _is_between_updates(description):
@@ -382,4 +382,6 @@ def _rescale_accumulators(
 
 
 def _is_between_updates(description: Json) -> bool:
-    return not any(one["micro_steps"] % one["accumulation_steps"] for one in description["optimizers"])
+    return not any(
+        described["micro_steps"] % described["accumulation_steps"] for described in description["optimizers"]
+    )

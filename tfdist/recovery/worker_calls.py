@@ -48,7 +48,7 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
     """Makes calls at the same time, each of which runs operations on one task.
 
     Args:
-        calls: By task.
+        calls: The call for each task.
         action: What they do, for messages: "write" or "read".
         timeout_seconds: How long to wait. A call that has not ended then, as of a frozen worker, is left alone.
 
@@ -71,12 +71,12 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
         # A daemon, so that the interpreter does not wait for a frozen worker.
         threading.Thread(target=run, args=(task, call), name=f"tfdist-{action}", daemon=True).start()
     end = time.monotonic() + timeout_seconds
-    found: dict[str, Any] = {}
-    while len(found) < len(calls):
+    answers: dict[str, Any] = {}
+    while len(answers) < len(calls):
         try:
             task, result, error = results.get(timeout=max(end - time.monotonic(), 0.001))
         except queue.Empty:
-            silent = ", ".join(task for task in calls if task not in found)
+            silent = ", ".join(task for task in calls if task not in answers)
             raise CheckpointError(
                 f"A worker did not {action} its part of a checkpoint within {timeout_seconds:g} s. Received: no answer "
                 f"of {silent}. Expected: workers that run. End frozen ones; if their disk is slow, raise "
@@ -84,12 +84,14 @@ def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_se
             ) from None
         if error is not None:
             raise _explained(task, error, action) from error
-        found[task] = result
-    return found
+        answers[task] = result
+    return answers
 
 
 def _settle(host: str) -> None:
-    """Waits until a task has made what it was asked to do eagerly, as resets of metrics: functions do not wait for it.
+    """Waits until a task has done what it was asked to do eagerly, such as resets of metrics.
+
+    Functions do not wait for it.
 
     A function asks first, because a question to a frozen task that is not within a function holds Python's lock.
     """
@@ -121,7 +123,7 @@ def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_se
 
     Args:
         directory: The directory.
-        tasks: By task a device of it.
+        tasks: A device of each task, by task.
         timeout_seconds: How long to wait for an answer.
 
     Raises:

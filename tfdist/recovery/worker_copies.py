@@ -31,7 +31,7 @@ class _Saved(NamedTuple):
 
 
 class WorkerCopies:
-    """Copies of variables: of those of this process in host memory, of others on their worker.
+    """Copies of variables: those of this process are copied to host memory, others on their worker.
 
     A variable with copies on several workers is copied on the one that has the fewest bytes to write so far, and so is
     each part of a split one.
@@ -49,15 +49,15 @@ class WorkerCopies:
 
     def request(self, name: str, variable: Any) -> np.ndarray | None:
         """Requests a copy, as `HostCopies.request`. Returns None if it will be on a worker."""
-        shards, own = list(parts_of(variable)), own_task()
+        shards, local_task = list(parts_of(variable)), own_task()
         held = shards if len(shards) > 1 else [(one, None) for one in (variable, *getattr(variable, "copies", ()))]
-        if all(task_of(one.device) == own for one, _ in held):
+        if all(task_of(one.device) == local_task for one, _ in held):
             return self._host_copies.request(name, variable)
         for part in dict.fromkeys(part for _, part in held):
-            of_part = [one for one, other in held if other == part]
+            of_part = [one for one, held_part in held if held_part == part]
             # This process writes a part if no worker has it.
             chosen = min(
-                [one for one in of_part if task_of(one.device) != own] or of_part,
+                [one for one in of_part if task_of(one.device) != local_task] or of_part,
                 key=lambda one: self._bytes.get(task_of(one.device), 0),
             )
             task = task_of(chosen.device)
@@ -85,7 +85,7 @@ class WorkerCopies:
         return WorkerBundles(bundles, self._timeout_seconds)
 
     def _bundle(self, task: str, saved: list[_Saved]) -> "_Bundle":
-        key = task, tuple((one.name, id(one.variable)) for one in saved)
+        key = task, tuple((entry.name, id(entry.variable)) for entry in saved)
         if key not in self._known:  # a bundle refers to its variables, so that no id is used twice
             self._known[key] = _Bundle(task, saved)
         return self._known[key]
@@ -100,10 +100,10 @@ class _Bundle:
 
     def __init__(self, task: str, saved: list[_Saved]) -> None:
         self.saved = saved
-        self.size_bytes = sum(_bytes_of(one.variable) for one in saved)
-        self.has_fixed_size = all(one.variable.dtype != tf.string for one in saved)
+        self.size_bytes = sum(_bytes_of(entry.variable) for entry in saved)
+        self.has_fixed_size = all(entry.variable.dtype != tf.string for entry in saved)
         self._copies: list[tf.Variable] = []
-        for variable in (one.variable for one in saved):
+        for variable in (entry.variable for entry in saved):
             with tf.init_scope(), tf.device(variable.device):
                 empty = ResourceVariable(_empty(variable.dtype), trainable=False, shape=tf.TensorShape(None))
                 self._copies.append(empty)
@@ -137,8 +137,8 @@ class _Bundle:
             with tf.device(variable.device):
                 values.append(_without_padding(tf.ensure_shape(copy.read_value(), variable.shape), part))
         with tf.device(self._host):
-            names = [one.name for one in self.saved]
-            slices = [slice_spec(one.shape, one.part) for one in self.saved]
+            names = [entry.name for entry in self.saved]
+            slices = [slice_spec(entry.shape, entry.part) for entry in self.saved]
             written = tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=slices, tensors=values)
         with tf.control_dependencies([written]):
             for copy in self._copies:
@@ -150,8 +150,8 @@ class WorkerBundles:
     """The copies of one snapshot on workers, which write them into the files of a checkpoint.
 
     Attributes:
-        description: By the prefix of files, the names of their tensors with dtype and shape, and of split ones with the
-            parts that are there, as JSON.
+        description: For each prefix of files the names of their tensors, with dtype and shape, and with the parts that
+            are there if a tensor is split, as JSON.
         size_bytes: The size of all tensors.
     """
 
@@ -189,12 +189,12 @@ def _call(bundle: _Bundle, prefix: Path) -> Callable[[], Any]:
 
 
 def _described(saved: list[_Saved]) -> Json:
-    found: Json = {}
+    description: Json = {}
     for name, variable, shape, part in saved:
-        entry = found.setdefault(name, [variable.dtype.name, list(shape)])
+        entry = description.setdefault(name, [variable.dtype.name, list(shape)])
         if part is not None:  # in the order of a `TensorSlice`
             entry[2:] = [[*(entry[2] if len(entry) > 2 else []), [part.axis, part.begin, part.end]]]
-    return found
+    return description
 
 
 def _prefix_of(task: str) -> str:

@@ -101,21 +101,21 @@ class WorkerTensor:
         Args:
             part: Which part of it. It may be split in another way in the files.
         """
-        found = []
+        tensors = []
         for written in self.written:
             spec = slice_spec(self.shape, written.part, part)
             if spec is not None:
-                found += tf.raw_ops.RestoreV2(
+                tensors += tf.raw_ops.RestoreV2(
                     prefix=written.prefix,
                     tensor_names=[self.name],
                     shape_and_slices=[spec],
                     dtypes=[tf.as_dtype(self.dtype)],
                 )
-        if len(found) == 1:
-            return found[0]
+        if len(tensors) == 1:
+            return tensors[0]
         first = self.written[0].part
         assert first is not None
-        return tf.concat(found, first.axis)
+        return tf.concat(tensors, first.axis)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
@@ -145,8 +145,8 @@ def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
     """Assigns values to `tf.Variable`s.
 
     Args:
-        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads; of a split
-            variable, each shard its part.
+        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads. Each shard
+            of a split variable is assigned its part.
 
     Raises:
         CheckpointError: If a worker is lost, or a file is missing or damaged.
@@ -154,20 +154,22 @@ def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
     by_task: dict[str, list[tuple[Any, WorkerTensor, TensorSlice | None]]] = {}
     for variable, value in values:
         if isinstance(value, WorkerTensor):
-            for one, part in parts_of(variable):
-                by_task.setdefault(task_of(one.device), []).append((one, value, part))
+            for component, part in parts_of(variable):
+                by_task.setdefault(task_of(component.device), []).append((component, value, part))
         else:
             variable.assign(value)
     if by_task:
-        timeout_seconds = max(value.timeout_seconds for of_task in by_task.values() for _, value, _ in of_task)
-        call_workers({task: _assigner(of_task) for task, of_task in by_task.items()}, "read", timeout_seconds)
+        timeout_seconds = max(value.timeout_seconds for task_values in by_task.values() for _, value, _ in task_values)
+        call_workers({task: _assigner(task_values) for task, task_values in by_task.items()}, "read", timeout_seconds)
 
 
 def multiply(variables: Sequence[Any], factor: float) -> None:
     """Multiplies `tf.Variable`s, or the shards of split ones, where they are."""
-    for one in (one for variable in variables for one, _ in parts_of(variable)) if factor != 1.0 else ():
-        with tf.device(one.device):
-            one.assign(one.read_value() * tf.constant(factor, one.dtype))
+    for component in (
+        (component for variable in variables for component, _ in parts_of(variable)) if factor != 1.0 else ()
+    ):
+        with tf.device(component.device):
+            component.assign(component.read_value() * tf.constant(factor, component.dtype))
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
@@ -175,7 +177,7 @@ def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_secon
 
     Args:
         checkpoint: The checkpoint.
-        description: That of its `WorkerBundles`.
+        description: The `description` of its `WorkerBundles`.
         timeout_seconds: How long to wait for a worker that reads one.
     """
     written: dict[str, list[WrittenPart]] = {}
@@ -185,11 +187,13 @@ def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_secon
         for name, (dtype, shape, *parts) in tensors.items():
             kinds[name] = tuple(shape), np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
             # Earlier releases wrote complete tensors only.
-            found = [WrittenPart(path, TensorSlice(*part)) for part in parts[0]] if parts else [WrittenPart(path, None)]
-            written.setdefault(name, []).extend(found)
+            written_parts = (
+                [WrittenPart(path, TensorSlice(*part)) for part in parts[0]] if parts else [WrittenPart(path, None)]
+            )
+            written.setdefault(name, []).extend(written_parts)
     return {
-        name: WorkerTensor(*kinds[name], tuple(sorted(found, key=_position)), name, timeout_seconds)
-        for name, found in written.items()
+        name: WorkerTensor(*kinds[name], tuple(sorted(written_parts, key=_position)), name, timeout_seconds)
+        for name, written_parts in written.items()
     }
 
 
@@ -198,7 +202,7 @@ def _position(written: WrittenPart) -> int:
 
 
 def _with_padding(variable: Any, value: tf.Tensor, part: TensorSlice | None) -> tf.Tensor:
-    """Returns a value that is read, and what a part of a split variable is padded by behind it."""
+    """Returns a value that is read, followed by the padding that its part of a split variable has."""
     if part is None or part.end - part.begin == variable.shape[part.axis]:
         return value
     places = [slice(part.end - part.begin if axis == part.axis else None, None) for axis in range(len(variable.shape))]

@@ -85,7 +85,7 @@ def replacing_all(path: str) -> Iterator[str]:
     same path at the same time.
 
     Args:
-        path: In an existing directory of a file system.
+        path: A path in an existing directory of a file system.
 
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     with replacing_all(os.path.join(directory, "state")) as unfinished:

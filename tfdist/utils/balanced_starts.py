@@ -9,9 +9,9 @@ def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | Non
     """Returns where stages begin so that the largest sum of costs of a stage is as small as possible, the others even.
 
     Args:
-        costs: By position, at least 0.
+        costs: The cost at each position, at least 0.
         stages: The number of contiguous parts; none is empty.
-        sent: By position, how much a cut before it sends. If it is given, the cuts send as little as possible while the
+        sent: How much a cut before each position sends. If it is given, the cuts send as little as possible while the
             largest cost is at most 5 % above the smallest possible one.
 
     Returns:
@@ -42,7 +42,7 @@ def balanced_starts(costs: Sequence[int], stages: int, sent: Sequence[int] | Non
 
 
 def _parts_needed(costs: Sequence[int], capacity: int) -> int:
-    """The number of parts that each take as much as fits into `capacity`."""
+    """Returns the number of parts if each takes as much as fits into `capacity`."""
     parts, used = 1, 0
     for cost in costs:
         if used + cost > capacity:
@@ -52,7 +52,7 @@ def _parts_needed(costs: Sequence[int], capacity: int) -> int:
 
 
 def _cheapest_starts(costs: Sequence[int], stages: int, capacity: int, sent: Sequence[int]) -> list[int]:
-    """The cuts that send least, of these the most even ones, among those whose parts fit into `capacity`."""
+    """Returns the cuts that send least among those whose parts fit into `capacity`; of several, the most even ones."""
     # By end of the parts so far: what they send, the sum of the squares of their costs, and where they start.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(stages):

@@ -62,9 +62,9 @@ class ThreadShare:
         """Returns the message for the user."""
         share = f"{counted(self._threads, 'thread')} each"
         if self._kept:
-            kept = ", ".join(f"{name}={value}" for name, value in self._kept.items())
+            variables = ", ".join(f"{name}={value}" for name, value in self._kept.items())
             all_kept = len(self._kept) == len(THREAD_VARIABLES)
-            share = f"{kept} from the environment" + ("" if all_kept else f", otherwise {share}")
+            share = f"{variables} from the environment" + ("" if all_kept else f", otherwise {share}")
         return f"{self._who}, {share} ({counted(self._cores, 'usable core')})"
 
 

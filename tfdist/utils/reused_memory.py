@@ -10,7 +10,7 @@ import numpy as np
 
 _ALIGNMENT_BYTES = 64  # TensorFlow takes such memory without a copy
 _LEAST_BYTES = 32 * 1024  # the C library itself keeps the pages of shorter arrays
-# As much is kept as was in use at once while so many arrays were made, or as many before.
+# Memory is kept up to the most that was in use at once while so many arrays were made, or the same number before them.
 _WINDOW = 256
 
 
@@ -66,14 +66,14 @@ class ReusedMemory:
             self._used_bytes += size
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
             blocks = self._free.pop(size, [])
-            found = blocks.pop() if blocks else None
-            if found is not None:
+            free_block = blocks.pop() if blocks else None
+            if free_block is not None:
                 self._free_bytes -= size
             if blocks:
                 self._free[size] = blocks
             while self._free_bytes + self._used_bytes > max(self._peak_bytes, self._last_peak_bytes):
                 self._forget_oldest()
-        return _aligned(size) if found is None else found
+        return _aligned(size) if free_block is None else free_block
 
     def _forget_oldest(self) -> None:
         size, blocks = next(iter(self._free.items()))

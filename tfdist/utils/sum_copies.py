@@ -1,4 +1,4 @@
-"""How much of an array a worker sends in the sum of all workers' arrays: of the exchange, its counters and plans."""
+"""How much of an array a worker sends in a sum of all workers' arrays, for the exchange, its counters and plans."""
 
 SHORT_BYTES = 64 * 2**10
 
@@ -15,7 +15,7 @@ def is_short_sum(nbytes: float, members: int) -> bool:
 def sum_copies(nbytes: float, members: int) -> float:
     """Returns how many times an array of `nbytes` is sent by each worker.
 
-    By owners that is `2 (N - 1) / N`, the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal
+    In a sum by owners this is `2 (N - 1) / N`, the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations").
 
     >>> sum_copies(2**20, 2), sum_copies(2**20, 4), sum_copies(8, 2), sum_copies(8, 4)

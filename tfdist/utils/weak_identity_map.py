@@ -1,4 +1,4 @@
-"""What is known of objects that may be equal to others, or not hashable, as optimizers and models of users are."""
+"""Values by the identity of objects: optimizers and models of users may be equal to others, or not hashable."""
 
 import weakref
 from typing import Any, Generic, TypeVar
