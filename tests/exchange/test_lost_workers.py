@@ -1,12 +1,14 @@
 """Workers that are killed, frozen, that leave, or call something else: all others raise one error that names them."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worker_groups import free_addresses
@@ -21,9 +23,12 @@ rank, fault, shares_memory, *addresses = sys.argv[1:]
 exchange = Exchange(int(rank), addresses, token="t", silence_seconds=2.0, shares_memory=shares_memory == "memory")
 channel, values = exchange.channel(STEPS), np.ones(1_000_000, np.float32)
 for step in range(200):
-    if step == 5 and rank != "2":
+    if step == 5 and fault == "suspend":
+        print("trains", flush=True)
+        sys.stdin.readline()  # the control connections are served meanwhile
+    elif step == 5 and rank != "2":
         exchange.control.publish(f"begins/{rank}", "")
-    if step == 5 and rank == "2":
+    elif step == 5:
         for other in range(2):
             assert exchange.control.wait_for(f"begins/{other}", 30) is not None
         time.sleep(0.5)  # then the others wait in the exchange
@@ -40,25 +45,36 @@ for step in range(200):
         os._exit(3)
     assert (total == len(addresses)).all()
 exchange.close()
+print("done", flush=True)
 """
 
 
-def run_workers(fault: str, links: str) -> list[str]:
-    """Starts three workers, of which the last has a fault, and returns what each printed."""
+@contextlib.contextmanager
+def started_workers(fault: str, links: str) -> Iterator[list[subprocess.Popen]]:
+    """Starts three workers, of which the last has a fault; kills them at the end."""
     addresses = free_addresses(3)
     commands: list[Sequence[str]] = [
         [sys.executable, "-c", WORKER, str(rank), fault, links, *addresses] for rank in range(3)
     ]
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
+    workers = [subprocess.Popen(command, env=environment, **options) for command in commands]
     try:
-        return [worker.communicate(timeout=60)[0] for worker in workers[:2]] + [_read_first_line(workers[2])]
+        yield workers
     finally:
         for worker in workers:
             worker.send_signal(signal.SIGKILL)
             worker.wait(10)
-            assert worker.stdout is not None
+            assert worker.stdin is not None and worker.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.close()
             worker.stdout.close()
+
+
+def run_workers(fault: str, links: str) -> list[str]:
+    """Starts three workers, of which the last has a fault, and returns what each printed."""
+    with started_workers(fault, links) as workers:
+        return [worker.communicate(timeout=60)[0] for worker in workers[:2]] + [_read_first_line(workers[2])]
 
 
 def _read_first_line(worker: subprocess.Popen) -> str:
@@ -85,3 +101,16 @@ def test_every_other_worker_raises_one_error(fault: str, error: str, cause: str,
         assert printed.startswith(error) and cause in printed, printed
         assert float(printed.split()[1]) >= began
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_workers_that_are_all_suspended_continue() -> None:
+    """As `scontrol suspend` does. What the others have sent meanwhile is unread: it must not count as their silence."""
+    with started_workers("suspend", "memory") as workers:
+        assert [_read_first_line(worker) for worker in workers] == ["trains\n"] * 3
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for worker in workers:
+                worker.send_signal(number)
+            time.sleep(3.0 if number == signal.SIGSTOP else 0)  # longer than the silence after which one is lost
+        for worker in workers:
+            print(file=worker.stdin, flush=True)
+        assert [worker.communicate(timeout=60)[0] for worker in workers] == ["done\n"] * 3

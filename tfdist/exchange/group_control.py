@@ -14,6 +14,7 @@ from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.active_clock import ActiveClock
 
 _BEAT_SECONDS = 1.0
 _LAST_VALUES_SECONDS = 2.0  # how long values of others may arrive after a worker has left
@@ -37,7 +38,8 @@ class GroupControl:
     ) -> None:
         self._rank, self._failure, self._silence_seconds = rank, failure, silence_seconds
         self._connections = dict(connections)
-        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._clock, self._active_seconds = ActiveClock(now=time.monotonic()), 0.0
+        self._heard = dict.fromkeys(connections, 0.0)
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -119,7 +121,6 @@ class GroupControl:
             if now >= next_beat:
                 next_beat = now + _BEAT_SECONDS
                 self._send_to_all({"alive": True})
-                self._check_silence(now)
             poller = select.poll()
             poller.register(self._wakes, select.POLLIN)
             for connection in self._connections.values():
@@ -127,7 +128,9 @@ class GroupControl:
             if self._failure.error is None:
                 poller.register(self._failure.descriptor, select.POLLIN)
             poller.poll(max(next_beat - time.monotonic(), 0) * 1000)
+            self._active_seconds = self._clock.advance(time.monotonic())
             self._receive()
+            self._check_silence()  # after what has arrived while this process was stopped
             if self._failure.error is not None:
                 with self._changed:
                     self._changed.notify_all()
@@ -136,7 +139,7 @@ class GroupControl:
         for rank, connection in list(self._connections.items()):
             try:
                 for message in connection.receive():
-                    self._heard[rank] = time.monotonic()
+                    self._heard[rank] = self._active_seconds
                     self._take(rank, message)
             except ConnectionClosedError as error:
                 self._drop(rank, str(error))
@@ -171,9 +174,9 @@ class GroupControl:
             is_end = "closed" in cause or "reset" in cause.lower()
             self._failure.lost(rank, "its process has ended" if is_end else f"its connection broke ({cause})")
 
-    def _check_silence(self, now: float) -> None:
+    def _check_silence(self) -> None:
         for rank in list(self._connections):
-            silence = now - self._heard[rank]
+            silence = self._active_seconds - self._heard[rank]
             if silence > self._silence_seconds:
                 self._failure.lost(rank, f"it has not answered for {silence:.0f} s: it is frozen, or its link is cut")
 

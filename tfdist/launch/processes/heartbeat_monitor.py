@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import fit_suffix
+from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.json_messages import json_object
 
 # Heartbeats come every 0.25 s. Gaps up to 1.3 s were measured where a worker held its GIL on a loaded host.
@@ -246,30 +247,3 @@ class HeartbeatMonitor:
         phase = next((worker.phase for worker in training.values() if worker.phase is not None), None)
         progress_text = "made a step" if phase is None else f"finished a batch of {phase}"
         return f"no worker {progress_text} for {limit:.0f} s (last steps: {steps}{fit_suffix(self.fit)})"
-
-
-# A longer gap between two readings means that this process did not run: messages of that time are still unread.
-_MAX_GAP_SECONDS = 1.0
-
-
-class ActiveClock:
-    """Counts the seconds in which this process was able to read messages; the silence of others is measured by it.
-
-    A process that was stopped, or blocked by a terminal, must not take its own absence for the absence of others.
-
-    Args:
-        now: Monotonic time in seconds.
-
-    >>> clock = ActiveClock(now=10.0)
-    >>> clock.advance(10.5), clock.advance(70.0)
-    (0.5, 1.5)
-    """
-
-    def __init__(self, *, now: float) -> None:
-        self._now, self._seconds = now, 0.0
-
-    def advance(self, now: float) -> float:
-        """Returns the active seconds until `now`, a monotonic time."""
-        self._seconds += min(max(now - self._now, 0.0), _MAX_GAP_SECONDS)
-        self._now = now
-        return self._seconds

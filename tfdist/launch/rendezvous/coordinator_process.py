@@ -9,7 +9,6 @@ import time
 import traceback
 
 from tfdist.cluster.wait_for_peers import listen_on_all_interfaces
-from tfdist.launch.processes.heartbeat_monitor import ActiveClock
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
@@ -19,6 +18,7 @@ from tfdist.transport.handshake import Credentials
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.linux_syscalls import die_with_parent, fork
 

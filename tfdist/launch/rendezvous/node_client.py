@@ -9,7 +9,6 @@ from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE
 from tfdist.launch.process_roles import count_workers, run_roles
-from tfdist.launch.processes.heartbeat_monitor import ActiveClock
 from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.run_policy import AttemptStart, RunEnd, RunPolicy, ShutdownOrder
 from tfdist.launch.processes.stop_signals import StopSignals
@@ -17,6 +16,7 @@ from tfdist.launch.restart.attempt_outcome import Outcome, encode_outcome
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
+from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ReservedPorts
 
