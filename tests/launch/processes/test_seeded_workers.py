@@ -73,6 +73,22 @@ def test_a_sitecustomize_of_the_user_still_runs(run, environ, tmp_path):
     assert second == "0.5507979025745755", "NumPy is seeded although another finder has found it"
 
 
+def test_a_library_may_look_whether_keras_is_installed(run, environ, tmp_path):
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "keras.py").write_text("import random; random.random()")
+    code = """
+        import importlib.util, random
+        importlib.util.find_spec("keras")
+        import keras, numpy as np
+        importlib.reload(np.random)
+        say(random.random(), np.random.random())
+    """
+    ended = run(code, "--seed", "5", workers=1, env={"PYTHONPATH": f"{tmp_path / 'libraries'}:{environ['PYTHONPATH']}"})
+    first, second = ended.of(0)[0].split(" ")
+    assert first == "0.6229016948897019", "what keras draws while it is imported is not missing"
+    assert second == "0.22199317108973948"  # np.random.RandomState(5).random_sample(): seeded by the first import
+
+
 @pytest.mark.parametrize("hash_seed", [None, "3"])
 def test_an_environment_without_a_python_path(hash_seed):
     environ = {"PATH": os.environ["PATH"], **({} if hash_seed is None else {"PYTHONHASHSEED": hash_seed})}

@@ -25,12 +25,11 @@ class _SeedingFinder:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._searched: set[str] = set()
+        self._imported: set[str] = set()  # a program may look for a module first, and import it again later
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in (_NUMPY, *_KEEPING) or name in self._searched:
+        if name not in (_NUMPY, *_KEEPING) or name in self._imported:
             return None
-        self._searched.add(name)
         finders = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
@@ -43,6 +42,7 @@ class _SeedingFinder:
 
         def execute_and_seed(module: ModuleType) -> None:
             del loader.exec_module
+            self._imported.add(module.__name__)
             state = random.getstate()
             execute(module)
             if module.__name__ in _KEEPING:
