@@ -145,6 +145,20 @@ def test_the_failure_of_a_rank_is_reported_at_once(store, save, assert_complete,
     assert_complete(store.newest()[0], 3, 3)
 
 
+def test_a_rank_whose_part_cannot_be_encoded_is_not_waited_for(store, save, monkeypatch):
+    encode = sharded_save.encode_shard
+
+    def fail(shard):
+        if shard.metadata["rank"] == 2:
+            raise ValueError("A part of the state cannot be saved.")
+        return encode(shard)
+
+    monkeypatch.setattr(sharded_save, "encode_shard", fail)
+    patient = CheckpointStore(store.directory, peer_timeout_seconds=3600)
+    with pytest.raises(CheckpointError, match="Rank 2 could not write its part .* A part of the state cannot be saved"):
+        save(patient, 2, num_ranks=3)
+
+
 def test_a_rank_that_fails_removes_its_file_and_raises_too(store, save, monkeypatch):
     def fail(directory, rank, record):
         raise OSError(28, "No space left on device")

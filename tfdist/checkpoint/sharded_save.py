@@ -79,9 +79,12 @@ class ShardedSave:
                 missing.
             ValueError: If something cannot be saved, or this rank has saved this number in this attempt.
         """
-        parts = self._encode(rank_shard, shared_shard)
-        metadata = json.loads(dump_metadata(metadata))  # as it will be read
+        self._check_shards(shared_shard)
         try:
+            if self._rank != 0:
+                atomic_files.make_directory(self._unfinished)  # where rank 0 looks for a failure of this rank
+            parts = self._encode(rank_shard, shared_shard)
+            metadata = json.loads(dump_metadata(metadata))  # as it will be read
             if self._rank == 0:
                 self._remove_corrupt()
             worker_bytes = 0 if worker_files is None else worker_files.size_bytes
@@ -104,7 +107,7 @@ class ShardedSave:
             self._clean_up(error)
             raise
 
-    def _encode(self, rank_shard: Shard, shared_shard: Shard | None) -> dict[str, EncodedShard]:
+    def _check_shards(self, shared_shard: Shard | None) -> None:
         if (shared_shard is not None) != (self._rank == 0):
             raise ValueError(
                 "Only rank 0 saves the shared shard. Received: "
@@ -117,6 +120,8 @@ class ShardedSave:
                 f"attempt={self._attempt!r}. Expected: each number once, and a string that is unique to a start of "
                 "the program."
             )
+
+    def _encode(self, rank_shard: Shard, shared_shard: Shard | None) -> dict[str, EncodedShard]:
         shards = {} if shared_shard is None else {SHARED_FILE: shared_shard}
         shards[rank_file(self._rank)] = rank_shard
         return {name: encode_shard(shard) for name, shard in shards.items()}
