@@ -1,5 +1,6 @@
 """What an estimator and a model do without a session of Spark."""
 
+import json
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from tfdist.spark import KerasEstimator, KerasModel
 from tfdist.spark.keras_estimator import RunDirectory, store_path
 from tfdist.spark.keras_model import as_column
 from tfdist.spark.model_tensors import InputSpec, input_specs, ordered_outputs
-from tfdist.spark.portable_objects import portable, restored
+from tfdist.spark.portable_objects import portable, restored, stable_text
 
 
 def test_a_driver_without_tensorflow_constructs_an_estimator():
@@ -159,6 +160,25 @@ def test_objects_of_keras_are_sent_as_configurations():
 
 
 @pytest.mark.usefixtures("cpus")
+def test_texts_of_arguments_are_alike_in_every_process():
+    """A named run resumes after a restart of the driver if its arguments are alike."""
+
+    def text(*values):
+        return json.dumps(values, default=stable_text)
+
+    import keras
+
+    class Encoder:
+        pass
+
+    assert text(Encoder(), keras.losses.Huber(2.0)) == text(Encoder(), keras.losses.Huber(2.0))
+    one, other = keras.initializers.RandomNormal(0.1), keras.initializers.RandomNormal(0.2)
+    assert text(one) != text(other)
+    zeros, almost_zeros = np.zeros((2, 5000)), np.zeros((2, 5000))
+    almost_zeros[0, 2500] = 1
+    assert text(zeros) != text(almost_zeros) and text(zeros) == text(zeros.copy())
+
+
 def test_a_class_that_keras_does_not_know_is_named():
     import keras
 

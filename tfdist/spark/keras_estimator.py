@@ -18,7 +18,7 @@ from tfdist.launch import WorkerError, on_spark
 from tfdist.spark.estimator_params import TrainingParams
 from tfdist.spark.keras_model import KerasModel
 from tfdist.spark.object_files import load_params, save_params
-from tfdist.spark.portable_objects import ModelFile, portable
+from tfdist.spark.portable_objects import ModelFile, portable, stable_text
 from tfdist.spark.spark_columns import check_columns, fingerprint, split
 from tfdist.spark.training_worker import MODEL_FILE, TrainingResult, TrainingTask, train_worker
 from tfdist.utils import atomic_files
@@ -175,7 +175,7 @@ class KerasEstimator(Estimator, TrainingParams, MLWritable, MLReadable):
         if seed is None:
             seed = 0 if run.has_name else secrets.randbelow(2**31)
         parts = split(dataset, self._given("validation"), columns, seed)
-        same = json.dumps({name: self._given(name) for name in _SAME_IN_A_RUN}, default=repr)
+        same = json.dumps({name: self._given(name) for name in _SAME_IN_A_RUN}, default=stable_text)
         try:
             train, validation = run.data(
                 *parts, lambda: "-".join(fingerprint(df, same) for df in parts if df is not None)

@@ -1,12 +1,16 @@
 """Keras' objects in a form that can be pickled: a model as its file, others as their configurations."""
 
 import dataclasses
+import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,21 @@ def portable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [portable(item) for item in value]
     return value
+
+
+def stable_text(value: Any) -> str:
+    """Returns a text of an argument that is the same in each process, for `json.dumps(..., default=stable_text)`.
+
+    `repr` contains addresses, and leaves out values of long arrays.
+
+    >>> stable_text(object()), stable_text(np.zeros(10_000, np.int8)) == stable_text(np.arange(10_000, dtype=np.int8))
+    ('<object object>', False)
+    """
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    config = getattr(value, "get_config", None)  # of an object of Keras
+    text = f"{type(value).__qualname__} {config()}" if callable(config) else repr(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def restored(value: Any, custom_objects: Mapping[str, Any]) -> Any:
