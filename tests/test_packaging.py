@@ -1,5 +1,6 @@
 """The wheel and the sdist contain every source file and nothing else, and the installed wheel works."""
 
+import contextlib
 import email.message
 import email.parser
 import os
@@ -53,7 +54,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in filter(None, run(*git, cwd=ROOT).split("\0")):
         if os.path.lexists(ROOT / name):
             (clean / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, clean / name, follow_symlinks=False)
+            with contextlib.suppress(FileNotFoundError):  # another test process has just deleted it
+                shutil.copy2(ROOT / name, clean / name, follow_symlinks=False)
     return clean
 
 

@@ -11,7 +11,7 @@ from child_environment import child_environment
 _ROOT = Path(__file__).resolve().parents[2]
 _KIT = _ROOT / "benchmarks" / "gpu.py"
 _RESULTS = _ROOT / "benchmarks" / "results" / "gpu.json"
-_LIMIT_SECONDS = 300
+_LIMIT_SECONDS = 1200
 _LONG_SECONDS = 3600
 _FEW = ("sharded_state_replicas", "speed_codecs")
 

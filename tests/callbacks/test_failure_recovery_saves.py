@@ -67,7 +67,7 @@ def test_a_write_of_an_interrupted_fit_is_waited_for(tmp_path, undisturbed, monk
     save, may_write = CheckpointStore.save, threading.Event()
 
     def late(*arguments, **keywords):
-        may_write.wait(20)
+        may_write.wait(120)
         return save(*arguments, **keywords)
 
     monkeypatch.setattr(CheckpointStore, "save", late)

@@ -70,7 +70,8 @@ def by_pushes(folder, callbacks):
     strategy = ParameterServerStrategy()
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+        # At this rate the loss falls to a tenth, whatever the first weights and the order of the samples are.
+        model.compile(keras.optimizers.Adam(0.05), "mse")
     history = model.fit(
         strategy.distribute_datasets_from_function(dataset),
         steps_per_epoch=PUSHES,

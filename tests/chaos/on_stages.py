@@ -1,6 +1,6 @@
 """A training in two stages on the workers of `tfdist run --chief`, or on devices of this process.
 
-on_stages.py FOLDER EPOCHS SECONDS      writes FOLDER/state.npz; each step takes SECONDS longer
+on_stages.py FOLDER EPOCHS SECONDS    writes FOLDER/state.npz; each step takes SECONDS longer until FOLDER/struck exists
 """
 
 import sys
@@ -31,7 +31,8 @@ class Pause(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
         self.path.write_text(str(self.steps))
-        time.sleep(self.seconds)
+        if not self.path.with_name("struck").exists():
+            time.sleep(self.seconds)
 
 
 def trained(folder: Path, epochs: int, seconds: float, devices: list[str] | None = None) -> dict[str, np.ndarray]:

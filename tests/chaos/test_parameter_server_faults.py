@@ -1,7 +1,6 @@
 """Chiefs and parameter servers that are killed: rounds end as if nothing had happened, pushes are counted correctly."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 from child_environment import child_environment
 from training import differences
+
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 _SCRIPT = Path(__file__).with_name("on_parameter_servers.py")
 _LIMIT_SECONDS = 1200
@@ -78,7 +79,10 @@ def test_pushes_are_counted_correctly_after_the_loss_of_a_server(tmp_path):
 
 @pytest.mark.long
 def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_path):
-    addresses = {job: [f"127.0.0.1:{free_port()}"] for job in ("chief", "worker", "ps")}
+    with ReservedPorts(3) as reserved:
+        addresses = {
+            job: [f"127.0.0.1:{port}"] for job, port in zip(("chief", "worker", "ps"), reserved.ports, strict=True)
+        }
 
     def environ_of(job):
         return child_environment(TF_CONFIG=json.dumps({"cluster": addresses, "task": {"type": job, "index": 0}}))
@@ -107,9 +111,3 @@ def test_without_a_launcher_fit_resumes_and_the_chief_names_a_lost_server(tmp_pa
     error = chief.stderr.strip().splitlines()[-1]
     assert error.startswith("tensorflow.python.framework.errors_impl.UnavailableError: A server was lost")
     assert f"no answer from ps 0 at {addresses['ps'][0]}" in error and "FailureRecovery" in error
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

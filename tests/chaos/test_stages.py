@@ -24,9 +24,10 @@ SCRIPT = Path(on_stages.__file__)
 )
 def test_lost_process(cpus, tmp_path, task, number, cause):
     undisturbed = on_stages.trained(tmp_path, 12, 0.0, cpus[:2])
-    with Run(SCRIPT, 2, tmp_path / "run", 12, 0.02, "--heartbeat-timeout", "3") as run:
+    with Run(SCRIPT, 2, tmp_path / "run", 12, 0.5, "--heartbeat-timeout", "10") as run:  # half a minute in all
         run.wait(lambda: run.steps() > on_stages.STEPS + 1)  # in the middle of an epoch, after a checkpoint
         run.strike(task, number, run.processes())
+        (run.folder / "struck").touch()
         said = run.end()
     assert_as_undisturbed(tmp_path / "run", undisturbed)
     assert cause in said and "restart 1 of 1000 at once with 2 workers" in said

@@ -210,6 +210,22 @@ def test_another_format_is_an_error_before_anything_is_read(store, save, assert_
     assert_complete(store.open(1), 1)
 
 
+def test_a_save_that_ends_while_it_is_listed(store, save, monkeypatch):
+    """It gets its final name after its directory has been found and before that is read."""
+    save(store, 1)
+    save(store, 2, num_ranks=2, ranks=[1])
+    unfinished, scandir = store.directory / ".unfinished-0000000002-a", os.scandir
+
+    def end_before(path="."):
+        if Path(path) == unfinished:
+            unfinished.rename(store.directory / "ckpt-0000000002")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", end_before)
+    found = [(entry.sequence, entry.status) for entry in store.list_checkpoints()]
+    assert found == [(1, "complete"), (2, "unfinished")] and not unfinished.exists()
+
+
 def test_a_checkpoint_under_another_number_is_corrupt(store, save):
     save(store, 1).path.rename(store.directory / "ckpt-0000000005")
     assert store.newest() == (None, ["ckpt-0000000005: manifest.json is that of checkpoint 1"])

@@ -230,10 +230,10 @@ def test_an_exchange_that_takes_longer_than_its_limit_names_the_workers_it_waits
                 boundary.exchange.wait_for_failure()
             else:
                 in_time.wait(30)
-            boundary.all_reduce(tf.ones([5]), limit_seconds=0.5)
+            boundary.all_reduce(tf.ones([5]), limit_seconds=5.0)  # in which each of the two sends its values
 
         for error in on_workers(3, lambda rank: body(boundaries[rank], rank)):
-            assert "Received: all-reduce 3 of 5 float32 values, which waits for worker 1 for more than 0.5 s" in str(
+            assert "Received: all-reduce 3 of 5 float32 values, which waits for worker 1 for more than 5 s" in str(
                 error
             )
 

@@ -111,8 +111,10 @@ def resumed(folder, save):
     complete = model()
     fit(complete)
     save("complete", complete)
+    # Not in the background: what is copied below must not be under way any more.
+    recovery = FailureRecovery(folder / "checkpoints", every_steps=1, background=False)
     with contextlib.suppress(InterruptedError):
-        fit(model(), callbacks=[FailureRecovery(folder / "checkpoints", every_steps=1), Stop()])
+        fit(model(), callbacks=[recovery, Stop()])
     again = model()
     if again.distribute_strategy.rank == 0:
         shutil.copytree(folder / "checkpoints", folder / "interrupted")

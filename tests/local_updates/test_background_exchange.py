@@ -1,6 +1,6 @@
 """The exchange beside the steps: in order, in a function, with a limit, and with errors that reach the step."""
 
-import time
+import threading
 
 import pytest
 import tensorflow as tf
@@ -59,10 +59,14 @@ def test_sums_arrive_in_functions_and_can_be_given_back():
 
 
 def test_an_exchange_that_takes_too_long_names_the_late_workers():
-    exchanged = exchange(Reduction(lambda: time.sleep(2)), timeout_seconds=0.1)
-    exchanged.send(0, tf.constant(5.0), [tf.zeros([2])])
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"longer than 0.1 s. Received: nothing from worker 1"):
-        exchanged.receive(0)
+    has_failed = threading.Event()
+    exchanged = exchange(Reduction(lambda: has_failed.wait(60)), timeout_seconds=0.1)
+    try:
+        exchanged.send(0, tf.constant(5.0), [tf.zeros([2])])
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"longer than 0.1 s. Received: nothing from worker 1"):
+            exchanged.receive(0)
+    finally:
+        has_failed.set()
 
 
 def test_the_error_of_an_exchange_is_that_of_the_step():

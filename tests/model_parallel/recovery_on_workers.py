@@ -6,7 +6,6 @@ Writes what happened to `results.json` in the folder that it gets.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from tfdist.checkpoint.checkpoint_store import CheckpointStore
 from tfdist.checkpoint.manifest import FileRecord, Manifest
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 from tfdist.tensorflow_internals import placed_strategy
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 WORKERS = [f"/job:worker/task:{index}/device:CPU:0" for index in range(2)]
 OWN = ["CPU:0", "CPU:1"]
@@ -36,12 +36,9 @@ DATA = "worker-1.data-00000-of-00001"
 @contextmanager
 def workers(folder: Path) -> Iterator[list[int]]:
     """Starts two workers in directories of their own, and connects to them."""
-    ports = []
-    for _ in range(3):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            ports.append(f"127.0.0.1:{found.getsockname()[1]}")
-    spec = {"worker": ports[1:], "chief": ports[:1]}
+    with ReservedPorts(3) as reserved:
+        chief, *others = (f"127.0.0.1:{port}" for port in reserved.ports)
+    spec = {"worker": others, "chief": [chief]}
     program = str(Path(__file__).with_name("stage_worker.py"))
     started = []
     try:

@@ -58,7 +58,7 @@ def test_sleeping_stages_overlap(schedule: str) -> None:
     in_turn = MICRO_BATCHES * STAGES * 3 * SECONDS
     model.train_on_batch(x, x)  # traces
     durations = [float("inf")]
-    while len(durations) <= 4 and min(durations) > 1.3 * ideal:
+    while len(durations) <= 30 and min(durations) > 1.3 * ideal:  # until the host is not busy for the time of a step
         start = time.perf_counter()
         model.train_on_batch(x, x)
         durations.append(time.perf_counter() - start)

@@ -71,7 +71,7 @@ def wait_for(condition):
 
 def stopped(strategy):
     """A worker is stopped for some rounds, continues, and takes part again."""
-    strategy.mode = dataclasses.replace(MODE, deadline_seconds=2.0, clients_per_round=CLIENTS)
+    strategy.mode = dataclasses.replace(MODE, deadline_seconds=10.0, clients_per_round=CLIENTS)
     pid, before = pids()[1], strategy.worker_stats
     actions = {4: lambda: os.kill(pid, signal.SIGSTOP), 8: lambda: os.kill(pid, signal.SIGCONT)}
     began = time.monotonic()

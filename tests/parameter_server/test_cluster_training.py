@@ -50,7 +50,7 @@ def test_parts_of_other_sizes_equal_one_process_and_are_computed_by_their_worker
     assert seen["difference"] <= 1e-6
     assert seen["rounds"] == 20
     assert sum(seen["samples"]) == sum(seen["expected"]) == 2 * 203
-    # TensorFlow gives the first function of each worker to any of them, and a busy one's to another after 50 ms.
+    # TensorFlow gives the first function of each worker to any of them.
     assert abs(seen["samples"][0] - seen["expected"][0]) <= 0.3 * 203
 
 

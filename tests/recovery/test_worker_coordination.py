@@ -20,21 +20,32 @@ def test_all_get_the_first_proposal(coordinations, in_threads):
 
 
 @pytest.mark.parametrize(("late", "workers"), [(0, 2), (1, 2), (0, 3), (2, 3)])
-def test_chief_exits_last_and_nobody_before_it_is_ready(coordinations, in_threads, key_values, late, workers):
+def test_chief_exits_last_and_nobody_before_it_is_ready(
+    coordinations, in_threads, key_values, monkeypatch, late, workers
+):
+    """A worker exits from the moment at which it says so: it may return from that call after the chief has exited."""
     ranks, others = coordinations(workers), [rank for rank in range(workers) if rank != late]
     exited, is_ready = [], threading.Event()
+
+    def exit_and_say(key, value):
+        if "/exits/" in key:
+            exited.append(int(key.rpartition("/")[2]))
+        key_values.set(key, value)
 
     def leave(rank):
         if rank == late:
             is_ready.wait(0.3)  # time for the others to exit
             exited.append("late")
         ranks[rank].wait_to_exit()
-        exited.append(rank)
+        if rank == 0:
+            exited.append(0)
         if late in (0, rank) or rank == 0:
             is_ready.set()
 
+    monkeypatch.setattr(worker_coordination, "set_key_value", exit_and_say)
     in_threads(leave, (late, *others))
     assert exited[-1] == 0 and exited.index("late") < exited.index(0)
+    assert sorted(exited[:-1], key=str) == [*range(1, workers), "late"]
     assert late != 0 or exited[0] == "late"
     assert len(key_values.values) == workers
 

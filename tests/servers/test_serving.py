@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import tensorflow as tf
+from slept_clock import slept_clock
 
 from tfdist.servers import serving
 
@@ -31,6 +32,18 @@ def test_it_serves_until_the_chief_that_it_has_seen_is_lost(serve):
     with pytest.raises(StopIteration):
         serve([False, False])
     serve([False, True, False])
+
+
+def test_a_server_that_was_stopped_asks_for_the_chief_before_it_takes_it_for_lost(serve, monkeypatch):
+    clock = slept_clock(monkeypatch, serving)
+
+    def be_stopped():
+        clock.now += 60.0
+
+    clock.during = be_stopped
+    with pytest.raises(StopIteration):
+        serve([True, True])
+    serve([True, True, False])
 
 
 def test_it_does_not_wait_for_a_chief_without_limit(serve, monkeypatch):

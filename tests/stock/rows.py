@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from child_environment import child_environment
+
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 _SCRIPT = Path(__file__).with_name("run_rows.py")
 _LIMIT_SECONDS = 90.0  # without progress
@@ -133,8 +134,8 @@ def _run(library: str, rows: list[Row], output: Path) -> dict[str, Result]:
 
 
 def _with_a_missing_peer() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as peer:
-        addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in (own, peer)]
+    with ReservedPorts(2) as reserved:
+        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
     return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}})
 
 

@@ -1,7 +1,6 @@
 """`tfdist run` finds lost peers as early as before, although TensorFlow now waits long for their heartbeats."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 from child_environment import child_environment
 from launched_runs import launch
+
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 pytestmark = [pytest.mark.multi_process]
 
@@ -35,7 +36,8 @@ def test_a_lost_peer_ends_the_run(tmp_path, how, reason):
 
 @pytest.mark.long
 def test_without_the_launcher_tensorflow_ends_the_training_after_a_minute(tmp_path):
-    addresses = [free_address(), free_address()]
+    with ReservedPorts(2) as reserved:
+        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
     workers = []
     try:
         for index in range(2):
@@ -53,9 +55,3 @@ def test_without_the_launcher_tensorflow_ends_the_training_after_a_minute(tmp_pa
     assert code != 0
     # The limit is 60 s, counted from the last of the heartbeats, which are sent every half of it.
     assert 20 < ended_at - float((tmp_path / "lost_at").read_text()) < 120
-
-
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -9,6 +9,8 @@ import sys
 import pytest
 from child_environment import child_environment
 
+from tfdist.utils.cores_and_ports import ReservedPorts
+
 _LIMIT_SECONDS = 1200
 
 
@@ -100,13 +102,9 @@ def tf_config(workers, index=0):
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-ALONE, ABSENT = tf_config([free_address()]), free_address()
+# `attempts` replaces them: by an address that is free, and by one at which nobody can listen.
+OWN, ABSENT = "127.0.0.1:own", "127.0.0.1:absent"
+ALONE = tf_config([OWN])
 NOT_COMPLETE = "TimeoutError: The workers were not complete after {} s"
 # TF_CONFIG, arguments, TFDIST_START_TIMEOUT, and parts of the message.
 REJECTED = {
@@ -118,12 +116,12 @@ REJECTED = {
         for value in (0, -1, math.inf, math.nan, True)
     },
     "missing peer": (
-        tf_config([free_address(), ABSENT]),
+        tf_config([OWN, ABSENT]),
         {"start_timeout_seconds": 1},
         None,
         [NOT_COMPLETE.format(1), f"worker 1 at {ABSENT}", "start_timeout_seconds"],
     ),
-    "the launcher's timeout": (tf_config([free_address(), ABSENT]), {}, "0.5", [NOT_COMPLETE.format(0.5)]),
+    "the launcher's timeout": (tf_config([OWN, ABSENT]), {}, "0.5", [NOT_COMPLETE.format(0.5)]),
 }
 
 PROGRAM = """
@@ -150,14 +148,17 @@ print(json.dumps([attempt(*arguments) for arguments in json.loads(sys.argv[1])])
 @pytest.fixture(scope="module")
 def attempts():
     """The outcome of each attempt to create a strategy, in one process, as long as TensorFlow has not started."""
-    with socket.create_server(("", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
+    with socket.create_server(("", 0)) as other, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        taken, absent = (f"127.0.0.1:{one.getsockname()[1]}" for one in (other, silent))
+        with ReservedPorts(1) as reserved:
+            own = f"127.0.0.1:{reserved.ports[0]}"
         tried = {name: case[:3] for name, case in REJECTED.items()}
-        tried["taken port"] = (tf_config([taken, free_address()]), {"start_timeout_seconds": 3}, None)
+        tried["taken port"] = (tf_config([taken, ABSENT]), {"start_timeout_seconds": 3}, None)
         tried["no cluster"] = (None, {}, None)
         tried["late"] = (ALONE, {}, None)
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(list(tried.values()))],
+            [sys.executable, "-c", PROGRAM, json.dumps(list(tried.values())).replace(OWN, own).replace(ABSENT, absent)],
             env=child_environment(),
             capture_output=True,
             text=True,
@@ -165,7 +166,7 @@ def attempts():
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    return taken, dict(zip(tried, json.loads(done.stdout), strict=True))
+    return taken, dict(zip(tried, json.loads(done.stdout.replace(absent, ABSENT)), strict=True))
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -8,6 +8,8 @@ import tensorflow as tf
 from tfdist.tensorflow_internals import placed_strategy
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable
 
+pytestmark = pytest.mark.usefixtures("cpus")
+
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 11), (64,), (5, 1, 13)])

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.replica_count import power_of_count, replica_count
 
+pytestmark = pytest.mark.usefixtures("cpus")
 COUNT = replica_count(2)
 VALUES = {
     "itself": (lambda: COUNT, 2, 1),

@@ -14,6 +14,7 @@ from tfdist.tensorflow_internals.sent_dtypes import (
     to_words,
 )
 
+pytestmark = pytest.mark.usefixtures("cpus")
 INTEGERS = "int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
 FLOATS = "float8_e4m3fn float8_e5m2 bfloat16 float16 float32 float64".split()
 NUMBERS = (*INTEGERS, *FLOATS, "complex64", "complex128")

@@ -53,6 +53,7 @@ def workers(monkeypatch):
     monkeypatch.setattr(batch_comparison, "wait_for_key_until", store.wait_until)
     monkeypatch.setattr(batch_comparison, "take_key_value", store.take)
     monkeypatch.setattr(batch_comparison.atexit, "register", lambda function: None)
+    monkeypatch.setattr(batch_comparison, "_CLOSE_SECONDS", LIMIT_SECONDS)  # on a busy host threads end late
     both = [BatchComparison(rank, 2, "batches") for rank in range(2)]
     yield both
     assert all(key.startswith("batches/ended/") for key in store.for_all)  # batches are compared by the chief alone

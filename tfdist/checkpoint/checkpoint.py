@@ -1,5 +1,6 @@
 """Opens, verifies and lists the checkpoints in a directory: complete, corrupt and unfinished ones."""
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -197,9 +198,8 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.
 
 def _size_bytes(path: Path) -> int:
     total = 0
-    for file in [path, *path.rglob("*")]:
-        try:
-            total += file.lstat().st_size if not file.is_dir() else 0
-        except FileNotFoundError:  # removed since it was listed
-            continue
+    with contextlib.suppress(FileNotFoundError):  # a save that has ended, or was removed, since it was listed
+        for file in [path, *path.rglob("*")]:
+            with contextlib.suppress(FileNotFoundError):
+                total += file.lstat().st_size if not file.is_dir() else 0
     return total

@@ -57,9 +57,12 @@ def serve(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> None:
         server.join()
         return
     started_at, seen_at = time.monotonic(), None
-    while seen_at is None or time.monotonic() - seen_at < _CHIEF_LOST_SECONDS:
+    while True:
+        # Before the time counts: a process that was stopped must not take its own absence for the chief's.
         if is_reachable(chief, SLOW_LINK_SECONDS):
             seen_at = time.monotonic()
+        elif seen_at is not None and time.monotonic() - seen_at >= _CHIEF_LOST_SECONDS:
+            return
         elif seen_at is None and heartbeat is None and time.monotonic() - started_at > _CHIEF_START_SECONDS:
             raise TimeoutError(
                 f"The chief of this server has not started after {_CHIEF_START_SECONDS:g} s. Received: no answer from "
