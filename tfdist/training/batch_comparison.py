@@ -108,16 +108,18 @@ def compare(prints: Sequence[Fingerprints]) -> Difference | None:
     Difference(inputs=('x',), equal=('y',), workers=(1,), shows_same_order=True)
     """
     first = prints[0]
-    names = list(dict.fromkeys(name for each in prints for name in each))
+    names = list(dict.fromkeys(name for fingerprints in prints for name in fingerprints))
 
-    def agrees(name: str, other: Fingerprints) -> bool:
-        return name in first and name in other and same(first[name], other[name])
+    def agrees(name: str, worker_prints: Fingerprints) -> bool:
+        return name in first and name in worker_prints and same(first[name], worker_prints[name])
 
-    differing = tuple(name for name in names if not all(agrees(name, other) for other in prints))
+    differing = tuple(name for name in names if not all(agrees(name, worker_prints) for worker_prints in prints))
     if not differing:
         return None
     equal = tuple(name for name in names if name not in differing)
-    workers = tuple(rank for rank, other in enumerate(prints) if not all(agrees(name, other) for name in differing))
+    workers = tuple(
+        rank for rank, worker_prints in enumerate(prints) if not all(agrees(name, worker_prints) for name in differing)
+    )
     only_x = all(name.partition("/")[0] == "x" for name in differing)
     labels = [first[name] for name in equal if name.partition("/")[0] == "y"]
     return Difference(differing, equal, workers, only_x and any(label[2] for label in labels))
@@ -204,8 +206,8 @@ class BatchComparison:
             number = number if batch else next(passes)
             if (comparison := itself()) is not None:
                 prints: Fingerprints = {}
-                for part, each in zip(names, rows, strict=True):
-                    prints[part if part not in prints else f"{part}, part {len(prints)}"] = fingerprint(each)
+                for part, input_rows in zip(names, rows, strict=True):
+                    prints[part if part not in prints else f"{part}, part {len(prints)}"] = fingerprint(input_rows)
                 comparison._add({**traits, "name": name, "pass": number, "batch": batch, "prints": prints})
 
         self._start()
@@ -293,9 +295,9 @@ class BatchComparison:
     def _take(self, rank: int, record: dict[str, Any]) -> None:
         key = json.dumps([record.get(part) for part in ("end", "dataset", "name", "batch")])
         with self._lock:
-            found = self._waiting.setdefault(key, {})
-            found[rank] = record
-            if len(found) < self._num_workers:
+            records = self._waiting.setdefault(key, {})
+            records[rank] = record
+            if len(records) < self._num_workers:
                 while len(self._waiting) > _MOST_WAITING:
                     self._waiting.popitem(last=False)
                 return
@@ -303,7 +305,7 @@ class BatchComparison:
             if "end" in record:
                 set_key_value(f"{self._name}/ended/{record['end']}", self._error)
                 return
-            prints: list[Fingerprints] = [found[worker]["prints"] for worker in range(self._num_workers)]
+            prints: list[Fingerprints] = [records[worker]["prints"] for worker in range(self._num_workers)]
             difference = compare(prints)
             if difference is not None and not self._error:
                 self._report(difference, record)

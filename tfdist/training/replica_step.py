@@ -161,8 +161,8 @@ def _run_micro_batches(
     _assign(states, [_combined_state(*values) for values in zip(states, *own, strict=True)], strategy)
     positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
     return [
-        PartialResult(step, part_logs, [kept[position] for position in positions])
-        for step, part_logs, kept in zip(steps, logs, own, strict=True)
+        PartialResult(step, part_logs, [state_values[position] for position in positions])
+        for step, part_logs, state_values in zip(steps, logs, own, strict=True)
     ]
 
 
@@ -248,7 +248,7 @@ def _dynamic_step(
     if counted is None:
         samples = count_samples(value)
         if len(inputs) == replicas:
-            total = tf.cast(tf.add_n([count_samples(each) for each in inputs]), tf.float32)
+            total = tf.cast(tf.add_n([count_samples(replica_input) for replica_input in inputs]), tf.float32)
         else:
             (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
     else:

@@ -254,6 +254,6 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _sparse_rows(leaf: tf.SparseTensor, first: Any, end: Any) -> tf.SparseTensor:
-    others = leaf.dense_shape[1:]
-    start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(others)], axis=0)
-    return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], others], axis=0))
+    row_shape = leaf.dense_shape[1:]
+    start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(row_shape)], axis=0)
+    return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], row_shape], axis=0))
