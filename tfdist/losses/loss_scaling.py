@@ -205,12 +205,12 @@ class LossStep:
         return 1 if self._degrees is not None and self._degrees.contains_scaled(term.tensor) else self.mean_scale
 
     def _scale_of_quotient(self, term: Term) -> Any:
-        """The factor of a dividend: its own one, divided by the divisor of all samples."""
-        own = self.mean_scale if term.degree == 0 else self.sum_scale
-        total = self.total_of(times(term.divisor, own))
+        """Returns the factor of a dividend: that of its degree, divided by the divisor of all samples."""
+        scale = self.mean_scale if term.degree == 0 else self.sum_scale
+        total = self.total_of(times(term.divisor, scale))
         if total is None:
             return None
-        return tf.math.divide_no_nan(tf.cast(own, total.dtype), total if term.guard is None else term.guard(total))
+        return tf.math.divide_no_nan(tf.cast(scale, total.dtype), total if term.guard is None else term.guard(total))
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part, as far as it can be followed."""
@@ -268,19 +268,22 @@ class LossStep:
             return None
         if gradients is None:
             terms = [term for target in targets for term in self._terms(target)]
-            givens: list[Any] = [None] * len(terms)
+            user_gradients: list[Any] = [None] * len(terms)
         else:
-            givens = [
-                tf.ones_like(target) if one is None else one for target, one in zip(targets, gradients, strict=True)
+            user_gradients = [
+                tf.ones_like(target) if gradient is None else gradient
+                for target, gradient in zip(targets, gradients, strict=True)
             ]
-            products = (self._degrees.product(*pair) for pair in zip(targets, givens, strict=True))
-            terms = [Term(target, 1.0, *found) for target, found in zip(targets, products, strict=True)]
+            products = (self._degrees.product(*pair) for pair in zip(targets, user_gradients, strict=True))
+            terms = [
+                Term(target, 1.0, *degree_and_power) for target, degree_and_power in zip(targets, products, strict=True)
+            ]
         scales = [self._scale_or_guess(term) for term in terms]
         if all(is_one(scale) for scale in scales):
             return None
         return [
-            (term.tensor, _gradient(term, scale, given))
-            for term, scale, given in zip(terms, scales, givens, strict=True)
+            (term.tensor, _gradient(term, scale, user_gradient))
+            for term, scale, user_gradient in zip(terms, scales, user_gradients, strict=True)
         ]
 
     def check_samples(self, values: Any) -> None:
@@ -333,7 +336,7 @@ class LossStep:
         return self.mark_scaled(self._part_of(loss, terms, scales))
 
 
-def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:
-    """The gradient of the loss with respect to a term's tensor; `given` is that of the user's code."""
+def _gradient(term: Term, scale: Any, user_gradient: Any) -> tf.Tensor:
+    """Returns the gradient of the loss with respect to a term's tensor, from the one that the user's code passes."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
-    return tf.broadcast_to(scale, tf.shape(term.tensor)) if given is None else times(given, scale)
+    return tf.broadcast_to(scale, tf.shape(term.tensor)) if user_gradient is None else times(user_gradient, scale)

@@ -72,7 +72,7 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
     if tensor.shape.rank != 0:
         return None
     if kind in ("AddV2", "Add", "AddN"):
-        return [(given, 1.0) for given in inputs]
+        return [(input_tensor, 1.0) for input_tensor in inputs]
     if kind == "Sub":
         return [(inputs[0], 1.0), (inputs[1], -1.0)]
     is_float = bool(inputs) and inputs[0].dtype.is_floating
@@ -83,13 +83,13 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
     ):
         return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
     if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
-        first, second = (tf.get_static_value(given) for given in inputs)
+        first, second = (tf.get_static_value(input_tensor) for input_tensor in inputs)
         if second is not None:
             return [(inputs[0], float(second) if kind.startswith("Mul") else 1 / float(second) if second else 0.0)]
         return [(inputs[1], float(first))] if kind.startswith("Mul") and first is not None else None
     if kind in ("Sum", "Mean") and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:
         packed = list(inputs[0].op.inputs)
-        return [(given, 1.0 if kind == "Sum" else 1 / len(packed)) for given in packed]
+        return [(input_tensor, 1.0 if kind == "Sum" else 1 / len(packed)) for input_tensor in packed]
     return None
 
 
@@ -98,7 +98,7 @@ def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
     tensor = loss
     while True:
         operation = tensor.op
-        values = [tf.get_static_value(given) for given in operation.inputs] if len(operation.inputs) == 2 else []
+        values = [tf.get_static_value(operand) for operand in operation.inputs] if len(operation.inputs) == 2 else []
         if operation.type in ("RealDiv", "DivNoNan") and values[1] is not None:
             if np.all(values[1] == number):
                 return True

@@ -20,7 +20,7 @@ def static(tensor: Any) -> Any:
     """
     value = tf.get_static_value(tensor, partial=True)
     if value is None and getattr(tensor, "op", None) is not None and tensor.op.type in _ARITHMETIC:
-        operands = [static(given) for given in tensor.op.inputs]
+        operands = [static(input_tensor) for input_tensor in tensor.op.inputs]
         if all(operand is not None and None not in operand.ravel() for operand in operands):
             value = _ARITHMETIC[tensor.op.type](*(operand.astype(np.int64) for operand in operands))
     if value is None:
@@ -28,7 +28,7 @@ def static(tensor: Any) -> Any:
     value = np.asarray(value, dtype=object)
     if value.ndim == 1 and tensor.op.type == "Pack":
         value[:] = [
-            _number(one) if known is None else known for one, known in zip(tensor.op.inputs, value, strict=True)
+            _number(element) if known is None else known for element, known in zip(tensor.op.inputs, value, strict=True)
         ]
     return value
 

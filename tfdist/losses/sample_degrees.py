@@ -112,8 +112,8 @@ class SampleDegrees:
             top = waiting.pop()
             if top.ref() in self._scaled:
                 return True
-            inputs = [given for given in self._inputs(top) if given.ref() not in seen]
-            seen.update(given.ref() for given in inputs)
+            inputs = [input_tensor for input_tensor in self._inputs(top) if input_tensor.ref() not in seen]
+            seen.update(input_tensor.ref() for input_tensor in inputs)
             waiting += inputs
         return False
 
@@ -126,9 +126,9 @@ class SampleDegrees:
 
     def product(self, tensor: Any, other: Any) -> tuple[float | None, int]:
         """Returns the degree of the sum of a product over the samples, and its power of the number of replicas."""
-        kinds = [self.kind(one) if is_symbolic(one) else Kind() for one in (tensor, other)]
-        found = product_of(kinds, kinds[0].axes | kinds[1].axes)
-        return degree_of_sum(found), found.replicas
+        kinds = [self.kind(factor) if is_symbolic(factor) else Kind() for factor in (tensor, other)]
+        product_kind = product_of(kinds, kinds[0].axes | kinds[1].axes)
+        return degree_of_sum(product_kind), product_kind.replicas
 
     def kind(self, tensor: Any) -> Kind:
         """Returns the kind of a symbolic tensor."""
@@ -140,12 +140,12 @@ class SampleDegrees:
                 continue
             sources, rule = self._marks.get(top.ref(), (None, None))
             used = self._inputs(top) if sources is None else sources
-            missing = [given for given in used if given.ref() not in self._kinds]
+            missing = [input_tensor for input_tensor in used if input_tensor.ref() not in self._kinds]
             if missing:
                 waiting += missing
                 continue
-            found = [self._followed(top)] if sources is None else [self._kinds[source.ref()] for source in sources]
-            self._kinds[top.ref()] = found[0] if rule is None else rule(found)
+            kinds = [self._followed(top)] if sources is None else [self._kinds[source.ref()] for source in sources]
+            self._kinds[top.ref()] = kinds[0] if rule is None else rule(kinds)
             waiting.pop()
         return self._kinds[tensor.ref()]
 
@@ -154,7 +154,7 @@ class SampleDegrees:
         of_call = SampleDegrees((), 0, self.replicas)
         of_call.static_samples, of_call.ambiguous = self.static_samples, self.ambiguous
         of_call._leaves, of_call._marks, of_call._scaled = self._leaves, self._marks, self._scaled
-        of_call._kinds = {given.ref(): kind for given, kind in zip(inputs, kinds, strict=True)}
+        of_call._kinds = {input_tensor.ref(): kind for input_tensor, kind in zip(inputs, kinds, strict=True)}
         return of_call
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -170,12 +170,13 @@ class SampleDegrees:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             # An operation of another version of TensorFlow, or in an unusual form: a training must not end for that.
             return unknown(
-                [self._kinds[given.ref()] for given in self._inputs(tensor)], [0] if tensor.shape.rank else []
+                [self._kinds[input_tensor.ref()] for input_tensor in self._inputs(tensor)],
+                [0] if tensor.shape.rank else [],
             )
 
     def _of(self, tensor: tf.Tensor) -> Kind:
         operation = tensor.op
-        kinds = [self._kinds[given.ref()] for given in operation.inputs]
+        kinds = [self._kinds[input_tensor.ref()] for input_tensor in operation.inputs]
         if operation.type == "Placeholder":
             return self._of_argument(tensor)
         if operation.type == "Const":
@@ -223,8 +224,8 @@ class SampleDegrees:
             whole = [
                 is_whole(int(size), samples) and (place == 0 or size == samples) for place, size in enumerate(value)
             ]
-            found = whole.index(True) if samples and name == "Shape" and True in whole else None
-            return sample_axes.vector([int(place == found) for place in range(value.size)])
+            place_of_samples = whole.index(True) if samples and name == "Shape" and True in whole else None
+            return sample_axes.vector([int(place == place_of_samples) for place in range(value.size)])
         if samples and name == "Size" and value.ndim == 0 and value % samples == 0:
             return Kind(degree=1)
         degree = ZERO if value.dtype.kind in "fiu" and not value.any() else 0

@@ -87,8 +87,8 @@ def product_of(kinds: Sequence[Kind], axes: Iterable[int] = (), *, is_sum: bool 
     if any(kind.degree == ZERO for kind in kinds):
         return Kind(axes, ZERO, blocks=0 if axes else 1)
     reduced = [kind for kind in kinds if kind.is_reduced]
-    others = [kind for kind in kinds if not kind.is_reduced]
-    mixes = len(reduced) > 1 or (reduced and not all(kind.is_fixed for kind in others))
+    unreduced = [kind for kind in kinds if not kind.is_reduced]
+    mixes = len(reduced) > 1 or (reduced and not all(kind.is_fixed for kind in unreduced))
     blocks = _blocks(kinds)
     if any(kind.degree is None for kind in kinds) or mixes or len(axes) > 1 or blocks is None or (reduced and is_sum):
         return unknown(kinds, axes)
