@@ -49,7 +49,7 @@ def clip(held: HeldParts, gradients: Sequence[Any]) -> list[Any]:
 
 def squares_dtype(gradients: Sequence[Any]) -> tf.DType:
     """The dtype in which the squares of gradients are added up."""
-    return tf.float64 if any(values_of(one).dtype == tf.float64 for one in gradients) else tf.float32
+    return tf.float64 if any(values_of(gradient).dtype == tf.float64 for gradient in gradients) else tf.float32
 
 
 def sum_of_squares(gradient: Any, dtype: tf.DType) -> tf.Tensor:
