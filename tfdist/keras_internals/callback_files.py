@@ -66,10 +66,16 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
             listed = keras.tree.flatten(callbacks or [])
             for callback in listed:
                 _restore(callback)  # after a `fit` that an exception has ended
-            paths = {id(one): path for one in listed if (path := _path(one, _PATHS | _BACKUPS)) is not None}
-            has_backups = any(_path(one, _BACKUPS) is not None for one in listed)
+            paths = {
+                id(listed_callback): path
+                for listed_callback in listed
+                if (path := _path(listed_callback, _PATHS | _BACKUPS)) is not None
+            }
+            has_backups = any(_path(listed_callback, _BACKUPS) is not None for listed_callback in listed)
             shared = share(strategy, list(paths.values()), has_backups)
-            muted = [one for one in listed if paths.get(id(one)) in shared.elsewhere]
+            muted = [
+                listed_callback for listed_callback in listed if paths.get(id(listed_callback)) in shared.elsewhere
+            ]
             for callback in muted:
                 if _path(callback, _PATHS) is not None:
                     _redirect(callback, paths[id(callback)])

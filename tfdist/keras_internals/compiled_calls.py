@@ -86,8 +86,8 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
     a tensor in an attribute, which others could not use.
     """
     scope = stateless_scope()
-    given = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
-    masks = [get_mask(tensor) for tensor in given]
+    inputs = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
+    masks = [get_mask(tensor) for tensor in inputs]
     layers = [] if layer is None else list(layer._flatten_layers())
     variables = [] if layer is None or scope is None else layer.variables
     returned: list[Any] = []  # the structure of the outputs, with tensors of the function
@@ -104,7 +104,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
                 set_mask(tensor, mask)
         with contextlib.nullcontext() if scope is None else _GivenValues(variables, values) as inner:
             returned[:] = [function(*inner_args, **inner_kwargs)]
-        adds_loss = any(one._losses for one in layers) or (inner is not None and inner.losses)
+        adds_loss = any(flat_layer._losses for flat_layer in layers) or (inner is not None and inner.losses)
         if adds_loss or not all(map(_can_leave, tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
             raise CannotCompileError
         results = _tensors(returned)
@@ -112,18 +112,18 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
         updated[:] = [variable for variable, _ in updates]
         return [*results, *_masks(results), *(tf.stop_gradient(value) for _, value in updates)]
 
-    before = [(list(one._losses), set(one._loss_ids)) for one in layers]
+    before = [(list(flat_layer._losses), set(flat_layer._loss_ids)) for flat_layer in layers]
     read = layer.trainable_variables if layer is not None and scope is None else []
     values = [_value_in(scope, variable) for variable in variables]
     called = None
     try:
-        called = call_compiled(traced, given, [variable.value.handle for variable in read], values)
+        called = call_compiled(traced, inputs, [variable.value.handle for variable in read], values)
     finally:
         if called is None:
-            for one, (losses, ids) in zip(layers, before, strict=True):
-                one._losses[:] = losses
-                one._loss_ids.clear()
-                one._loss_ids.update(ids)
+            for flat_layer, (losses, ids) in zip(layers, before, strict=True):
+                flat_layer._losses[:] = losses
+                flat_layer._loss_ids.clear()
+                flat_layer._loss_ids.update(ids)
     if called is None:
         return None
     results = iter(called)

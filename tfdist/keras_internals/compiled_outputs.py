@@ -32,25 +32,25 @@ def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count:
     numbers = packed(range(count))
     if count > 1:
         numbers = tree.pack_sequence_as(compiled._y_pred_build_structure, tree.flatten(numbers))
-    found = []
+    losses = []
     for entry in compiled._flat_losses:
         of_loss = numbers
         for key in entry.path if count > 1 else ():
             of_loss = of_loss[key]
-        found.append((tree.flatten(of_loss), entry.loss))
-    return found
+        losses.append((tree.flatten(of_loss), entry.loss))
+    return losses
 
 
 def metrics_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count: int) -> list[list[Any]]:
     """Returns by output its compiled metrics. The arguments are those of `losses_of_outputs`."""
     compiled = model._compile_metrics
-    found: list[list[Any]] = [[] for _ in range(count)]
+    metrics_by_output: list[list[Any]] = [[] for _ in range(count)]
     if compiled is None or not compiled.built:
-        return found
+        return metrics_by_output
     for of_outputs in (compiled._flat_metrics, compiled._flat_weighted_metrics):
         for number, metrics in zip(compiled._flatten_y(packed(range(count))), of_outputs, strict=True):
-            found[number] += [] if metrics is None else metrics.metrics
-    return found
+            metrics_by_output[number] += [] if metrics is None else metrics.metrics
+    return metrics_by_output
 
 
 @contextmanager

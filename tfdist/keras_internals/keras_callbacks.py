@@ -105,7 +105,7 @@ class ListedCallback(keras.callbacks.Callback):
         """Warns of callbacks that write the logs and run before this one, which adds to the logs."""
         neighbours = self.neighbours
         before = neighbours[: neighbours.index(self)] if neighbours else ()
-        earlier = [type(other).__name__ for other in before if isinstance(other, _LOG_WRITERS)]
+        earlier = [type(callback).__name__ for callback in before if isinstance(callback, _LOG_WRITERS)]
         if earlier:
             name = type(self).__name__
             warnings.warn(

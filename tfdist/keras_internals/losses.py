@@ -138,7 +138,7 @@ def patch_losses() -> None:
         step = current_step()
         if step is None:
             return aggregate(self, loss)
-        is_penalty = not any(loss is one for of_layer in added_losses(self).values() for one in of_layer)
+        is_penalty = not any(loss is layer_loss for of_layer in added_losses(self).values() for layer_loss in of_layer)
         loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
         return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True, is_certain=is_penalty)))
 

@@ -32,7 +32,9 @@ def initial_scope(variables: Any, values: Any) -> Any:
     It collects losses.
     """
     pairs = list(zip(variables, values, strict=True))
-    equal = [(one, value) for one, value in pairs if tuple(one.shape) == tuple(value.shape)]
+    equal = [
+        (keras_variable, value) for keras_variable, value in pairs if tuple(keras_variable.shape) == tuple(value.shape)
+    ]
     scope = keras.StatelessScope(equal, collect_losses=True)
     for variable, value in pairs:
         if tuple(variable.shape) != tuple(value.shape):

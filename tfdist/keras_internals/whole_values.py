@@ -76,7 +76,7 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
         for name, value in vars(optimizer).items()
         if isinstance(value, list) and len(value) == count and name not in apart
     ]
-    return [one[index] for one in lists if isinstance(one[index], keras.Variable)]
+    return [slot_list[index] for slot_list in lists if isinstance(slot_list[index], keras.Variable)]
 
 
 def update_step(optimizer: Any, gradient: Any, variable: GatheredValue) -> None:
