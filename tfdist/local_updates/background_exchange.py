@@ -55,8 +55,8 @@ class BackgroundExchange:
 
     def send(self, number: int, samples: tf.Tensor, differences: Sequence[tf.Tensor]) -> None:
         """Hands over a fragment's differences, and the samples of this worker by which they count."""
-        given = self._given[number].enqueue([samples, *differences])
-        with tf.control_dependencies([given] if given is not None else []):
+        enqueued = self._given[number].enqueue([samples, *differences])
+        with tf.control_dependencies([enqueued] if enqueued is not None else []):
             self._order.enqueue(number)
 
     def receive(self, number: int) -> list[tf.Tensor]:
@@ -76,13 +76,13 @@ class BackgroundExchange:
         self._sums[number].enqueue(["", *[tf.convert_to_tensor(value) for value in sums]])
 
     def _traced(self, number: int, reduction: ReplicaReduction, paths: Sequence[str], device: str) -> Any:
-        given = self._given[number]
+        difference_queue = self._given[number]
 
         def exchange() -> list[tf.Tensor]:
-            samples, *differences = given.dequeue()
+            samples, *differences = difference_queue.dequeue()
             with tf.device(device):
                 share = reduction.share_of_worker(samples)
-                return reduction.sum_of_workers([one * share for one in differences], paths)
+                return reduction.sum_of_workers([difference * share for difference in differences], paths)
 
         return tf.function(exchange, autograph=False).get_concrete_function()
 

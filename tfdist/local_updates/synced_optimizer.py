@@ -64,13 +64,13 @@ class SyncedOptimizer:
     @property
     def shared_variables(self) -> dict[str, Any]:
         """What is equal on all workers, by names: anchors, outer optimizers, and sums that `hold` has copied."""
-        found: dict[str, Any] = {}
+        variables_by_name: dict[str, Any] = {}
         for number, fragment in enumerate(self.fragments):
             outer = [] if fragment.outer is None else fragment.outer.variables
             held = self._held[number] if self._held else []
             for kind, variables in (("anchor", fragment.anchors), ("outer", outer), ("sum", held)):
-                found |= {f"{number}/{kind}/{index}": variable for index, variable in enumerate(variables)}
-        return found
+                variables_by_name |= {f"{number}/{kind}/{index}": variable for index, variable in enumerate(variables)}
+        return variables_by_name
 
     @property
     def own_variables(self) -> dict[str, Any]:
