@@ -84,10 +84,10 @@ def checked_shares(shares: Any, workers: int) -> tuple[float, ...] | None:
     """
     if shares is None:
         return None
-    given = list(shares) if isinstance(shares, Sequence) and not isinstance(shares, str) else []
-    if len(given) != workers or not all(is_number(share, at_least=0) and share > 0 for share in given):
+    values = list(shares) if isinstance(shares, Sequence) and not isinstance(shares, str) else []
+    if len(values) != workers or not all(is_number(share, at_least=0) and share > 0 for share in values):
         raise ValueError(
             f"Invalid `shares`. Received: shares={shares!r} with {workers} workers. Expected: one positive number for "
             "each worker, by rank, such as [1, 3]: the second worker computes three times as many rows as the first."
         )
-    return tuple(float(share) for share in given)
+    return tuple(float(share) for share in values)

@@ -98,8 +98,8 @@ class RowShares:
                 before = tf.reduce_sum(shares[: self._rank])
                 ends = tf.stack([before, before + shares[self._rank]])
                 first, end = tf.unstack(tf.cast((ends * count + total // 2) // total, tf.int32))
-        own = self._devices[self._rank]
-        ends_of_replicas = [first + index * (end - first) // own for index in range(own + 1)]
+        num_devices = self._devices[self._rank]
+        ends_of_replicas = [first + index * (end - first) // num_devices for index in range(num_devices + 1)]
         return [*zip(ends_of_replicas, ends_of_replicas[1:], strict=False)]
 
     def report(self, replica: int, measured: tf.Tensor | None, rows: Any) -> tf.Tensor:
@@ -110,11 +110,11 @@ class RowShares:
             measured: The last step of this replica, as `TimedStep.last`; `None` in `evaluate`.
             rows: The rows of this step.
         """
-        own = tf.reshape(tf.cast(rows, tf.float32), [1])
+        own_rows = tf.reshape(tf.cast(rows, tf.float32), [1])
         if measured is None:
-            return own
+            return own_rows
         after = _OF_REPLICA * (sum(self._devices) - replica - 1)
-        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own], axis=0)
+        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own_rows], axis=0)
 
     def add_step(self, report: tf.Tensor) -> None:
         """Stores the sum of the replicas' reports of a training step, and divides the rows again if it is time."""

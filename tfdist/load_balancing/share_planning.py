@@ -184,14 +184,16 @@ def plan_rows(
     if sum(least) > total:
         return None
     wanted = _bounded([1.0 / cost for cost in costs], float(total), least, most)
-    given = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
-    while sum(given) != total:
-        step = 1 if sum(given) < total else -1
-        can = [w for w in workers if (given[w] < most[w] if step > 0 else given[w] > least[w])] or list(workers)
+    units_of_workers = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
+    while sum(units_of_workers) != total:
+        step = 1 if sum(units_of_workers) < total else -1
+        can = [
+            w for w in workers if (units_of_workers[w] < most[w] if step > 0 else units_of_workers[w] > least[w])
+        ] or list(workers)
         # The unit goes where it delays the least, or leaves where it saves the most.
-        worker = min(can, key=lambda w: (given[w] + step) * costs[w] * step)
-        given[worker] += step
-    rows = [number * unit for number in given]
+        worker = min(can, key=lambda w: (units_of_workers[w] + step) * costs[w] * step)
+        units_of_workers[worker] += step
+    rows = [number * unit for number in units_of_workers]
     roomy = [w for w in workers if rows[w] + batch - total * unit <= limits[w] * batch] or list(workers)
     rows[min(roomy, key=lambda w: (rows[w] * costs[w], w))] += batch - total * unit
     return rows
@@ -243,17 +245,17 @@ def _bounded(weights: Sequence[float], total: float, least: Sequence[float], mos
     while True:
         free = [worker for worker in range(len(weights)) if worker not in fixed]
         weight = _total([weights[worker] for worker in free])
-        rest = total - _total(list(fixed.values()))
-        parts = {worker: rest * weights[worker] / weight for worker in free}
+        remaining = total - _total(list(fixed.values()))
+        parts = {worker: remaining * weights[worker] / weight for worker in free}
         high = {worker: float(most[worker]) for worker in free if parts[worker] > most[worker]}
         low = {worker: float(least[worker]) for worker in free if parts[worker] < least[worker]}
         # Those whose bounds bind more are fixed first; the others may then have room.
         too_much = _total([parts[worker] - bound for worker, bound in high.items()])
         too_little = _total([bound - parts[worker] for worker, bound in low.items()])
-        found = high if too_much >= too_little else low
-        if not found:
+        binding = high if too_much >= too_little else low
+        if not binding:
             return [fixed.get(worker, parts.get(worker, 0.0)) for worker in range(len(weights))]
-        fixed.update(found)
+        fixed.update(binding)
         if len(fixed) == len(weights):
             return [fixed[worker] for worker in range(len(weights))]
 

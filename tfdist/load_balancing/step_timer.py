@@ -96,7 +96,7 @@ class TimedStep:
         late, the computation that is left of the step has been added, not an update.
         """
         if self._gradients_at is None and _graph() is self._graph:
-            self._gradients_at = self._now([*(one for one in gradients if one is not None), self._start])
+            self._gradients_at = self._now([*(gradient for gradient in gradients if gradient is not None), self._start])
 
     @contextmanager
     def updating(self, sums: Any) -> Iterator[None]:
