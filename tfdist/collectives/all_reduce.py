@@ -209,9 +209,9 @@ class ReplicaReduction:
         sums = self._sum_compressed(self.policy, tensors, paths, None, parts if is_flat else None)
         if is_flat:
             return sums
-        dense = [index for index, one in enumerate(sums) if not isinstance(one, tf.IndexedSlices)]
-        own = parts.of(dense).own_of([sums[index] for index in dense]) if dense else []
-        for index, part in zip(dense, own, strict=True):
+        dense = [index for index, summed in enumerate(sums) if not isinstance(summed, tf.IndexedSlices)]
+        own_parts = parts.of(dense).own_of([sums[index] for index in dense]) if dense else []
+        for index, part in zip(dense, own_parts, strict=True):
             sums[index] = part
         return sums
 

@@ -94,8 +94,10 @@ class CompressedReduction:
         for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
             members = [gradients[position] for position in positions]
             group, members = begin_bucket(self._group(method_label(compressor)), members)
-            own = None if parts is None else parts.of(positions)
-            sums = self._reduce(compressor, members, [paths[position] for position in positions], group, own)
+            parts_of_bucket = None if parts is None else parts.of(positions)
+            sums = self._reduce(
+                compressor, members, [paths[position] for position in positions], group, parts_of_bucket
+            )
             sums = end_bucket(group, sums)
             for position, summed in zip(positions, sums, strict=True):
                 results[position] = summed

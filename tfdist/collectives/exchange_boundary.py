@@ -231,8 +231,8 @@ class _Lane:
         """Returns the result, without a static shape."""
         with tf.device("CPU:0"):
             number = self._requested.assign_add(1, read_value=True)
-            what = tf.constant(_packed(kind, tensor.dtype, limit_seconds), tf.int64)
-            with tf.control_dependencies([self._requests.enqueue([what, number, _to_bytes(tensor)])]):
+            packed = tf.constant(_packed(kind, tensor.dtype, limit_seconds), tf.int64)
+            with tf.control_dependencies([self._requests.enqueue([packed, number, _to_bytes(tensor)])]):
                 answered, error, received = self._results.dequeue()
             # An assertion, because `fit` takes the error of a closed queue for the end of the data. A step that ended
             # between its request and the result leaves that result in the queue.
@@ -256,12 +256,12 @@ class _Lane:
             request: What `next_request` returned. It is emptied, so that its memory is freed.
             begin: Called before the exchange.
         """
-        data, number, what = request.pop(), request.pop(), request.pop()
+        data, number, packed = request.pop(), request.pop(), request.pop()
         error = self._stale
         try:
             if begin is not None:
                 begin()
-            kind, dtype, limit_seconds = _unpacked(int(what))
+            kind, dtype, limit_seconds = _unpacked(int(packed))
             if self._name != BACKGROUND:
                 self._channel.before_next(int(number), limit_seconds)
             array = np.asarray(memoryview(data))  # the tensor's memory, which is valid as long as the tensor
@@ -305,9 +305,9 @@ def _packed(kind: str, dtype: tf.DType, limit_seconds: float) -> int:
 
 
 @functools.cache
-def _unpacked(what: int) -> tuple[str, Any, float]:
-    what, kind = divmod(what, len(_KINDS))
-    limit, dtype = divmod(what, _DTYPES)
+def _unpacked(packed: int) -> tuple[str, Any, float]:
+    packed, kind = divmod(packed, len(_KINDS))
+    limit, dtype = divmod(packed, _DTYPES)
     return _KINDS[kind], tf.as_dtype(dtype).as_numpy_dtype, limit / 1000
 
 

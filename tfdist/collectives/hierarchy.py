@@ -38,8 +38,8 @@ class ReplicaHierarchy:
         group = CollectiveGroup(self.local, options=options)
         is_first = self.cross is not None
         dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-        own = dense if is_first else [tf.zeros_like(tensor) for tensor in dense]
-        received = iter(_sum_by_dtype(own, group))
+        contributions = dense if is_first else [tf.zeros_like(tensor) for tensor in dense]
+        received = iter(_sum_by_dtype(contributions, group))
         return [
             _broadcast_rows(tensor, group, is_first) if isinstance(tensor, tf.IndexedSlices) else next(received)
             for tensor in tensors
