@@ -145,13 +145,13 @@ class BlockCompressor(Compressor):
         residuals, new_states = [tf.zeros_like(gradient) for gradient in gradients], [state or {} for state in states]
         words = 0
         if encoded:
-            chosen, given = parts.of(encoded, self.block_values), [gradients[position] for position in encoded]
-            blocks = tf.reshape(chosen.rows(given), [-1, self.block_values])
+            chosen, to_encode = parts.of(encoded, self.block_values), [gradients[position] for position in encoded]
+            blocks = tf.reshape(chosen.rows(to_encode), [-1, self.block_values])
             own_words, state = self._encode(blocks, states[encoded[0]] or {})
             words = chosen.length // self.block_values * self.block_words
             message.append(tf.reshape(own_words, [parts.size, words]))
             errors = tf.reshape(self._fused(self.encoding_error, blocks, own_words), [parts.size, chosen.length])
-            of_gradients = chosen.whole(errors, [gradient.shape for gradient in given])
+            of_gradients = chosen.whole(errors, [gradient.shape for gradient in to_encode])
             for position, residual in zip(encoded, of_gradients, strict=True):
                 residuals[position], new_states[position] = residual, {**(states[position] or {}), **state}
         if plain:

@@ -89,8 +89,8 @@ class OwnedParts:
         return [-(-size // self.block) * self.block for size in sizes]
 
     def _pieces(self, row: tf.Tensor, position: int) -> list[tf.Tensor]:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for spans, filled in zip(self.spans, self._filled(position), strict=True):
-            found.append(row[begin : begin + spans[position][1] - spans[position][0]])
+            pieces.append(row[begin : begin + spans[position][1] - spans[position][0]])
             begin += filled
-        return found
+        return pieces

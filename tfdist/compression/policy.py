@@ -68,11 +68,13 @@ class Policy:
         check_whole_number("dense_below", dense_below, at_least=0)
         check_whole_number("dense_steps", dense_steps, at_least=0)
         if isinstance(rules, Mapping):
-            given = dict(rules)
+            rules_by_expression = dict(rules)
         else:
-            given = {"": rules}
+            rules_by_expression = {"": rules}
         self._given, self.dense_steps, self.dense_below = rules, dense_steps, dense_below
-        self._rules = [(_pattern(expression), self._completed(rule)) for expression, rule in given.items()]
+        self._rules = [
+            (_pattern(expression), self._completed(rule)) for expression, rule in rules_by_expression.items()
+        ]
         self._dense = Dense()
 
     def __repr__(self) -> str:

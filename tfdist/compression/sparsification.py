@@ -185,8 +185,8 @@ class RandomK(Compressor):
             if seed is not None:
                 gradient = gradients[position]
                 sums[position] = self.decode({"values": sums[position], "seed": seed}, gradient.shape)
-                own = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
-                residuals[position] = gradient - own
+                decoded = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
+                residuals[position] = gradient - decoded
         return Reduced(sums, residuals, new_states, tf.reduce_all(tf.math.is_finite(vector)))
 
     def _positions(self, shape: Sequence[int], seed: tf.Tensor) -> tf.Tensor:
