@@ -1,4 +1,4 @@
-"""Compares fingerprints of the batches that workers draw, in the background, of which each computes its rows.
+"""Compares fingerprints of the batches that workers draw, in the background. Each worker computes rows of them.
 
 Where Python code draws the batches, nothing but its random numbers, files and clocks makes them equal. If they are not,
 samples are seen twice or never, and labels may contradict each other, without an error in any step. So a pipeline shows
@@ -45,7 +45,7 @@ _SHOWN_WORKERS = 8
 
 
 def fingerprint(rows: np.ndarray) -> Fingerprint:
-    """Returns the fingerprint of rows of an input: of floating-point numbers and pixels by projections, else by a hash.
+    """Returns the fingerprint of an input's rows: projections of floating-point numbers and pixels, a hash of others.
 
     >>> values = np.arange(6, dtype="float32").reshape(3, 2)
     >>> same(fingerprint(values), fingerprint(values * (1 + 1e-7)))
@@ -63,6 +63,7 @@ def fingerprint(rows: np.ndarray) -> Fingerprint:
     values = (values / largest).astype(np.float32)  # so that no sum overflows
     blocks = np.zeros((-(-values.size // _BLOCK), _BLOCK), np.float32)
     blocks.reshape(-1)[: values.size] = values
+    # Each block has another factor, so that blocks in another order have other sums.
     projected = (blocks @ _directions()).astype(np.float64) * np.cos(np.arange(len(blocks)))[:, None]
     sums = np.array([np.abs(values).sum(dtype=np.float64), *projected.sum(axis=0)]) * largest
     return [list(rows.shape), sums.tolist(), varies]
@@ -89,9 +90,9 @@ class Difference:
 
     Attributes:
         inputs: The inputs that differ, such as "y".
-        equal: Those that do not.
+        equal: The inputs that do not differ.
         workers: The workers that differ from worker 0.
-        shows_same_order: Whether labels are equal that would not be if the samples were others, or in another order.
+        shows_same_order: Whether labels are equal that would differ if the samples, or their order, were different.
     """
 
     inputs: tuple[str, ...]
@@ -168,7 +169,7 @@ class BatchComparison:
     Args:
         rank: The rank of this worker.
         num_workers: The number of workers, at least 2.
-        name: Of its keys in the key-value store of the cluster.
+        name: The prefix of its keys in the key-value store of the cluster.
     """
 
     def __init__(self, rank: int, num_workers: int, name: str) -> None:
@@ -202,7 +203,7 @@ class BatchComparison:
         number = 0
 
         def show(name: int, batch: int, rows: list[np.ndarray]) -> None:
-            nonlocal number  # for the message: of the pass that began last
+            nonlocal number  # A message names the pass that began last.
             number = number if batch else next(passes)
             if (comparison := itself()) is not None:
                 prints: Fingerprints = {}

@@ -27,9 +27,9 @@ def apply_once_for_micro_batches(
 
     Args:
         apply: Runs an optimizer's update.
-        gradients: Of this micro-batch's part of the loss, if the step is computed in micro-batches.
-        are_values: For each gradient whether it is instead a new value of its variable (a float8 scale). The largest
-            value of all micro-batches is used.
+        gradients: The gradients of the replica's loss, or of this micro-batch's part of it.
+        are_values: Whether each gradient is instead a new value of its variable (a float8 scale). The largest value of
+            all micro-batches is used.
     """
     micro_batch = current_micro_batch()
     if micro_batch is None:

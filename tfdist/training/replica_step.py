@@ -169,8 +169,8 @@ def _run_micro_batches(
 def _without_effect(model: Any, step: ReplicaStep) -> list[Any]:
     """Returns the variables that a replica without samples must not change.
 
-    Statistics of its batch count nothing where they are averaged, unless no replica has samples: if a worker trains by
-    itself.
+    An average over replicas gives the statistics of its batch the weight 0. If a worker trains by itself, it may have
+    no samples at all, and then its replicas have equal weights.
     """
     return [*model.metrics_variables, *(batch_statistics(model) if step.is_within_worker else ())]
 
@@ -254,7 +254,7 @@ def _dynamic_step(
     else:
         samples = tf.cast(counted.samples[replica], tf.int32)
         total = tf.cast(tf.add_n(counted.samples) if is_within_worker else counted.total, tf.float32)
-        if counted.is_filled:
+        if counted.is_filled:  # A replica without samples has rows, too, so `static` is not its number of samples.
             rows, static = static, None
         else:
             _check_rows(value, samples)

@@ -133,7 +133,7 @@ class ReplicaStep(LossStep):
 
     @property
     def number_of_samples(self) -> Any:
-        """The number of the rows on which the replica computes, of its samples if it has any: an int if it is known."""
+        """The number of rows on which the replica computes, an int if it is known: its samples, or filled rows."""
         return self.samples if self.filled_rows is None else self.filled_rows
 
     @property

@@ -81,7 +81,7 @@ def batch_traits(dataset: Any, batches: int | None) -> list[int]:
 
     Args:
         dataset: A worker's distributed dataset.
-        batches: The number of batches that Keras knows, of arrays also, or `None`.
+        batches: The number of batches if Keras knows it, also for arrays, or `None`.
     """
     if not is_carrier(dataset):
         return [_UNKNOWN, 0, _NEITHER]
@@ -118,7 +118,7 @@ def counted_batches(dataset: Any, traits: Sequence[Sequence[int]], replicas: int
 
 
 def _number_of_steps(dataset: Any, batches: int | None, is_divided: bool) -> int:
-    """Returns the number of steps after which a worker's data ends, or of the batches of which it draws parts."""
+    """Returns the number of steps after which a worker's data ends: of batches, if the worker draws parts of them."""
     devices = num_own_replicas(dataset)
     (own_batches,) = (int(part.cardinality()) for part in parts_of_dataset(dataset))
     if own_batches >= 0:
