@@ -21,10 +21,10 @@ class Term:
     Attributes:
         tensor: A tensor, whose sum counts.
         coefficient: A constant.
-        degree: Of the sum; `None` if unknown.
+        degree: The degree of the sum; `None` if unknown.
         replicas: The power of the number of replicas that is a factor of the tensor.
         divisor: A sum or mean over the same samples, a scalar, that does not depend on variables.
-        guard: What is done to the divisor, after it is summed, against a division by 0.
+        guard: Guards the divisor, after it is summed, against a division by 0.
     """
 
     tensor: tf.Tensor
@@ -41,7 +41,7 @@ class Term:
 
 
 def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
-    """Returns the terms of a loss of which all parts have one degree, in order.
+    """Returns the terms of a loss in order. All parts of a term have one degree.
 
     A loss of one degree is one term. Only sums, and products with constants, are split.
     """
@@ -66,7 +66,7 @@ def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
 
 
 def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
-    """Returns tensors and factors that add up to a scalar; `None` if it is no such sum."""
+    """Returns tensors and factors that add up to a scalar; `None` if it is not such a sum."""
     operation = tensor.op
     kind, inputs = operation.type, list(operation.inputs)
     if tensor.shape.rank != 0:
@@ -94,7 +94,7 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
 
 
 def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
-    """Whether a loss is something divided by the constant `number`; `anywhere`: before means and sums, too."""
+    """Whether a loss is a value divided by the constant `number`, with `anywhere` also before means and sums."""
     tensor = loss
     while True:
         operation = tensor.op

@@ -23,9 +23,9 @@ def _contracted(
 
     Args:
         tensor: The result.
-        kinds: Of the operands.
-        contracted: For each operand the label of the axes of its samples if the sum is over them, else `None`.
-        outputs: For each operand, the axis of the result to which each other axis becomes.
+        kinds: The kinds of the operands.
+        contracted: For each operand, the label of the axis of its samples if the sum is over it, else `None`.
+        outputs: For each operand, the axis of the result that each of its other axes becomes.
     """
     axes = {output[axis] for kind, output in zip(kinds, outputs, strict=True) for axis in kind.axes if axis in output}
     if any(len(kind.axes) > 1 for kind in kinds) or len(axes) > 1:

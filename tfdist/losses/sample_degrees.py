@@ -71,7 +71,7 @@ class SampleDegrees:
         Args:
             tensor: A tensor, whose samples lie along its first axis if its kind is not known.
             degree: The degree of its sum.
-            is_loss: Whether a scalar depends on the samples otherwise than by their number.
+            is_loss: Whether a scalar depends on the samples themselves, not only on their number.
         """
         if not is_symbolic(tensor):
             return
@@ -99,7 +99,7 @@ class SampleDegrees:
             self._mark(tensor, [like], of_samples)
 
     def _mark(self, tensor: tf.Tensor, sources: list[tf.Tensor] | None, rule: Callable[[Sequence[Kind]], Kind]) -> None:
-        """Makes `rule` find the kind of a tensor, from those of `sources`, or if `None` from the one that is found."""
+        """Makes `rule` return the kind of a tensor from those of `sources`, or if `None` from its kind in the graph."""
         self._marks[tensor.ref()] = (sources, rule)
         known = self._kinds.pop(tensor.ref(), None)
         if known is not None and sources is None:
@@ -150,7 +150,7 @@ class SampleDegrees:
         return self._kinds[tensor.ref()]
 
     def nested(self, inputs: Sequence[tf.Tensor], kinds: Sequence[Kind]) -> "SampleDegrees":
-        """Returns the same for a function that is called with inputs of these kinds."""
+        """Returns the `SampleDegrees` of a function that is called with inputs of these kinds."""
         of_call = SampleDegrees((), 0, self.replicas)
         of_call.static_samples, of_call.ambiguous = self.static_samples, self.ambiguous
         of_call._leaves, of_call._marks, of_call._scaled = self._leaves, self._marks, self._scaled
@@ -168,7 +168,7 @@ class SampleDegrees:
         try:
             return self._of(tensor)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # An operation of another version of TensorFlow, or in an unusual form: a training must not end for that.
+            # An operation of another version of TensorFlow, or in an unusual form, must not end a training.
             return unknown(
                 [self._kinds[input_tensor.ref()] for input_tensor in self._inputs(tensor)],
                 [0] if tensor.shape.rank else [],
@@ -198,7 +198,7 @@ class SampleDegrees:
         return self._of_any_operation(tensor, kinds)
 
     def _of_argument(self, tensor: tf.Tensor) -> Kind:
-        """An argument of a function that is being traced: a captured tensor, one like the data, or not known."""
+        """Returns the kind of a function's argument: that of a captured tensor, of data of its shape, or unknown."""
         outer = self._inputs(tensor)
         if outer:
             return self._kinds[outer[0].ref()]
@@ -217,7 +217,7 @@ class SampleDegrees:
             return Kind(replicas=power)
         if value is None or not value.size:
             return Kind()
-        # What TensorFlow returns as the shape of a tensor whose shape is static.
+        # TensorFlow returns a static shape or size as a constant with the name of the operation.
         name = tensor.op.name.rpartition("/")[2].rstrip("0123456789_")
         samples = self.static_samples
         if value.ndim == 1 and value.dtype.kind == "i":
@@ -234,7 +234,7 @@ class SampleDegrees:
         return Kind(frozenset({0}), degree, blocks=0) if is_like_samples else Kind(degree=degree)
 
     def _of_any_operation(self, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-        """Layers compute each sample alone, along the first axis; of other operations nothing is known."""
+        """Layers compute each sample alone, along the first axis. The kinds of other operations are unknown."""
         operation, rank = tensor.op, tensor.shape.rank
         used = [kind for kind in kinds if kind.sizes is None]
         with_samples = [kind for kind in used if kind.axes]

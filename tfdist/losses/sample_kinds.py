@@ -14,15 +14,15 @@ class Kind:
 
     Attributes:
         axes: The axes along which the samples lie, at most one if anything else is known.
-        degree: Of its elements: the power of the number of samples with which they grow; `None` if nothing is known of
-            how they depend on the samples.
+        degree: The power of the number of samples with which its elements grow; `None` if it is unknown how they depend
+            on the samples.
         is_reduced: Whether elements depend on several samples: they are linear in the values of the samples, by sums
             and means. No other function of such a tensor adds up over replicas.
         replicas: The power of the number of replicas by which the user's code has multiplied it.
         is_trained: Whether it depends on variables.
         blocks: How many batches follow one another along the axis of the samples; 0 for any number, as in noise.
-        sizes: Of a vector of whole numbers, such as a shape: the degrees of its elements.
-        divisor: Of a quotient of two sums or means over the samples, the second one, a scalar without variables.
+        sizes: The degrees of the elements of a vector of whole numbers, such as a shape.
+        divisor: The divisor of a quotient of two sums or means over the samples, a scalar without variables.
     """
 
     axes: frozenset[int] = frozenset()

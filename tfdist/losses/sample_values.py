@@ -58,7 +58,7 @@ def product(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         return _product_of_vectors(tensor, kinds)
     is_division = operation.type in DIVISIONS
     is_half = operation.type == "FloorDiv" and tf.get_static_value(operation.inputs[1]) not in (None, 1)
-    if is_half and grows(kinds[0].degree):  # what is left over decides; TensorFlow itself divides sizes without a rest
+    if is_half and grows(kinds[0].degree):  # The remainder matters; sizes that TensorFlow divides have none.
         return unknown(kinds, axes)
     if is_division:
         divisor, _ = without_guard(operation.inputs[1])
@@ -106,7 +106,7 @@ def _ratio_to_samples(tensor: Any, samples: int | None, *, is_division: bool) ->
     if ratio < 0.5 or not math.isclose(ratio, round(ratio), rel_tol=1e-6):
         return None
     is_weight = not is_division and round(ratio) > 1 and math.isclose(float(value), float(f"{value:.2g}"), rel_tol=1e-6)
-    return None if is_weight else round(ratio)  # 0.05 is no 1/20
+    return None if is_weight else round(ratio)  # A factor such as 0.05 is a weight, not 1/20.
 
 
 def _product_of_vectors(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
