@@ -13,15 +13,15 @@ from tfdist.updates.update_engine import HeldUpdate
 class HeldParts(HeldUpdate, Protocol):
     """Who holds which parts or copies of gradients."""
 
-    #: Of each gradient that is held here, the number of its variable.
+    #: The number of the variable of each gradient that is held here.
     numbers: Sequence[int]
 
     def squares(self, gradients: Sequence[Any], *, of_parts: bool) -> Sequence[tf.Tensor | None]:
         """Returns for each variable the sum of the squares of its whole gradient, a scalar.
 
         Args:
-            gradients: Those that are held here.
-            of_parts: Whether it is `None` for gradients that are held whole.
+            gradients: The gradients that are held here.
+            of_parts: Whether the result is `None` for gradients that are held whole.
         """
 
 
