@@ -12,7 +12,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 
 
 class Accumulation:
-    """The accumulation of a model's optimizer; of the inner one under a `LossScaleOptimizer`."""
+    """The accumulation of a model's optimizer, or of the inner one of a `LossScaleOptimizer`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

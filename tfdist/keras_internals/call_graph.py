@@ -23,7 +23,7 @@ class CallGraph:
 
     Attributes:
         function: The `keras.Function`, such as a Functional model.
-        trainings: For each of the `nodes`, the value of `training` that the code fixes; None for that of the model.
+        trainings: The value of `training` that the code fixes for each of the `nodes`; None for that of the model.
     """
 
     function: Any

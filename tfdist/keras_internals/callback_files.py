@@ -14,7 +14,7 @@ from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.keras_internals.running_fit import callers, is_call
 from tfdist.patches import patch
 
-# The attributes with the paths. `ModelCheckpoint` saves models, as a program does: see `saved_files`.
+# The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does (`saved_files`).
 _PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 _BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
 _FIT = inspect.unwrap(keras.Model.fit).__code__
@@ -23,7 +23,7 @@ _REDIRECTED = "_tfdist_redirected"
 
 
 class SharedPaths(NamedTuple):
-    """What the callbacks of all workers say about their paths.
+    """What the workers have exchanged about the paths of their callbacks.
 
     Attributes:
         elsewhere: The given paths that a worker with a lower rank writes.

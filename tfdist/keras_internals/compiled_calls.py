@@ -34,8 +34,8 @@ def patch_compiled_calls() -> None:
     """Makes Keras compile parts of the steps of models instead of whole steps, under strategies that say when.
 
     A step of several replicas contains collectives, which XLA cannot compile on CPUs, and which several GPUs of a
-    process would start in different orders. A step on a worker reads variables of servers. What is left outside is
-    small: metrics, the scaling of losses.
+    process would start in different orders. A step on a worker reads variables of servers. Only small computations stay
+    outside: metrics and the scaling of losses.
     """
     make = TensorFlowTrainer._make_function
     call_layer, call_loss = keras.Layer.__call__, LossFunctionWrapper.call
@@ -61,7 +61,9 @@ def patch_compiled_calls() -> None:
         if not starts_here(args, kwargs) or not self.built:
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
-        return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]  # what is in it may be compiled
+        return (
+            call_layer(self, *args, **kwargs) if compiled is None else compiled[0]
+        )  # Layers inside of it may be compiled.
 
     @replace(LossFunctionWrapper, "call")
     def call_compiled_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +84,8 @@ def _is_in_compiled_step(hooks: StrategyHooks) -> bool | None:
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:
     """Calls `function` compiled, and returns a list of its result, with masks; `None` if XLA does not compile it.
 
-    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss. Nor is one that keeps
-    a tensor in an attribute, which others could not use.
+    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss. A layer that keeps a
+    tensor in an attribute is not compiled either, because the tensor could not be used elsewhere.
     """
     scope = stateless_scope()
     inputs = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
@@ -143,7 +145,7 @@ class _GivenValues(keras.StatelessScope):
 
     def __init__(self, variables: Sequence[keras.Variable], values: dict[int, tf.Tensor]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        # Not by Keras, which would cast them to the dtype to which an enclosing layer casts variables.
+        # Keras' constructor would cast them to the dtype to which an enclosing layer casts variables.
         self.state_mapping = {id(variable): values[id(variable)] for variable in variables}
         self._variables, self._given = variables, dict(self.state_mapping)
         self._graph = tf.compat.v1.get_default_graph()
@@ -186,7 +188,7 @@ def _keeps_tensor(layer: Any) -> bool:
 
 
 def _can_leave(output: Any) -> bool:
-    """Whether a part of a layer's result can leave a compiled function: a constant, a dense tensor but no scalar."""
+    """Whether a part of a layer's result can leave a compiled function: a constant, or a dense tensor but not a scalar."""
     if isinstance(output, tf.Tensor):
         return output.shape.rank != 0
     return output is None or isinstance(output, bool | int | float | str)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class ScalesLosses(Protocol):
-    """What makes a loss over a part of the samples a part of that of the whole batch: a `LossStep`."""
+    """Makes a loss over some samples a part of the loss of the whole batch, as a `LossStep` does."""
 
     has_scaled: bool
 
@@ -26,7 +26,7 @@ class _Recorder:
 
 
 def has_compiled_loss(model: Any) -> bool:
-    """Whether a batch has a loss beside those of layers: by `compile(loss=...)`, or by the model's `compute_loss`."""
+    """Whether a batch has a loss beside those of layers, from `compile(loss=...)` or the model's `compute_loss`."""
     return model._compile_loss is not None or overrides_compute_loss(model)
 
 

@@ -39,7 +39,7 @@ class InnerCalls:
 
     Attributes:
         calls: The calls.
-        values: By the id of a variable, its value in the trace.
+        values: The value of each variable in the trace, by the id of the variable.
         function: The trace that they belong to.
     """
 
@@ -66,7 +66,7 @@ class InnerCalls:
 
     @property
     def returned(self) -> list[Any]:
-        """The tensors that the layer returns, and its losses; what the trace returns are copies."""
+        """The tensors that the layer returns, and its losses. The trace returns copies of them."""
         return [operation.inputs[0] for operation in self.operations if operation.name.startswith("returned")]
 
 
@@ -75,7 +75,7 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
 
     Args:
         call: The call, of a layer that has layers.
-        training: As in the call of a layer.
+        training: The argument `training` of the call.
         of_any_width: Inner layers whose results have a last axis of unknown size, so that nothing can depend on it.
 
     Returns:
@@ -105,7 +105,7 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
 
     try:
         traced_calls.function = contextvars.Context().run(trace)  # without the losses of a step
-    except Exception:  # whatever a layer raises, it is then computed as a whole
+    except Exception:  # Whatever a layer raises, it can be computed as a whole.
         return None
     return None if any(one.first < 0 for one in traced_calls.calls) else traced_calls
 

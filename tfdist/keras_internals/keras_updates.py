@@ -114,12 +114,12 @@ def decay_weights(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def averaged_variables(optimizer: Any) -> list[Any]:
-    """Returns the variables of which an optimizer keeps moving averages, also those without a gradient; or none."""
+    """Returns the variables of which an optimizer keeps moving averages, if it does, also those without a gradient."""
     return list(optimizer._trainable_variables) if optimizer.use_ema else []
 
 
 def averages_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[tf.Variable, tf.Variable]]:
-    """Returns what holds each variable, and its moving average; without those that have none, as scales of float8."""
+    """Returns the holders of each variable and of its moving average, if it has one; scales of float8 have none."""
     averages = optimizer._model_variables_moving_average
     pairs = [(variable, averages[optimizer._get_variable_index(variable)]) for variable in variables]
     return [(held_variable(variable), held_variable(average)) for variable, average in pairs if average is not None]

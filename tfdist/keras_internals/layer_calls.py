@@ -19,7 +19,7 @@ class LayerCall:
     Attributes:
         operation: The layer or `keras.Operation`.
         args: Its positional arguments, a structure in which the tensors are symbolic.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, a structure in which the tensors are symbolic.
         outputs: The symbolic tensors that it returns.
         path: The names of the models around it, each followed by "/"; empty for a layer of the model itself.
         training: The value of `training` that the code of a model fixes, or None for that of the step.
@@ -62,7 +62,7 @@ class LayerCall:
 
 
 def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
-    """Returns a structure whose symbolic tensors are replaced by `values`, which is by their ids."""
+    """Returns a structure whose symbolic tensors are replaced by `values`, a mapping from their ids."""
     return tree.map_structure(lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure)
 
 

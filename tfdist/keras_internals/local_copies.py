@@ -64,10 +64,10 @@ class LocalCopies:
 
         Args:
             model: Compiled and built.
-            slots: Of the model's optimizer.
-            number: What seeds of random layers depend on, an int64 scalar.
-            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
-            name: Of their memory, unique to the model.
+            slots: The initial values of the optimizer's own variables.
+            number: The number on which the seeds of random layers depend, an int64 scalar.
+            pull_dtype: The dtype in which trainable float32 variables cross the network; `None`: unchanged.
+            name: The name of their memory, unique to the model.
         """
         self._model, self.bytes_pulled = model, 0
         optimizer = model.optimizer
@@ -129,9 +129,9 @@ class LocalCopies:
         return [self._copies[id(variable)][1].read_value() for variable in variables]
 
     def changed(self) -> Mapping[tf.Variable, tuple[tf.Tensor, tf.Tensor]]:
-        """By variable of the servers, the values before and after; of those that are assigned, but not trained.
+        """The values before and after of variables that are assigned, but not trained, by variable of the servers.
 
-        Without metrics, seeds and the optimizer's variables.
+        Metrics, seeds and the optimizer's variables are left out.
         """
         return {
             server_variable(variable).ref(): (before, copy.read_value())

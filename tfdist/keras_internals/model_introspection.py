@@ -14,7 +14,7 @@ from tfdist.tensorflow_internals.function_methods import inlined, python_functio
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
-    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for others.
+    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for other functions.
 
     The step may be decorated by `tf.function`.
     """
@@ -100,7 +100,7 @@ def batch_statistics(model: Any) -> list[keras.Variable]:
 
 
 def averaged_states(model: Any) -> list[keras.Variable]:
-    """Returns `batch_statistics`, and other states of layers that replicas average: those with `aggregation="mean"`."""
+    """Returns the states that replicas average: `batch_statistics`, and others that have `aggregation="mean"`."""
     states_by_id = {id(variable): variable for variable in batch_statistics(model)}
     means = [variable for variable in step_states(model) if variable.aggregation == "mean"]
     states_by_id |= {id(state): state for state in means if tf.as_dtype(state.dtype).is_floating}
@@ -145,7 +145,7 @@ def computes_over_all_replicas(model: Any) -> bool:
 def accepts_zeros(model: Any, data: Any) -> bool:
     """Whether a replica without samples computes with one sample of zeros and not with none.
 
-    Zeros may be no valid input if they are integers (an unknown id), and strings are empty. But convolutions and
+    Zeros may be invalid inputs if they are integers (an unknown id), and strings are empty. But convolutions and
     recurrent layers cannot compute without samples on every device.
 
     Args:

@@ -21,7 +21,7 @@ private("keras.src.models:Model._flatten_layers", "finds the layers with batch s
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
 _PLAIN = (bool, int, float, str)
-_MOST_ITEMS = 1000  # of a list or dictionary that is searched: larger ones hold data
+_MOST_ITEMS = 1000  # Larger lists and dictionaries are not searched: they hold data.
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class OptimizerState:
 
     @property
     def exact_weights(self) -> dict[int, Any]:
-        """By position, the weights of which all replicas hold rounded copies, if updates are sent rounded."""
+        """The weights of which all replicas hold rounded copies, by position, if updates are sent rounded."""
         slots = split_slots(self._optimizer)
         return {} if slots is None else dict(slots.exact_weights)
 

@@ -53,7 +53,7 @@ def flattened(
 def _calls_inside(
     operation: Any, args: Any, kwargs: Any, path: str, training: bool | None
 ) -> tuple[list[LayerCall], list[Any]] | None:
-    """Returns the calls of the layers of a nested model, and its outputs; None for a layer, or if it stays whole."""
+    """Returns the calls of the layers of a nested model, and its outputs; None for layers, and models that stay whole."""
     if not isinstance(operation, keras.Model) or len(args) != 1 or set(kwargs) - {"training", "mask"}:
         return None
     has_own_rules = operation.supports_masking or operation.activity_regularizer is not None
@@ -92,12 +92,12 @@ def _calls_inside(
 
 def _traced_inside(model: Any, inputs: Any) -> CallGraph | None:
     """Returns the graph of a nested subclassed model; None if it has none, or changes variables itself."""
-    if model._call_has_mask_arg:  # which its layers would get
+    if model._call_has_mask_arg:  # Its layers would get the mask.
         return None
     try:
         with keras.StatelessScope() as scope:
             graph = traced_graph(model, inputs)
-    except Exception:  # of any kind, as its code expects tensors; the call of the whole model is traced later
+    except Exception:  # Its code expects tensors, and may raise anything. The call of the whole model is traced later.
         return None
     return None if scope.state_mapping else graph
 
@@ -124,8 +124,8 @@ class InputConversion(keras.Operation):
     """Converts an input of a nested model as its call does.
 
     Attributes:
-        dtype: That of the result.
-        rank: That of the result: an axis of length 1 at the end is added or removed.
+        dtype: The dtype of the result.
+        rank: The rank of the result: an axis of length 1 at the end is added or removed.
     """
 
     def __init__(self, dtype: str, rank: int) -> None:

@@ -31,7 +31,7 @@ def moving_averages(optimizer: Any) -> list[Any]:
 
 
 def features_of_steps(optimizer: Any) -> list[str]:
-    """Returns what an optimizer does beside updates, which has no meaning if it updates by differences of weights.
+    """Returns the features of an optimizer that have no meaning if it updates by differences of weights.
 
     >>> features_of_steps(keras.optimizers.SGD(1.0, use_ema=True)), features_of_steps(keras.optimizers.Adam())
     (['use_ema'], [])
@@ -79,7 +79,7 @@ def update_anchors(optimizer: Any, anchors: Sequence[Any], gradients: Sequence[A
     """Updates this replica's copies of `anchors` by an outer optimizer, and counts the update.
 
     Args:
-        optimizer: What `new_outer_optimizer` has returned for `anchors`.
+        optimizer: The result of `new_outer_optimizer` for `anchors`.
         anchors: The anchors.
         gradients: The mean difference of each anchor and the workers' weights, equal on all replicas.
     """

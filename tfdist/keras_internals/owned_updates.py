@@ -15,10 +15,10 @@ from tfdist.tensorflow_internals.xla_functions import call_compiled
 
 
 class OwnedUpdate(PartUpdate):
-    """The update of one optimizer on one replica, of the variables that the replica owns, by its own methods."""
+    """The update, by the optimizer's own methods, of the variables that one replica owns."""
 
     def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
-        """Decays and updates the own variables; see `PartUpdate.apply`. Values have the shapes of variables."""
+        """Decays and updates the variables that the replica owns; see `PartUpdate.apply`. Values have whole shapes."""
         positions = list(gradients)
         shapes = [self._copy(position).shape for position in positions]
         shaped = [
@@ -62,7 +62,7 @@ class OwnedUpdate(PartUpdate):
 
 
 def _shared_state(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer that are no slots, unless Keras' own code changes them equally everywhere."""
+    """Returns the variables of an optimizer that are not slots, except one that Keras changes equally everywhere."""
     equal_variables = [getattr(optimizer, "_u_product", None)]
     candidates = [*optimizer._variables, *(value for value in vars(optimizer).values())]
     return [

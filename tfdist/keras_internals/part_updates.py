@@ -19,7 +19,7 @@ _MOST_COMPUTATIONS = 16  # XLA takes 30 to 50 ms to compile one.
 
 
 class PartUpdate:
-    """The update of one optimizer on one replica, of the parts that the replica owns.
+    """The update, by one optimizer, of the parts that one replica owns.
 
     Parts are flat tensors by the position of their variable in the optimizer's list; empty ones are left out.
     """
@@ -46,7 +46,7 @@ class PartUpdate:
         #: The positions of the variables that have a gradient.
         self.positions = [self._optimizer._get_variable_index(variable) for variable in update._variables]
         present = set(self.positions)
-        #: Those of which the replica owns a part, in the order in which they are exchanged.
+        #: The positions of those of which the replica owns a part, in the order in which they are exchanged.
         self.owned = [
             unit_position
             for unit in units

@@ -24,7 +24,7 @@ _is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scop
 
 @patch
 def patch_rematerialization() -> None:
-    """Replaces rematerialized calls in models in stages, whose steps say whether they are computed again."""
+    """Replaces rematerialized calls in models in stages; their steps say whether calls are computed again."""
     stock = _core.remat
 
     @replace(_core, "remat")
@@ -118,7 +118,7 @@ class _TracedCall:
 
 
 def _recomputed(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns `function(*given)`; the backward pass keeps the arguments only and calls the function again."""
+    """Returns `function(*arguments)`; the backward pass keeps the arguments only and calls the function again."""
 
     @tf.custom_gradient
     def call(*inputs: tf.Tensor) -> Any:

@@ -12,12 +12,12 @@ def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """In the body, each layer of `calls` computes by the given function instead of its `call`, for inputs of any shape.
 
     Args:
-        calls: By layer, a function with the arguments of its `call`.
+        calls: A function for each layer, with the arguments of the layer's `call`.
     """
     specs = {layer: layer.input_spec for layer in calls}
     try:
         for layer, call in calls.items():
-            # Not by `setattr`, which Keras forbids for built layers.
+            # Keras forbids `setattr` for built layers.
             vars(layer).update(call=call, _input_spec=None)
         yield
     finally:

@@ -55,10 +55,10 @@ class SplitSlots:
     """The layout of one optimizer's slots.
 
     Attributes:
-        layout: Who owns what.
+        layout: The owners of the values of slots.
         is_whole: Whether each variable has one owner, by which it is updated.
         is_used: Whether the optimizer has slots.
-        exact_weights: By position, the weights that all replicas hold rounded, if their updates are sent rounded. They
+        exact_weights: The weights that all replicas hold rounded, by position, if their updates are sent rounded. They
             count where they round to the present weight. Elsewhere the program has assigned another one.
     """
 
@@ -206,12 +206,12 @@ def _is_factored(optimizer: Any, variable: Any) -> bool:
 
 
 def _spec(optimizer: Any, variable: Any) -> tf.TensorSpec:
-    # What is overwritten by its gradient (float8's scales) has no slots and no update.
+    # A variable that is overwritten by its gradient (float8's scales) has no slots and no update.
     is_value = optimizer._overwrite_variable_with_gradient(variable)
     return tf.TensorSpec([0] if is_value else variable.shape, variable.dtype)
 
 
-# tfdist does these itself, on parts, so that those of a subclass would have no effect.
+# tfdist does the work of these methods itself, on parts, so overrides in a subclass would have no effect.
 _REPLACED = {
     "_backend_apply_gradients": "the order of an update",
     "_clip_gradients": "clipping, which needs the gradients of all variables",
@@ -232,7 +232,7 @@ def owns_whole_variables(optimizer: Any) -> bool | None:
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return None
-    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # both with what tfdist has put there
+    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # Both have the methods that tfdist has replaced.
     method = next((name for name in _REPLACED if getattr(cls, name) is not getattr(stock, name)), None)
     if method is None:
         return not is_of_each_value(optimizer)

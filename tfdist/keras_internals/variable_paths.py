@@ -22,5 +22,5 @@ def unique_path(strategy: Any, variable: Any) -> str:
 
 
 def trained_variables(strategy: Any, optimizer: Any) -> dict[str, Any]:
-    """Returns by `unique_path` the variables that a built optimizer updates; none of one that is not built."""
+    """Returns the variables that an optimizer updates, by `unique_path`; an empty dict if it is not built."""
     return {unique_path(strategy, variable): variable for variable in getattr(optimizer, "_trainable_variables", ())}

@@ -54,7 +54,7 @@ class GatheredValue(PartOfVariable):
         self.is_read |= not self.is_written
         return super().__tf_tensor__(dtype, name)
 
-    # What decays of weights compute.
+    # Decays of weights use these operators.
     def __mul__(self, other: Any) -> tf.Tensor:
         return tf.convert_to_tensor(self) * other
 
@@ -68,7 +68,7 @@ def updates_elements(optimizer: Any, variable: keras.Variable) -> bool:
 
 
 def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
-    """Returns the slots of a variable: what lists of the optimizer have at its position, except averages."""
+    """Returns the slots of a variable: the items of the optimizer's lists at its position, except averages."""
     index, count = optimizer._get_variable_index(variable), len(optimizer._trainable_variables)
     apart = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
     lists: Sequence[Any] = [
