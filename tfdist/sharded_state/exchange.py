@@ -57,7 +57,7 @@ def reduce_scatter(
     is_complete = unit.is_divided and len(present) == len(unit.positions)
     if is_complete:
         length = unit.part_length
-        missing = layout.replicas * length - sum(sizes)  # joined with the others: one copy, or none
+        missing = layout.replicas * length - sum(sizes)  # `flatten` adds the padding: one copy, or none.
         padded = [*members, tf.zeros([missing], dtype)] if missing else members
         rows = tf.reshape(zeros_unless(contributes, flatten(padded)), [layout.replicas, length])
         if list(replicas) != list(range(layout.replicas)):
@@ -81,7 +81,7 @@ def all_gather(
         layout: Who owns what.
         unit: The unit of the variables.
         parts: The values of this replica's spans that are not empty, flat, by position.
-        positions: Those of the unit's variables that are gathered, in the order of the unit, equal on all replicas.
+        positions: The positions of the variables that are gathered, in the order of the unit, equal on all replicas.
         group: All replicas.
         replicas: The number of the replica at each position of the group.
         dtype: The dtype of the variables.
@@ -141,6 +141,7 @@ def own_part(
 
 def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:
     """Whether an all-reduce sends less than parts of whole variables, which are filled up to the longest one."""
+    # Of N replicas, each sends 2 (N - 1) / N of the total, or N - 1 parts of the longest one's length.
     total = sum(layout.sizes[position] for position in positions)
     return not unit.is_divided and layout.replicas * _longest(layout, positions) > 2 * total
 
@@ -148,7 +149,7 @@ def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -
 def _sum_of_words(
     layout: ShardLayout, parts: Tensors, positions: Sequence[int], group: Group, dtype: tf.DType
 ) -> dict[int, tf.Tensor]:
-    """Gathers whole variables: those that a replica does not own are zeros there, and bits are added up."""
+    """Gathers whole variables by a sum of their bits, in which a replica sends zeros for those that it does not own."""
     sizes = [layout.sizes[position] for position in positions]
     own_or_zeros = [
         tf.reshape(parts[position], [-1]) if position in parts else tf.zeros([size], dtype)

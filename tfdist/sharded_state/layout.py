@@ -48,7 +48,7 @@ class ShardLayout:
         sizes: The number of values of each variable.
         units: All variables that have values, each in one unit.
         replicas: The number of replicas.
-        owners: Of whole variables: their positions, each with the replica that owns it.
+        owners: The positions of whole variables, each with the replica that owns the variable.
     """
 
     sizes: tuple[int, ...]

@@ -58,7 +58,7 @@ def replicas_by_position(launchers: Sequence[ReplicaLauncher], first: int) -> li
     """Returns the number of the replica at each position of the group, which TensorFlow chooses.
 
     Args:
-        launchers: Those of the local replicas, over all replicas. All workers have to call this.
+        launchers: The launchers of the local replicas, over all replicas. All workers have to call this.
         first: The number of the first local replica.
     """
     gathered = _gather(launchers, [tf.constant([first + index]) for index in range(len(launchers))])
@@ -77,7 +77,7 @@ class PartGathers:
         """Returns the parts of all replicas as one vector. All workers have to call this with equal `lengths`.
 
         Args:
-            parts: Those of the local replicas, vectors.
+            parts: The parts of the local replicas, vectors.
             lengths: The lengths of the parts of all replicas, by their numbers.
 
         Raises:

@@ -86,7 +86,7 @@ class ShardedUpdate(WholeUpdate):
         return [parts[position] for position in self._parts.owned]
 
     def _scattered(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
-        if tf.executing_eagerly():  # replicas meet in merge calls, which have sums alone
+        if tf.executing_eagerly():  # Eager replicas exchange in merge calls, which only sum.
             return self._own(dict(zip(gradients, sum_over_replicas(list(gradients.values())), strict=True)))
         if self._reduction.policy is not None:
             return self._scatter_compressed(gradients)
@@ -141,7 +141,7 @@ class ShardedUpdate(WholeUpdate):
 
 
 def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.Tensor]]:
-    """The gradients of a unit, those of one dtype together: users may pass others than their variables have."""
+    """Returns the gradients of a unit by dtype: users may pass other dtypes than their variables have."""
     by_dtype: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for position in unit.positions:
         if position in gradients:
