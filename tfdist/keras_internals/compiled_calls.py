@@ -188,7 +188,7 @@ def _keeps_tensor(layer: Any) -> bool:
 
 
 def _can_leave(output: Any) -> bool:
-    """Whether a part of a layer's result can leave a compiled function: a constant, or a dense tensor but not a scalar."""
+    """Whether a part of a layer's result can leave a compiled function: constants, and dense tensors except scalars."""
     if isinstance(output, tf.Tensor):
         return output.shape.rank != 0
     return output is None or isinstance(output, bool | int | float | str)

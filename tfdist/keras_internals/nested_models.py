@@ -53,7 +53,7 @@ def flattened(
 def _calls_inside(
     operation: Any, args: Any, kwargs: Any, path: str, training: bool | None
 ) -> tuple[list[LayerCall], list[Any]] | None:
-    """Returns the calls of the layers of a nested model, and its outputs; None for layers, and models that stay whole."""
+    """Returns the calls of the layers of a nested model, and its outputs; None for a layer or if it stays whole."""
     if not isinstance(operation, keras.Model) or len(args) != 1 or set(kwargs) - {"training", "mask"}:
         return None
     has_own_rules = operation.supports_masking or operation.activity_regularizer is not None
