@@ -83,9 +83,9 @@ class LocalUpdates:
         Call this eagerly and on all workers.
 
         Args:
-            given: Models whose statistics count, beside those that were trained by their `train_step`.
+            given: Models whose statistics are averaged, beside those that were trained by their `train_step`.
         """
-        # Objects that were deleted may still exist on some workers, so only those count that were trained.
+        # Objects that were deleted may still exist on some workers, so only trained ones are considered.
         counts = {synced: count for synced in self._known() if (count := synced.number_of_updates())}
         if not counts:
             return
@@ -105,7 +105,7 @@ class LocalUpdates:
         self._flushes[key]()
 
     def saved_variables(self, optimizers: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what to save of these optimizers: by names, what is equal on all workers, and what is not."""
+        """Returns the variables of optimizers to save, by names: those equal on all workers, and those that are not."""
         shared: dict[str, Any] = {}
         own_variables: dict[str, Any] = {}
         known = {id(optimizer()): synced for optimizer, synced in self._of_optimizers}
@@ -157,7 +157,7 @@ class LocalUpdates:
                 assign(self._strategy, variable, total / tf.cast(replicas, total.dtype))
 
     def _models_of(self, trained: Sequence[SyncedOptimizer]) -> list[Any]:
-        """Returns the models of which one of these optimizers is."""
+        """Returns the models that one of these optimizers belongs to."""
         optimizers = [optimizer() for optimizer, synced in self._of_optimizers if synced in trained]
         models = [model for model in (reference() for reference in self._models) if model is not None]
         return [
