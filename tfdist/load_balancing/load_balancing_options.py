@@ -15,8 +15,8 @@ class LoadBalancing:
     (0.75, 0.75)
 
     Attributes:
-        every_steps: After how many training steps (micro-steps, with accumulation) the rows are divided again. They
-            stay as they are if that would save less than 3 % of a step.
+        every_steps: The number of training steps (micro-steps, with accumulation) after which the rows are divided
+            again. They stay as they are if that would save less than 3 % of a step.
         smoothing: The weight of earlier measurements in a worker's seconds per row, from 0 to less than 1.
         max_share: The largest part of a batch that a worker gets, as a fraction, because of its memory. A sequence has
             one number for each worker, by rank.

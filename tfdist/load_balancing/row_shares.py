@@ -12,7 +12,7 @@ from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.load_balancing.step_timer import StepTimer
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
-_OF_REPLICA = 3  # numbers of a replica in a report: those of `TimedStep.last`
+_OF_REPLICA = 3  # A report has as many numbers of each replica as `TimedStep.last`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +138,12 @@ class RowShares:
         return {"devices": list(self._devices), "state": self._state.numpy().tolist()}
 
     def restore(self, saved: Any) -> None:
-        """Restores what `saved` returned; nothing if the shares are fixed or the workers are others."""
+        """Restores what `saved` returned, unless the shares are fixed or the workers have other devices."""
         if self._options is not None and saved and saved["devices"] == list(self._devices):
             first = planning.initial_state(self._first)
             state = first.copy()
-            state[: len(saved["state"])] = saved["state"]  # that of an earlier tfdist has fewer rows
-            for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # perhaps these are other machines
+            state[: len(saved["state"])] = saved["state"]  # The state of an earlier tfdist has fewer rows.
+            for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # The machines may be others.
                 state[row] = first[row]
             self._state.assign(state)
 
