@@ -199,12 +199,12 @@ class ReplicaReduction:
 
         Args:
             tensors: The gradients of an update, in the order of `context.paths`.
-            parts: Who owns what of them.
+            parts: The owners of their values.
         """
         assert self.policy is not None
         self._counters.add_update()
         paths, cross = self.context.paths or (), self._hierarchy.cross
-        # A worker with one device has no local level, but exchanges with the first devices of others.
+        # Not `local is None`: a worker with one device has no local level, but exchanges with first devices of others.
         is_flat = cross is not None and cross.size == self._hierarchy.all.size
         sums = self._sum_compressed(self.policy, tensors, paths, None, parts if is_flat else None)
         if is_flat:

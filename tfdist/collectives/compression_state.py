@@ -15,7 +15,7 @@ _SUMMED = ("residual", "velocity")
 
 
 class ReplicaState(tf.Module):
-    """The compression state of one replica: by path of a variable, the entries of its compressor's state."""
+    """The compression state of one replica: the entries of compressors' states, by path of the variable."""
 
     def __init__(self, device: str) -> None:
         super().__init__(name="replica_state")
@@ -45,7 +45,7 @@ class ReplicaState(tf.Module):
         return {name: known[name] for name in initial}
 
     def load(self, values: Mapping[str, Mapping[str, tf.Tensor]]) -> None:
-        """Assigns `values`; those of variables that do not exist yet, when they are created."""
+        """Assigns `values`, or keeps them until their variables are created."""
         for path, entries in values.items():
             for name, value in entries.items():
                 known = self.entries.get(path, {})
@@ -80,8 +80,8 @@ class CompressionState(tf.Module):
 
         Args:
             policy: Chooses the compressors that keep it; None if there are none.
-            devices: Those of the replicas that keep a state, if all are in this process and are not the replicas of
-                the strategy.
+            devices: The devices of the replicas that keep a state, if all are in this process and are not the replicas
+                of the strategy.
             shape_of: Returns the shape of what a replica has of a Keras variable; by default all of it.
             ways: How many neighbours among `devices` have the same gradients, or parts of them.
         """
@@ -111,7 +111,7 @@ class CompressionState(tf.Module):
 
         Args:
             prefixes: One checkpoint of each of those workers (what `tf.train.Checkpoint.save` returned), the same and
-                in the same order on all workers of today.
+                in the same order on all present workers.
 
         Raises:
             ValueError: The checkpoints hold no compression state, or two of them hold that of the same replica, or that

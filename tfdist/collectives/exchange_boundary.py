@@ -24,8 +24,8 @@ from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _CAPACITY = 2**20
-_SMALL_BYTES = 64 * 2**10
-# How long Python code of the user keeps the interpreter from an exchange, which needs it several times.
+_SMALL_BYTES = 64 * 2**10  # Shorter tensors, as counts and metrics, do not wait behind gradients.
+# How long the user's Python code may keep an exchange, which needs the interpreter several times, waiting.
 _SWITCH_SECONDS = 1e-4
 _LONGEST_SECONDS = 1e9
 _STALE = (
@@ -43,7 +43,7 @@ class ExchangeBoundary:
     Python's threads take turns more often in a process with a boundary (`sys.setswitchinterval`).
 
     Args:
-        exchange: With the other workers.
+        exchange: The exchange with the other workers.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -51,7 +51,7 @@ class ExchangeBoundary:
         self.exchange = exchange
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
-        self._requested: Any = None  # how many exchanges, on all lanes but those in the background
+        self._requested: Any = None  # the number of exchanges, on all lanes but those in the background
         self._lock = threading.Lock()
 
     @property
@@ -68,7 +68,7 @@ class ExchangeBoundary:
         """Returns the sum of the workers' tensors, which have the same shape and dtype.
 
         Args:
-            tensor: Of this worker.
+            tensor: The tensor of this worker.
             options: See `_call`. The same holds for the methods below.
         """
         result = self._call("all-reduce", tensor, **options)
@@ -119,11 +119,11 @@ class ExchangeBoundary:
 
         Args:
             kind: One of `_KINDS`.
-            tensor: Of this worker.
+            tensor: The tensor of this worker.
             in_background: The number of a sequence of exchanges beside the steps.
-            shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. Where not, one
-                which has traced with other data may know it, and choose another lane.
-            limit_seconds: After which the exchange fails.
+            shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. If not, a
+                worker that has traced with other data may know it, and would choose another lane.
+            limit_seconds: The time after which the exchange fails.
         """
         reject_graphs_of_tensorflow_1()
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
@@ -199,7 +199,7 @@ class _Background:
             return self._lanes[number]
 
     def _answer_after_failure(self) -> None:
-        """Answers what is requested on any lane, also while `_follow` waits for a request on another one."""
+        """Answers requests on all lanes, also while `_follow` waits for a request on one of them."""
         self._exchange.wait_for_failure()
         with self._changed:
             for lane in self._lanes.values():
@@ -211,7 +211,7 @@ class _Lane:
 
     def __init__(self, exchange: Exchange, name: str, requested: Any) -> None:
         self._exchange, self._channel, self._name = exchange, exchange.channel(name), name
-        self._requested = requested  # counts exchanges, also those of other lanes that have an order in common with it
+        self._requested = requested  # counts the exchanges of all lanes that share an order
         with tf.device("CPU:0"):
             # What is exchanged, the number of the exchange, and the values.
             self._requests = tf.queue.FIFOQueue(
