@@ -25,7 +25,7 @@ class BlockCompressor(Compressor):
     #: Whether sums are encoded again. Otherwise each replica sends its payload to all others (`N - 1` payloads).
     two_phases = True
 
-    #: Whether XLA computes encodings and their errors; it is slow at selecting values and drawing random numbers.
+    #: Whether XLA computes encodings and their errors. XLA is slow at selecting values and drawing random numbers.
     is_fused = True
 
     @property
@@ -71,7 +71,7 @@ class BlockCompressor(Compressor):
         return blocks - self.decode_blocks(words)
 
     def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
-        """Returns few numbers, of which one is not finite if and only if a decoded value is not finite."""
+        """Returns few numbers. One of them is not finite if and only if a decoded value is not finite."""
         return self.decode_blocks(words)
 
     def initial_state(self, shape: Sequence[int]) -> State:

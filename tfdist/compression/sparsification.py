@@ -44,6 +44,7 @@ class TopK(BlockCompressor):
         largest = 1 << 16
         if block_size is None:
             block_size = min(round(1 / ratio), largest)
+        # `+ 1`, because the default may be rounded down.
         if (
             isinstance(block_size, bool)
             or not isinstance(block_size, int)
