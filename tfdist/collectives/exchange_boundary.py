@@ -25,7 +25,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _CAPACITY = 2**20
 _SMALL_BYTES = 64 * 2**10  # Shorter tensors, as counts and metrics, do not wait behind gradients.
-# How long the user's Python code may keep an exchange, which needs the interpreter several times, waiting.
+# The longest time for which Python code of the user keeps the interpreter, which an exchange needs several times.
 _SWITCH_SECONDS = 1e-4
 _LONGEST_SECONDS = 1e9
 _STALE = (

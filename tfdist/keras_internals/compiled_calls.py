@@ -61,9 +61,8 @@ def patch_compiled_calls() -> None:
         if not starts_here(args, kwargs) or not self.built:
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
-        return (
-            call_layer(self, *args, **kwargs) if compiled is None else compiled[0]
-        )  # Layers inside of it may be compiled.
+        # Layers inside of a layer that is not compiled may be.
+        return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]
 
     @replace(LossFunctionWrapper, "call")
     def call_compiled_loss(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def metrics_result(model: Any) -> dict[str, Any]:
 
 @patch
 def patch_trainer() -> None:
-    """Makes models that have `training_of` use its functions `train`, `test` and `predict`.
+    """Makes models use the functions `train`, `test` and `predict` of the object that trains them, if there is one.
 
     Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `logs_of_all_steps` at the end
     of an epoch, `forget` when the model has been compiled again.

@@ -75,7 +75,7 @@ def after_step(
     state = state.copy()
     if not np.all(seconds[rows > 0] > 0) or not np.any(rows > 0):
         return state
-    if 0 < interval < np.max(seconds):  # Wrong: nobody computes for longer than the step takes.
+    if 0 < interval < np.max(seconds):  # A wrong measurement: no worker computes longer than the step takes.
         return state
     state[STEPS] += 1
     state[ROWS] += rows

@@ -72,7 +72,7 @@ class BackgroundExchange:
                 sums.dequeue()
 
     def give_back(self, number: int, sums: Sequence[Any]) -> None:
-        """Makes `receive` return `sums`, which it has returned before, next."""
+        """Makes the next `receive` return `sums`, which an earlier one has returned."""
         self._sums[number].enqueue(["", *[tf.convert_to_tensor(value) for value in sums]])
 
     def _traced(self, number: int, reduction: ReplicaReduction, paths: Sequence[str], device: str) -> Any:

@@ -63,7 +63,7 @@ class SyncSchedule:
         return [fragment for fragment in sent if fragment is not None]
 
     def leaves_equal_weights(self, update: int) -> bool:
-        """Whether all weights are equal on all workers after an update, if workers keep no share of their own."""
+        """Whether all weights are equal on all workers after an update, if workers keep no share of their weights."""
         return update == 0 or (self.fragments == 1 and not self.overlap_steps and update % self.sync_every == 0)
 
 

@@ -38,7 +38,7 @@ class LocalSGD:
 
     @property
     def kept_share(self) -> float:
-        """Workers keep no share of their own weights after an exchange."""
+        """Workers keep no share of their weights after an exchange."""
         return 0.0
 
 

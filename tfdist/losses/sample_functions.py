@@ -65,7 +65,7 @@ def _joined(before: Kind, after: Kind) -> Kind:
 
 
 def _called(degrees: Any, operation: tf.Operation, name: str, kinds: Sequence[Kind]) -> Callable[[Any], Kind]:
-    """Follows the function in the attribute `name`; its result returns the kind of an output, `None`: the first one."""
+    """Follows the function in the attribute `name`; the result maps outputs to kinds, `None` to that of the first."""
     graph = called_graph(operation.graph, operation.get_attr(name).name)
     if graph is None or len(graph.inputs) != len(kinds):
         return lambda output: unknown(kinds, [0])
