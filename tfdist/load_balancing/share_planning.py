@@ -187,6 +187,7 @@ def plan_rows(
     units_of_workers = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
     while sum(units_of_workers) != total:
         step = 1 if sum(units_of_workers) < total else -1
+        # Limits are rounded down to units, so together they may be less than the batch: then they are exceeded.
         can = [
             w for w in workers if (units_of_workers[w] < most[w] if step > 0 else units_of_workers[w] > least[w])
         ] or list(workers)
@@ -194,6 +195,7 @@ def plan_rows(
         worker = min(can, key=lambda w: (units_of_workers[w] + step) * costs[w] * step)
         units_of_workers[worker] += step
     rows = [number * unit for number in units_of_workers]
+    # Rows that do not fill a unit go to one worker.
     roomy = [w for w in workers if rows[w] + batch - total * unit <= limits[w] * batch] or list(workers)
     rows[min(roomy, key=lambda w: (rows[w] * costs[w], w))] += batch - total * unit
     return rows
