@@ -16,7 +16,7 @@ _UPDATES = tuple(
     for name in "Adadelta Adagrad Adam Adamax AdamW Lion RMSprop SGD".split()
 )
 
-# Those of values, too, which XLA does not compile.
+# Further updates of each value by its own slots, which XLA does not compile.
 _OTHER_UPDATES_OF_VALUES = tuple(
     getattr(keras.optimizers, name).update_step
     for name in ("Ftrl", "ScheduleFreeAdamW")
