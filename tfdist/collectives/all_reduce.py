@@ -199,19 +199,19 @@ class ReplicaReduction:
 
         Args:
             tensors: The gradients of an update, in the order of `context.paths`.
-            parts: Who owns what of them.
+            parts: The owners of their values.
         """
         assert self.policy is not None
         self._counters.add_update()
         paths, cross = self.context.paths or (), self._hierarchy.cross
-        # A worker with one device has no local level, but exchanges with the first devices of others.
+        # Not `local is None`: a worker with one device has no local level, but exchanges with first devices of others.
         is_flat = cross is not None and cross.size == self._hierarchy.all.size
         sums = self._sum_compressed(self.policy, tensors, paths, None, parts if is_flat else None)
         if is_flat:
             return sums
-        dense = [index for index, one in enumerate(sums) if not isinstance(one, tf.IndexedSlices)]
-        own = parts.of(dense).own_of([sums[index] for index in dense]) if dense else []
-        for index, part in zip(dense, own, strict=True):
+        dense = [index for index, summed in enumerate(sums) if not isinstance(summed, tf.IndexedSlices)]
+        own_parts = parts.of(dense).own_of([sums[index] for index in dense]) if dense else []
+        for index, part in zip(dense, own_parts, strict=True):
             sums[index] = part
         return sums
 

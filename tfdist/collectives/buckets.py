@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-# Of the first bucket, so that the link is used early in backpropagation. A tensor of this size is sent alone: packing
-# and unpacking it are two passes over its values, which take longer than one more exchange.
+# The size of the first bucket, so that the link is used early in backpropagation. A tensor of this size is sent alone:
+# packing and unpacking it are two passes over its values, which take longer than one more exchange.
 _SMALL_BUCKET_BYTES = 2**20
 
 

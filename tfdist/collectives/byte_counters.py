@@ -1,4 +1,4 @@
-"""Counts, in the graph, the collectives that one replica executes, and their bytes; bytes between devices."""
+"""Counts, in the graph, the collectives that one replica executes and their bytes, and bytes between devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -156,7 +156,7 @@ class ByteCounters:
         return total
 
     def by_label(self) -> dict[str, CommunicationStats]:
-        """Returns what was counted of gradients, by label. Call this eagerly."""
+        """Returns the counts of gradients by label. Call this eagerly."""
         counters = {label: counter for label, counter in self._counters.items() if label not in (OTHER, _UPDATES)}
         return {label: CommunicationStats(*counter.numpy().tolist()) for label, counter in counters.items()}
 

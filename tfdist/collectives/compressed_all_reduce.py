@@ -94,8 +94,10 @@ class CompressedReduction:
         for compressor, positions in sorted(buckets, key=lambda bucket: -min(bucket[1])):
             members = [gradients[position] for position in positions]
             group, members = begin_bucket(self._group(method_label(compressor)), members)
-            own = None if parts is None else parts.of(positions)
-            sums = self._reduce(compressor, members, [paths[position] for position in positions], group, own)
+            parts_of_bucket = None if parts is None else parts.of(positions)
+            sums = self._reduce(
+                compressor, members, [paths[position] for position in positions], group, parts_of_bucket
+            )
             sums = end_bucket(group, sums)
             for position, summed in zip(positions, sums, strict=True):
                 results[position] = summed
@@ -104,7 +106,7 @@ class CompressedReduction:
                 results[position] = self._reduce_rows(gradient, paths[position])
         if self._writes:
             finite = tf.reduce_all(self._finite)
-            if parts is not None:  # of what this replica owns
+            if parts is not None:  # `finite` is about the values that this replica owns.
                 overflows = tf.cast(tf.logical_not(finite), tf.int32)
                 finite = tf.equal(self._group(OTHER).sum(overflows), 0)
             tf.cond(finite, self._write, lambda: None)
@@ -181,7 +183,7 @@ def _sums_of_parts(
     states: Sequence[State | None],
     parts: OwnedParts | None,
 ) -> Reduced:
-    """Sums everywhere, or where `parts` are owned; also if that sends less than parts of very unequal lengths."""
+    """Sums everywhere, or where `parts` are owned if that sends less, which it does not for very unequal lengths."""
     if parts is not None and parts.is_balanced:
         return compressor.reduce_parts(gradients, group, states, parts)
     reduced = compressor.reduce(gradients, group, states)
@@ -189,7 +191,7 @@ def _sums_of_parts(
 
 
 def _sends_little(compressor: Compressor) -> bool:
-    """Whether it sends less than 16 bits a value: joining payloads then costs less than further rounds."""
+    """Whether a compressor sends less than 16 bits a value: joining payloads then costs less than further rounds."""
     return compressor.payload_bytes((1024, 1024)) < 2 * 1024**2
 
 

@@ -15,7 +15,7 @@ _SUMMED = ("residual", "velocity")
 
 
 class ReplicaState(tf.Module):
-    """The compression state of one replica: by path of a variable, the entries of its compressor's state."""
+    """The compression state of one replica: the entries of compressors' states, by path of the variable."""
 
     def __init__(self, device: str) -> None:
         super().__init__(name="replica_state")
@@ -45,7 +45,7 @@ class ReplicaState(tf.Module):
         return {name: known[name] for name in initial}
 
     def load(self, values: Mapping[str, Mapping[str, tf.Tensor]]) -> None:
-        """Assigns `values`; those of variables that do not exist yet, when they are created."""
+        """Assigns `values`, or keeps them until their variables are created."""
         for path, entries in values.items():
             for name, value in entries.items():
                 known = self.entries.get(path, {})
@@ -80,8 +80,8 @@ class CompressionState(tf.Module):
 
         Args:
             policy: Chooses the compressors that keep it; None if there are none.
-            devices: Those of the replicas that keep a state, if all are in this process and are not the replicas of
-                the strategy.
+            devices: The devices of the replicas that keep a state, if all are in this process and are not the replicas
+                of the strategy.
             shape_of: Returns the shape of what a replica has of a Keras variable; by default all of it.
             ways: How many neighbours among `devices` have the same gradients, or parts of them.
         """
@@ -92,7 +92,9 @@ class CompressionState(tf.Module):
         self.replicas: dict[str, ReplicaState] = {}
         self.num_replicas = max(len(devices), 1)  # Replicas of all workers that keep a state.
         self._saved: UserDict[int, dict[str, dict[str, tf.Tensor]]] = UserDict()
-        self.saved_ways = SavedWays(lambda: self.ways, lambda: any(one.entries for one in self.replicas.values()))
+        self.saved_ways = SavedWays(
+            lambda: self.ways, lambda: any(replica.entries for replica in self.replicas.values())
+        )
 
     def replica_state(self, number: int, device: str) -> ReplicaState:
         """Returns the state of replica `number`, which is on `device`."""
@@ -109,7 +111,7 @@ class CompressionState(tf.Module):
 
         Args:
             prefixes: One checkpoint of each of those workers (what `tf.train.Checkpoint.save` returned), the same and
-                in the same order on all workers of today.
+                in the same order on all present workers.
 
         Raises:
             ValueError: The checkpoints hold no compression state, or two of them hold that of the same replica, or that
@@ -164,7 +166,7 @@ def redistribute(
 
 def _saved_state(prefix: str) -> dict[int, dict[str, dict[str, tf.Tensor]]]:
     reader = tf.train.load_checkpoint(prefix)
-    found: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
+    entries_of_replicas: dict[int, dict[str, dict[str, tf.Tensor]]] = {}
     for key in reader.get_variable_to_shape_map():
         parts = key.split("/")
         if parts[-2:] != [".ATTRIBUTES", "VARIABLE_VALUE"]:
@@ -173,8 +175,10 @@ def _saved_state(prefix: str) -> dict[int, dict[str, dict[str, tf.Tensor]]]:
             if part == "replicas" and parts[index + 1].startswith("replica_") and parts[index + 2] == "entries":
                 path, name = (_unescaped(p) for p in parts[index + 3 : index + 5])
                 number = int(parts[index + 1].removeprefix("replica_"))
-                found.setdefault(number, {}).setdefault(path, {})[name] = tf.constant(reader.get_tensor(key))
-    return found
+                entries_of_replicas.setdefault(number, {}).setdefault(path, {})[name] = tf.constant(
+                    reader.get_tensor(key)
+                )
+    return entries_of_replicas
 
 
 def _unescaped(part: str) -> str:
@@ -213,8 +217,8 @@ class SavedWays(tf.train.experimental.PythonState):
 
 def saved_ways(reader: Any) -> int:
     """Returns the number in a checkpoint; 0 if it has none, as those of earlier releases."""
-    found = [key for key in reader.get_variable_to_shape_map() if key.endswith(_KEY)]
-    return int(json.loads(reader.get_tensor(found[0]))) if found else 0
+    keys = [key for key in reader.get_variable_to_shape_map() if key.endswith(_KEY)]
+    return int(json.loads(reader.get_tensor(keys[0]))) if keys else 0
 
 
 def check_ways(saved: int, present: int) -> None:

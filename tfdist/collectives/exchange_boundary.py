@@ -24,8 +24,8 @@ from tfdist.tensorflow_internals.sent_dtypes import AS_VALUES
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 _CAPACITY = 2**20
-_SMALL_BYTES = 64 * 2**10
-# How long Python code of the user keeps the interpreter from an exchange, which needs it several times.
+_SMALL_BYTES = 64 * 2**10  # Shorter tensors, as counts and metrics, do not wait behind gradients.
+# The longest time for which Python code of the user keeps the interpreter, which an exchange needs several times.
 _SWITCH_SECONDS = 1e-4
 _LONGEST_SECONDS = 1e9
 _STALE = (
@@ -43,7 +43,7 @@ class ExchangeBoundary:
     Python's threads take turns more often in a process with a boundary (`sys.setswitchinterval`).
 
     Args:
-        exchange: With the other workers.
+        exchange: The exchange with the other workers.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -51,7 +51,7 @@ class ExchangeBoundary:
         self.exchange = exchange
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
-        self._requested: Any = None  # how many exchanges, on all lanes but those in the background
+        self._requested: Any = None  # the number of exchanges, on all lanes but those in the background
         self._lock = threading.Lock()
 
     @property
@@ -68,7 +68,7 @@ class ExchangeBoundary:
         """Returns the sum of the workers' tensors, which have the same shape and dtype.
 
         Args:
-            tensor: Of this worker.
+            tensor: The tensor of this worker.
             options: See `_call`. The same holds for the methods below.
         """
         result = self._call("all-reduce", tensor, **options)
@@ -119,11 +119,11 @@ class ExchangeBoundary:
 
         Args:
             kind: One of `_KINDS`.
-            tensor: Of this worker.
+            tensor: The tensor of this worker.
             in_background: The number of a sequence of exchanges beside the steps.
-            shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. Where not, one
-                which has traced with other data may know it, and choose another lane.
-            limit_seconds: After which the exchange fails.
+            shape_is_fixed: Whether all workers know the same of the shape when they trace the exchange. If not, a
+                worker that has traced with other data may know it, and would choose another lane.
+            limit_seconds: The time after which the exchange fails.
         """
         reject_graphs_of_tensorflow_1()
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
@@ -199,7 +199,7 @@ class _Background:
             return self._lanes[number]
 
     def _answer_after_failure(self) -> None:
-        """Answers what is requested on any lane, also while `_follow` waits for a request on another one."""
+        """Answers requests on all lanes, also while `_follow` waits for a request on one of them."""
         self._exchange.wait_for_failure()
         with self._changed:
             for lane in self._lanes.values():
@@ -211,7 +211,7 @@ class _Lane:
 
     def __init__(self, exchange: Exchange, name: str, requested: Any) -> None:
         self._exchange, self._channel, self._name = exchange, exchange.channel(name), name
-        self._requested = requested  # counts exchanges, also those of other lanes that have an order in common with it
+        self._requested = requested  # counts the exchanges of all lanes that share an order
         with tf.device("CPU:0"):
             # What is exchanged, the number of the exchange, and the values.
             self._requests = tf.queue.FIFOQueue(
@@ -231,8 +231,8 @@ class _Lane:
         """Returns the result, without a static shape."""
         with tf.device("CPU:0"):
             number = self._requested.assign_add(1, read_value=True)
-            what = tf.constant(_packed(kind, tensor.dtype, limit_seconds), tf.int64)
-            with tf.control_dependencies([self._requests.enqueue([what, number, _to_bytes(tensor)])]):
+            packed = tf.constant(_packed(kind, tensor.dtype, limit_seconds), tf.int64)
+            with tf.control_dependencies([self._requests.enqueue([packed, number, _to_bytes(tensor)])]):
                 answered, error, received = self._results.dequeue()
             # An assertion, because `fit` takes the error of a closed queue for the end of the data. A step that ended
             # between its request and the result leaves that result in the queue.
@@ -256,12 +256,12 @@ class _Lane:
             request: What `next_request` returned. It is emptied, so that its memory is freed.
             begin: Called before the exchange.
         """
-        data, number, what = request.pop(), request.pop(), request.pop()
+        data, number, packed = request.pop(), request.pop(), request.pop()
         error = self._stale
         try:
             if begin is not None:
                 begin()
-            kind, dtype, limit_seconds = _unpacked(int(what))
+            kind, dtype, limit_seconds = _unpacked(int(packed))
             if self._name != BACKGROUND:
                 self._channel.before_next(int(number), limit_seconds)
             array = np.asarray(memoryview(data))  # the tensor's memory, which is valid as long as the tensor
@@ -305,9 +305,9 @@ def _packed(kind: str, dtype: tf.DType, limit_seconds: float) -> int:
 
 
 @functools.cache
-def _unpacked(what: int) -> tuple[str, Any, float]:
-    what, kind = divmod(what, len(_KINDS))
-    limit, dtype = divmod(what, _DTYPES)
+def _unpacked(packed: int) -> tuple[str, Any, float]:
+    packed, kind = divmod(packed, len(_KINDS))
+    limit, dtype = divmod(packed, _DTYPES)
     return _KINDS[kind], tf.as_dtype(dtype).as_numpy_dtype, limit / 1000
 
 

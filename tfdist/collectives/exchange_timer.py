@@ -17,9 +17,9 @@ class ExchangeDurations:
     """Time spent on buckets of gradients, added up. Buckets overlap each other and the computation.
 
     Attributes:
-        encode_seconds: From when a bucket's gradients are ready to its first collective, and between its collectives.
-        exchange_seconds: In collectives, including the time to wait for other replicas.
-        decode_seconds: From the result of the last collective to the sums.
+        encode_seconds: Time from a bucket's ready gradients to its first collective, and between its collectives.
+        exchange_seconds: Time in collectives, including the time to wait for other replicas.
+        decode_seconds: Time from the result of the last collective to the sums.
     """
 
     encode_seconds: float = 0.0
@@ -154,7 +154,7 @@ class _TimedBucket(TimedGroup):
 def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, list[tf.Tensor]]:
     """Returns the group over which to reduce a bucket of `gradients`, and the gradients to reduce.
 
-    Both are those that are given unless the group is a `TimedGroup`.
+    Both are the arguments unless the group is a `TimedGroup`.
     """
     return group.bucket(gradients) if isinstance(group, TimedGroup) else (group, list(gradients))
 
@@ -163,7 +163,7 @@ def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Ends the timing that `begin_bucket` began.
 
     Args:
-        group: What that returned.
+        group: The group that `begin_bucket` returned.
         sums: The bucket's results.
 
     Returns:

@@ -16,10 +16,11 @@ class ReplicaHierarchy:
     """The launchers of one replica.
 
     Attributes:
-        all: Over all replicas.
-        cross: Over the replicas that exchange compressed gradients: all replicas of a process, or the first replica of
-            each worker. `None` on a replica that is not one of them.
-        local: Over the replicas of this worker, if it has several and there are other workers; else `None`.
+        all: The launcher over all replicas.
+        cross: The launcher over the replicas that exchange compressed gradients: all replicas of a process, or the
+            first replica of each worker. `None` on a replica that is not one of them.
+        local: The launcher over the replicas of this worker, if it has several and there are other workers; else
+            `None`.
         cross_rank: The number of this replica, or of its worker, among the replicas of `cross`.
     """
 
@@ -38,8 +39,8 @@ class ReplicaHierarchy:
         group = CollectiveGroup(self.local, options=options)
         is_first = self.cross is not None
         dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-        own = dense if is_first else [tf.zeros_like(tensor) for tensor in dense]
-        received = iter(_sum_by_dtype(own, group))
+        contributions = dense if is_first else [tf.zeros_like(tensor) for tensor in dense]
+        received = iter(_sum_by_dtype(contributions, group))
         return [
             _broadcast_rows(tensor, group, is_first) if isinstance(tensor, tf.IndexedSlices) else next(received)
             for tensor in tensors
@@ -57,7 +58,7 @@ def _sum_by_dtype(tensors: Sequence[tf.Tensor], group: CollectiveGroup) -> list[
 
 
 def _broadcast_rows(slices: tf.IndexedSlices, group: CollectiveGroup, is_first: bool) -> tf.IndexedSlices:
-    """Sends the slices of the first replica. The other replicas' have as many columns, but another number of rows."""
+    """Sends the slices of the first replica. Those of other replicas have equal columns, but other numbers of rows."""
     rows = group.sum(tf.shape(slices.indices) if is_first else tf.zeros([1], tf.int32))
     columns = tf.shape(slices.values)[1:]
     indices = slices.indices if is_first else tf.zeros(rows, slices.indices.dtype)

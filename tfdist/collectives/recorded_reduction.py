@@ -33,7 +33,7 @@ class Recorder:
     """Numbers the buckets of a step and keeps the calls.
 
     Attributes:
-        calls: In the order of the trace.
+        calls: The calls, in the order of the trace.
         buckets: The number of buckets so far.
     """
 
@@ -57,7 +57,7 @@ class Recorder:
 
 
 class _RecordedGroup(TimedGroup):
-    """A group whose calls are recorded. `begin_bucket` tells it where buckets begin, as it tells a timed one."""
+    """A group whose calls are recorded. `begin_bucket` marks where buckets begin, as for a timed group."""
 
     def __init__(self, group: Group, recorder: Recorder) -> None:
         self._group, self._recorder = group, recorder

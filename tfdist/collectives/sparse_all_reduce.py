@@ -45,12 +45,13 @@ def sum_encoded_slices(
         replica's own rows only; the indices of those rows; and whether all values are finite.
     """
     slices = sum_duplicate_rows(slices)
-    own = slices.indices
-    rows = group.gather(tf.shape(own))
+    own_indices = slices.indices
+    rows = group.gather(tf.shape(own_indices))
     longest = tf.reduce_max(rows)
     gradient = _padded(slices.values, longest)
     row_state = {
-        name: _padded(tf.gather(value, own), longest) if value.shape.rank else value for name, value in state.items()
+        name: _padded(tf.gather(value, own_indices), longest) if value.shape.rank else value
+        for name, value in state.items()
     }
 
     def exchanged(by: Compressor) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -74,11 +75,11 @@ def sum_encoded_slices(
     else:
         values, entries = exchanged(compressor)
     new_state = {
-        name: entry[: tf.size(own)] if entry.shape.rank else entry
+        name: entry[: tf.size(own_indices)] if entry.shape.rank else entry
         for name, entry in zip(row_state, entries, strict=True)
     }
     finite = tf.reduce_all(tf.math.is_finite(values))
-    return _of_present_rows(values, slices, rows, longest, group), new_state, own, finite
+    return _of_present_rows(values, slices, rows, longest, group), new_state, own_indices, finite
 
 
 def _padded(values: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -91,5 +92,7 @@ def _of_present_rows(
     """Sums all replicas' `values`, `[size * longest, ...]`, without the padding after each replica's first `rows`."""
     indices = group.gather(_padded(slices.indices, longest))
     present = tf.reshape(tf.sequence_mask(rows, longest), [-1])
-    kept = tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape)
-    return sum_duplicate_rows(kept)
+    present_rows = tf.IndexedSlices(
+        tf.boolean_mask(values, present), tf.boolean_mask(indices, present), slices.dense_shape
+    )
+    return sum_duplicate_rows(present_rows)

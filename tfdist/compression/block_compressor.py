@@ -25,7 +25,7 @@ class BlockCompressor(Compressor):
     #: Whether sums are encoded again. Otherwise each replica sends its payload to all others (`N - 1` payloads).
     two_phases = True
 
-    #: Whether XLA computes encodings and their errors; it is slow at selecting values and drawing random numbers.
+    #: Whether XLA computes encodings and their errors. XLA is slow at selecting values and drawing random numbers.
     is_fused = True
 
     @property
@@ -71,7 +71,7 @@ class BlockCompressor(Compressor):
         return blocks - self.decode_blocks(words)
 
     def finiteness_probe(self, words: tf.Tensor) -> tf.Tensor:
-        """Returns few numbers, of which one is not finite if and only if a decoded value is not finite."""
+        """Returns few numbers. One of them is not finite if and only if a decoded value is not finite."""
         return self.decode_blocks(words)
 
     def initial_state(self, shape: Sequence[int]) -> State:
@@ -145,13 +145,13 @@ class BlockCompressor(Compressor):
         residuals, new_states = [tf.zeros_like(gradient) for gradient in gradients], [state or {} for state in states]
         words = 0
         if encoded:
-            chosen, given = parts.of(encoded, self.block_values), [gradients[position] for position in encoded]
-            blocks = tf.reshape(chosen.rows(given), [-1, self.block_values])
+            chosen, to_encode = parts.of(encoded, self.block_values), [gradients[position] for position in encoded]
+            blocks = tf.reshape(chosen.rows(to_encode), [-1, self.block_values])
             own_words, state = self._encode(blocks, states[encoded[0]] or {})
             words = chosen.length // self.block_values * self.block_words
             message.append(tf.reshape(own_words, [parts.size, words]))
             errors = tf.reshape(self._fused(self.encoding_error, blocks, own_words), [parts.size, chosen.length])
-            of_gradients = chosen.whole(errors, [gradient.shape for gradient in given])
+            of_gradients = chosen.whole(errors, [gradient.shape for gradient in to_encode])
             for position, residual in zip(encoded, of_gradients, strict=True):
                 residuals[position], new_states[position] = residual, {**(states[position] or {}), **state}
         if plain:

@@ -30,7 +30,7 @@ class Group(ABC):
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the sum of the replicas' `tensor`. A replica of N sends `2 (N - 1) / N` times its size.
 
-        Of a short one it sends `N - 1` copies if `sends_short_sums_at_once`.
+        It sends `N - 1` copies of a short tensor if `sends_short_sums_at_once`.
         """
 
     @property
@@ -70,7 +70,7 @@ class Group(ABC):
         """Returns the sum of the replicas' rows at the position of this one. A replica sends `(N - 1) / N` of `rows`.
 
         Args:
-            rows: Of shape `[size, length]`, of any dtype.
+            rows: A tensor of shape `[size, length]` and any dtype.
         """
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class Compressor(ABC):
         Args:
             gradients: Float32, of the same shapes on all replicas.
             group: The replicas that take part.
-            states: For each gradient its state, or `None` for a gradient to send uncompressed, if possible in the same
+            states: The state of each gradient, or `None` for a gradient to send uncompressed, if possible in the same
                 collectives (a bias is not worth a separate collective).
 
         Returns:
@@ -166,7 +166,7 @@ class Compressor(ABC):
             gradients: See `reduce`.
             group: See `reduce`.
             states: See `reduce`.
-            parts: Who owns what of the gradients.
+            parts: The owners of the values of gradients.
         """
         return self._own(self.reduce(gradients, group, states), parts)
 
@@ -219,7 +219,7 @@ class Dense(Compressor):
         return Reduced(parts.split(total), zeros, [state or {} for state in states], all_finite([total]))
 
 
-# Takes a compressor, and gradients and states as a wrapper changes them.
+# Takes a compressor, and the gradients and states that a wrapper has changed.
 InnerReduction = Callable[[Compressor, Sequence[tf.Tensor], Sequence[State | None]], Reduced]
 
 

@@ -60,4 +60,4 @@ class ErrorFeedback(Wrapper):
 
 def pop_entry(state: State, name: str) -> tuple[tf.Tensor, State]:
     """Returns the entry `name` of a state, and a state of the other entries."""
-    return state[name], {other: value for other, value in state.items() if other != name}
+    return state[name], {key: value for key, value in state.items() if key != name}

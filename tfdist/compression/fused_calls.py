@@ -29,7 +29,7 @@ def fused(function: Callable[..., Result], *tensors: tf.Tensor) -> Result:
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     if None in sizes or max(sizes) < FUSED_VALUES or not compiles_on_cpus():
         return function(*tensors)
-    # Methods are equal only if their objects are the same.
+    # Equal compressors share a compiled function: bound methods would be equal only for the same object.
     method, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not isinstance(owner, Hashable):  # a compressor of the user, for instance a dataclass
         return function(*tensors)
@@ -40,5 +40,5 @@ def fused(function: Callable[..., Result], *tensors: tf.Tensor) -> Result:
 def _compiled(function: Callable[..., Any], owner: Any, *specs: tf.TensorSpec) -> Any:
     if owner is not None:
         function = functools.partial(function, owner)
-    with tf.init_scope(), tf.device(None):  # the device of a call is that of its caller
+    with tf.init_scope(), tf.device(None):  # Each call runs on the device of its caller.
         return tf.function(function, jit_compile=True, autograph=False).get_concrete_function(*specs)

@@ -22,7 +22,7 @@ def unflatten(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def values_of(gradient: Any) -> tf.Tensor:
-    """Returns the values of a gradient; of `tf.IndexedSlices` those of the rows."""
+    """Returns the values of a gradient, for `tf.IndexedSlices` the values of the rows."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -100,7 +100,7 @@ def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
 def with_shape(gradient: Any, shape: Sequence[int]) -> Any:
     """Returns a gradient of the variable's shape; the inferred one depends on the data for which a replica is traced.
 
-    What XLA compiles returns rows of a table without the table's shape, without which they would not be compressed.
+    Functions that XLA compiles return rows of a table without the table's shape, which their compression needs.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         gradient.set_shape(shape)

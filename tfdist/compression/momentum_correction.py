@@ -64,10 +64,10 @@ class MomentumCorrection(Wrapper):
         remainder = total - self.compressor.decode(payload, static_or_dynamic_shape(total))
         new_state = {**self._kept(total, remainder, velocity), **inner}
         finite = all_finite([total])
-        kept = tf.cond(
+        entries = tf.cond(
             finite, lambda: [new_state[name] for name in state], lambda: [tf.identity(state[name]) for name in state]
         )
-        return payload, dict(zip(state, kept, strict=True))
+        return payload, dict(zip(state, entries, strict=True))
 
     def _reduce(
         self, gradients: Sequence[tf.Tensor], states: Sequence[State | None], reduce: InnerReduction
@@ -81,13 +81,13 @@ class MomentumCorrection(Wrapper):
         reduced = reduce(self.compressor, totals, inner_states)
         new_states: list[State] = [{} for _ in gradients]
         for position, velocity in velocities.items():
-            kept = self._kept(totals[position], reduced.residuals[position], velocity)
-            new_states[position] = {**kept, **reduced.states[position]}
+            entries = self._kept(totals[position], reduced.residuals[position], velocity)
+            new_states[position] = {**entries, **reduced.states[position]}
         return Reduced(reduced.sums, [tf.zeros_like(g) for g in gradients], new_states, reduced.finite)
 
     def _accumulated(self, gradient: tf.Tensor, state: State) -> tuple[tf.Tensor, tf.Tensor, State]:
-        residual, others = pop_entry(state, "residual")
-        velocity, inner = pop_entry(others, "velocity")
+        residual, other_entries = pop_entry(state, "residual")
+        velocity, inner = pop_entry(other_entries, "velocity")
         if self.clipnorm is not None:
             gradient = tf.clip_by_norm(gradient, self.clipnorm)
         velocity = self.momentum * velocity + gradient

@@ -15,10 +15,10 @@ class OwnedParts:
     """The parts of some gradients.
 
     Attributes:
-        spans: For each gradient, begin and end of the span of its flattened values that belongs to the replica at each
+        spans: Begin and end of the span of the flattened values of each gradient that belongs to the replica at each
             position of the group.
         own: The position of this replica.
-        block: The part of a gradient fills complete blocks of so many values, so that no block has those of two.
+        block: The number of values of a block. A part fills complete blocks, so no block has values of two gradients.
 
     >>> import tensorflow as tf
     >>> parts = OwnedParts((((0, 2), (2, 3)), ((0, 0), (0, 2))), own=1)
@@ -89,8 +89,8 @@ class OwnedParts:
         return [-(-size // self.block) * self.block for size in sizes]
 
     def _pieces(self, row: tf.Tensor, position: int) -> list[tf.Tensor]:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for spans, filled in zip(self.spans, self._filled(position), strict=True):
-            found.append(row[begin : begin + spans[position][1] - spans[position][0]])
+            pieces.append(row[begin : begin + spans[position][1] - spans[position][0]])
             begin += filled
-        return found
+        return pieces

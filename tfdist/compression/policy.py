@@ -15,7 +15,7 @@ from tfdist.utils.argument_checks import check_whole_number
 
 Rule = Compressor | str | None
 
-_WORTHWHILE = 0.9  # Of the dense size. A larger payload is not worth its computation.
+_WORTHWHILE = 0.9  # A payload of a larger share of the dense size is not worth its computation.
 _WITHOUT_ARGUMENT: dict[str, Callable[[], Compressor]] = {
     "dense": Dense,
     "bf16": lambda: Cast("bfloat16"),
@@ -59,8 +59,8 @@ class Policy:
                 expressions to compressors, names, or `None` for no compression. The first expression that matches a
                 part of a variable's path applies. Variables without a match are not compressed.
             dense_steps: The number of first updates that are sent uncompressed (`WarmUp`).
-            dense_below: Variables with fewer elements are not compressed, nor are those that a method would not make
-                smaller.
+            dense_below: Variables with fewer elements are not compressed. Variables that a method would not make
+                smaller are not compressed either.
 
         Raises:
             ValueError: An argument is invalid.
@@ -68,11 +68,13 @@ class Policy:
         check_whole_number("dense_below", dense_below, at_least=0)
         check_whole_number("dense_steps", dense_steps, at_least=0)
         if isinstance(rules, Mapping):
-            given = dict(rules)
+            rules_by_expression = dict(rules)
         else:
-            given = {"": rules}
+            rules_by_expression = {"": rules}
         self._given, self.dense_steps, self.dense_below = rules, dense_steps, dense_below
-        self._rules = [(_pattern(expression), self._completed(rule)) for expression, rule in given.items()]
+        self._rules = [
+            (_pattern(expression), self._completed(rule)) for expression, rule in rules_by_expression.items()
+        ]
         self._dense = Dense()
 
     def __repr__(self) -> str:
@@ -108,7 +110,7 @@ class Policy:
         return compressor.payload_bytes(shape) <= _WORTHWHILE * 4 * elements
 
     def _completed(self, rule: Rule) -> Compressor:
-        """Returns the compressor of a rule, with error feedback if it needs it, and with the warm-up."""
+        """Returns the compressor of a rule, wrapped in error feedback if it needs that, and in the warm-up."""
         compressor = get(rule)
         if compressor.needs_error_feedback:
             compressor = ErrorFeedback(compressor)

@@ -44,6 +44,7 @@ class TopK(BlockCompressor):
         largest = 1 << 16
         if block_size is None:
             block_size = min(round(1 / ratio), largest)
+        # `+ 1`, because the default may be rounded down.
         if (
             isinstance(block_size, bool)
             or not isinstance(block_size, int)
@@ -185,8 +186,8 @@ class RandomK(Compressor):
             if seed is not None:
                 gradient = gradients[position]
                 sums[position] = self.decode({"values": sums[position], "seed": seed}, gradient.shape)
-                own = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
-                residuals[position] = gradient - own
+                decoded = self.decode({"values": sent[position], "seed": seed}, gradient.shape)
+                residuals[position] = gradient - decoded
         return Reduced(sums, residuals, new_states, tf.reduce_all(tf.math.is_finite(vector)))
 
     def _positions(self, shape: Sequence[int], seed: tf.Tensor) -> tf.Tensor:

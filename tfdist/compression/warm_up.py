@@ -52,11 +52,11 @@ class WarmUp(Wrapper):
         def reduce_by(compressor: Compressor) -> tuple[list[tf.Tensor], list[tf.Tensor], list[State], tf.Tensor]:
             reduced = reduce(compressor, gradients, inner_states)
             # Both branches must return the same tensors, so entries that a branch does not change are passed through.
-            kept = [
+            all_entries = [
                 {name: tf.identity(new.get(name, value)) for name, value in (old or {}).items()}
                 for old, new in zip(inner_states, reduced.states, strict=True)
             ]
-            return reduced.sums, reduced.residuals, kept, reduced.finite
+            return reduced.sums, reduced.residuals, all_entries, reduced.finite
 
         sums, residuals, new_states, finite = tf.cond(
             known[0]["warm_up_steps"] < self.steps,

@@ -12,7 +12,7 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 
 
 class Accumulation:
-    """The accumulation of a model's optimizer; of the inner one under a `LossScaleOptimizer`."""
+    """The accumulation of a model's optimizer, or of the inner one of a `LossScaleOptimizer`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class Accumulation:
 
     def _add_accumulators(self) -> None:
         optimizer = self._optimizer
-        others = list(optimizer._variables)
+        variables_before = list(optimizer._variables)
         with self.strategy.scope(), keras.name_scope(optimizer.name):
             accumulators = [
                 optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
@@ -104,7 +104,7 @@ class Accumulation:
         learning_rate = isinstance(optimizer._learning_rate, keras.Variable)
         averages = len(optimizer._model_variables_moving_average) if optimizer.use_ema else 0
         first = 1 + learning_rate + averages
-        self._order_variables(others[:first] + accumulators + others[first:])
+        self._order_variables(variables_before[:first] + accumulators + variables_before[first:])
 
     def _remove_accumulators(self) -> None:
         optimizer = self._optimizer

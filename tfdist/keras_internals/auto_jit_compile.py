@@ -10,7 +10,7 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import has_hooks
 from tfdist.tensorflow_internals.xla_functions import compiles_on_cpus
 
-# Below it steps take a few milliseconds, and compiling takes seconds.
+# The steps of smaller models take a few milliseconds, and compiling takes seconds.
 _MIN_PARAMETERS = 1_000_000
 _ATTENTION = (
     keras.layers.MultiHeadAttention,
@@ -41,7 +41,7 @@ def patch_auto_jit_compile() -> None:
 
 
 def jit_compiles(model: Any, data: Any = None) -> bool:
-    """Whether XLA is to compile the steps of a built model: as `compile` says, and for "auto", where it pays.
+    """Whether XLA is to compile the steps of a built model: as `compile` says, for "auto" where it pays.
 
     Under a strategy of `tfdist.strategies.planned()` the plan decides, for which steps of the program were measured.
     Without a plan, by `benchmarks/xla.py`, it pays on CPUs for models with attention and without convolutions, of at

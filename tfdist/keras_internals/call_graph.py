@@ -23,7 +23,7 @@ class CallGraph:
 
     Attributes:
         function: The `keras.Function`, such as a Functional model.
-        trainings: For each of the `nodes`, the value of `training` that the code fixes; None for that of the model.
+        trainings: The value of `training` that the code fixes for each of the `nodes`; None for that of the model.
     """
 
     function: Any
@@ -43,10 +43,10 @@ class CallGraph:
 
 def own_graph(model: Any) -> CallGraph | None:
     """Returns the graph of a Functional or built Sequential model; None for other models."""
-    own, function = type(model), None
-    if isinstance(model, keras.Sequential) and own.call is keras.Sequential.call:
+    model_class, function = type(model), None
+    if isinstance(model, keras.Sequential) and model_class.call is keras.Sequential.call:
         function = model._functional
-    elif isinstance(model, Functional) and own.call is Functional.call:
+    elif isinstance(model, Functional) and model_class.call is Functional.call:
         function = model
     return None if not function else CallGraph(function, (None,) * len(_nodes(function)))
 
@@ -65,9 +65,11 @@ def traced_graph(model: Any, inputs: Any, **kwargs: Any) -> CallGraph:
     """
     functions = []
     for training in (True, False):
-        own = tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype, name=leaf.name), inputs)
+        symbolic_inputs = tree.map_structure(
+            lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype, name=leaf.name), inputs
+        )
         has_training = {"training": training} if model._call_has_training_arg else {}
-        functions.append(keras.Function(own, model.call(own, **kwargs, **has_training)))
+        functions.append(keras.Function(symbolic_inputs, model.call(symbolic_inputs, **kwargs, **has_training)))
     in_training, in_testing = functions
     if _signature(in_training) != _signature(in_testing):
         raise DifferentInTraining(f"the graphs of {model.name!r} differ")

@@ -14,7 +14,7 @@ from tfdist.keras_internals.keras_callbacks import wrap_callback_list
 from tfdist.keras_internals.running_fit import callers, is_call
 from tfdist.patches import patch
 
-# The attributes with the paths. `ModelCheckpoint` saves models, as a program does: see `saved_files`.
+# The attributes with the paths. `ModelCheckpoint` is not here: it saves models, as a program does (`saved_files`).
 _PATHS = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 _BACKUPS = {keras.callbacks.BackupAndRestore: "backup_dir"}
 _FIT = inspect.unwrap(keras.Model.fit).__code__
@@ -23,7 +23,7 @@ _REDIRECTED = "_tfdist_redirected"
 
 
 class SharedPaths(NamedTuple):
-    """What the callbacks of all workers say about their paths.
+    """What the workers have exchanged about the paths of their callbacks.
 
     Attributes:
         elsewhere: The given paths that a worker with a lower rank writes.
@@ -66,10 +66,16 @@ def patch_callback_files(has_workers: Callable[[Any], bool], share: Share, compa
             listed = keras.tree.flatten(callbacks or [])
             for callback in listed:
                 _restore(callback)  # after a `fit` that an exception has ended
-            paths = {id(one): path for one in listed if (path := _path(one, _PATHS | _BACKUPS)) is not None}
-            has_backups = any(_path(one, _BACKUPS) is not None for one in listed)
+            paths = {
+                id(listed_callback): path
+                for listed_callback in listed
+                if (path := _path(listed_callback, _PATHS | _BACKUPS)) is not None
+            }
+            has_backups = any(_path(listed_callback, _BACKUPS) is not None for listed_callback in listed)
             shared = share(strategy, list(paths.values()), has_backups)
-            muted = [one for one in listed if paths.get(id(one)) in shared.elsewhere]
+            muted = [
+                listed_callback for listed_callback in listed if paths.get(id(listed_callback)) in shared.elsewhere
+            ]
             for callback in muted:
                 if _path(callback, _PATHS) is not None:
                     _redirect(callback, paths[id(callback)])

@@ -34,8 +34,8 @@ def patch_compiled_calls() -> None:
     """Makes Keras compile parts of the steps of models instead of whole steps, under strategies that say when.
 
     A step of several replicas contains collectives, which XLA cannot compile on CPUs, and which several GPUs of a
-    process would start in different orders. A step on a worker reads variables of servers. What is left outside is
-    small: metrics, the scaling of losses.
+    process would start in different orders. A step on a worker reads variables of servers. Only small computations stay
+    outside: metrics and the scaling of losses.
     """
     make = TensorFlowTrainer._make_function
     call_layer, call_loss = keras.Layer.__call__, LossFunctionWrapper.call
@@ -61,7 +61,8 @@ def patch_compiled_calls() -> None:
         if not starts_here(args, kwargs) or not self.built:
             return call_layer(self, *args, **kwargs)
         compiled = _compiled(functools.partial(call_layer, self), args, kwargs, layer=self)
-        return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]  # what is in it may be compiled
+        # Layers inside of a layer that is not compiled may be.
+        return call_layer(self, *args, **kwargs) if compiled is None else compiled[0]
 
     @replace(LossFunctionWrapper, "call")
     def call_compiled_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +83,12 @@ def _is_in_compiled_step(hooks: StrategyHooks) -> bool | None:
 def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> list[Any] | None:
     """Calls `function` compiled, and returns a list of its result, with masks; `None` if XLA does not compile it.
 
-    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss. Nor is one that keeps
-    a tensor in an attribute, which others could not use.
+    A layer that adds a loss, or returns one, is not compiled: tfdist could not follow the loss. A layer that keeps a
+    tensor in an attribute is not compiled either, because the tensor could not be used elsewhere.
     """
     scope = stateless_scope()
-    given = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
-    masks = [get_mask(tensor) for tensor in given]
+    inputs = [leaf for leaf in tree.flatten((args, kwargs)) if is_symbolic(leaf)]
+    masks = [get_mask(tensor) for tensor in inputs]
     layers = [] if layer is None else list(layer._flatten_layers())
     variables = [] if layer is None or scope is None else layer.variables
     returned: list[Any] = []  # the structure of the outputs, with tensors of the function
@@ -104,7 +105,7 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
                 set_mask(tensor, mask)
         with contextlib.nullcontext() if scope is None else _GivenValues(variables, values) as inner:
             returned[:] = [function(*inner_args, **inner_kwargs)]
-        adds_loss = any(one._losses for one in layers) or (inner is not None and inner.losses)
+        adds_loss = any(flat_layer._losses for flat_layer in layers) or (inner is not None and inner.losses)
         if adds_loss or not all(map(_can_leave, tree.flatten(returned))) or any(map(_keeps_tensor, layers)):
             raise CannotCompileError
         results = _tensors(returned)
@@ -112,18 +113,18 @@ def _compiled(function: Callable[..., Any], args: Any, kwargs: Any, layer: Any =
         updated[:] = [variable for variable, _ in updates]
         return [*results, *_masks(results), *(tf.stop_gradient(value) for _, value in updates)]
 
-    before = [(list(one._losses), set(one._loss_ids)) for one in layers]
+    before = [(list(flat_layer._losses), set(flat_layer._loss_ids)) for flat_layer in layers]
     read = layer.trainable_variables if layer is not None and scope is None else []
     values = [_value_in(scope, variable) for variable in variables]
     called = None
     try:
-        called = call_compiled(traced, given, [variable.value.handle for variable in read], values)
+        called = call_compiled(traced, inputs, [variable.value.handle for variable in read], values)
     finally:
         if called is None:
-            for one, (losses, ids) in zip(layers, before, strict=True):
-                one._losses[:] = losses
-                one._loss_ids.clear()
-                one._loss_ids.update(ids)
+            for flat_layer, (losses, ids) in zip(layers, before, strict=True):
+                flat_layer._losses[:] = losses
+                flat_layer._loss_ids.clear()
+                flat_layer._loss_ids.update(ids)
     if called is None:
         return None
     results = iter(called)
@@ -143,7 +144,7 @@ class _GivenValues(keras.StatelessScope):
 
     def __init__(self, variables: Sequence[keras.Variable], values: dict[int, tf.Tensor]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        # Not by Keras, which would cast them to the dtype to which an enclosing layer casts variables.
+        # Keras' constructor would cast them to the dtype to which an enclosing layer casts variables.
         self.state_mapping = {id(variable): values[id(variable)] for variable in variables}
         self._variables, self._given = variables, dict(self.state_mapping)
         self._graph = tf.compat.v1.get_default_graph()
@@ -186,7 +187,7 @@ def _keeps_tensor(layer: Any) -> bool:
 
 
 def _can_leave(output: Any) -> bool:
-    """Whether a part of a layer's result can leave a compiled function: a constant, a dense tensor but no scalar."""
+    """Whether a part of a layer's result can leave a compiled function: constants, and dense tensors except scalars."""
     if isinstance(output, tf.Tensor):
         return output.shape.rank != 0
     return output is None or isinstance(output, bool | int | float | str)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class ScalesLosses(Protocol):
-    """What makes a loss over a part of the samples a part of that of the whole batch: a `LossStep`."""
+    """Makes a loss over some samples a part of the loss of the whole batch, as a `LossStep` does."""
 
     has_scaled: bool
 
@@ -26,7 +26,7 @@ class _Recorder:
 
 
 def has_compiled_loss(model: Any) -> bool:
-    """Whether a batch has a loss beside those of layers: by `compile(loss=...)`, or by the model's `compute_loss`."""
+    """Whether a batch has a loss beside those of layers, from `compile(loss=...)` or the model's `compute_loss`."""
     return model._compile_loss is not None or overrides_compute_loss(model)
 
 
@@ -48,15 +48,15 @@ def variables_of_own_loss(model: Any) -> list[keras.Variable]:
     """
     if not overrides_compute_loss(model):
         return []
-    own = [*model._trainable_variables, *model._non_trainable_variables]
-    own += [generator.state for generator in model._seed_generators]
-    return [*own, *(variable for metric in model._metrics for variable in metric.variables)]
+    own_variables = [*model._trainable_variables, *model._non_trainable_variables]
+    own_variables += [generator.state for generator in model._seed_generators]
+    return [*own_variables, *(variable for metric in model._metrics for variable in metric.variables)]
 
 
 def overridden_method(model: Any, *names: str) -> str | None:
     """Returns the first of the methods `names` that the class of the model, or the model itself, overrides."""
-    own = {name for base in _own_classes(model) for name in vars(base)} | set(vars(model))
-    return next((name for name in names if name in own), None)
+    own_names = {name for base in _own_classes(model) for name in vars(base)} | set(vars(model))
+    return next((name for name in names if name in own_names), None)
 
 
 def _own_classes(model: Any) -> list[type]:

@@ -23,7 +23,7 @@ def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count:
 
     Args:
         model: A compiled model, whose compiled loss is built.
-        packed: Returns the structure of the outputs for a list.
+        packed: Packs a list with an item for each output into the structure of the outputs.
         count: The number of outputs.
     """
     compiled = model._compile_loss
@@ -32,25 +32,25 @@ def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count:
     numbers = packed(range(count))
     if count > 1:
         numbers = tree.pack_sequence_as(compiled._y_pred_build_structure, tree.flatten(numbers))
-    found = []
+    losses = []
     for entry in compiled._flat_losses:
         of_loss = numbers
         for key in entry.path if count > 1 else ():
             of_loss = of_loss[key]
-        found.append((tree.flatten(of_loss), entry.loss))
-    return found
+        losses.append((tree.flatten(of_loss), entry.loss))
+    return losses
 
 
 def metrics_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count: int) -> list[list[Any]]:
-    """Returns by output its compiled metrics. The arguments are those of `losses_of_outputs`."""
+    """Returns the compiled metrics of each output. The arguments are those of `losses_of_outputs`."""
     compiled = model._compile_metrics
-    found: list[list[Any]] = [[] for _ in range(count)]
+    metrics_by_output: list[list[Any]] = [[] for _ in range(count)]
     if compiled is None or not compiled.built:
-        return found
+        return metrics_by_output
     for of_outputs in (compiled._flat_metrics, compiled._flat_weighted_metrics):
         for number, metrics in zip(compiled._flatten_y(packed(range(count))), of_outputs, strict=True):
-            found[number] += [] if metrics is None else metrics.metrics
-    return found
+            metrics_by_output[number] += [] if metrics is None else metrics.metrics
+    return metrics_by_output
 
 
 @contextmanager
@@ -59,7 +59,8 @@ def replaced_losses(model: Any, calls: Mapping[int, Callable[[Any, Any], Any]]) 
 
     Args:
         model: A compiled model, whose compiled loss is built.
-        calls: By number of the loss, a function of targets and predictions that replaces its `call`; may be empty.
+        calls: Functions of targets and predictions that replace the `call` of losses, by the loss's number; may be
+            empty.
     """
     if not calls:
         yield
@@ -95,7 +96,7 @@ def crossentropy_options(loss: Any) -> dict[str, Any] | None:
 
 
 def is_accuracy(metric: Any) -> bool:
-    """Whether a metric uses nothing of the predictions but the index of the largest element of the last axis."""
+    """Whether a metric uses only the index of the largest element of the predictions' last axis."""
     return type(metric) in _ACCURACIES
 
 

@@ -19,7 +19,7 @@ _is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=F
 
 @dataclass(frozen=True)
 class NewValue:
-    """What is known of a variable that is being created.
+    """A variable that is being created.
 
     Attributes:
         path: The path of the Keras variable.

@@ -52,8 +52,8 @@ def patch_embedding_layers() -> None:
         if look_up is None or not is_plain:
             return stock_call(self, inputs)
         shards = getattr(self, "_table_shards", None) or [getattr(self, "_embeddings", None)]
-        found = look_up(shards, inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32))
-        return stock_call(self, inputs) if found is None else keras.ops.cast(found, self.compute_dtype)
+        rows = look_up(shards, inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32))
+        return stock_call(self, inputs) if rows is None else keras.ops.cast(rows, self.compute_dtype)
 
     def table(self: Any) -> Any:
         shards = getattr(self, "_table_shards", None)

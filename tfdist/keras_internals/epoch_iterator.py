@@ -49,8 +49,8 @@ class EpochIteratorMixin:
 
     Attributes:
         data_adapter: Keras' adapter of the data.
-        steps_per_epoch: As given to `fit`.
-        steps_per_execution: As given to `compile`.
+        steps_per_epoch: The argument of `fit`.
+        steps_per_execution: The argument of `compile`.
     """
 
     data_adapter: Any
@@ -225,8 +225,8 @@ def has_workers(adapter: Any) -> bool:
 def discard_read_ahead(adapter: Any) -> None:
     """Discards the batches that the workers of an adapter's PyDataset have read ahead.
 
-    A pass that ended early, as to build the model, leaves batches in the queue, and maybe a thread that still takes
-    some.
+    A pass that ended early, as one that builds the model, leaves batches in the queue, and perhaps a thread that still
+    takes some.
     """
     if has_workers(adapter):
         data = adapter.py_dataset

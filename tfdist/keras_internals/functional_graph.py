@@ -20,7 +20,7 @@ class FunctionalGraph:
     """The layer calls between the inputs and the outputs of a model, also of the layers of nested models.
 
     Attributes:
-        calls: In an order in which they can be computed.
+        calls: The calls, in an order in which they can be computed.
         inputs: The symbolic inputs.
         outputs: The symbolic outputs.
     """

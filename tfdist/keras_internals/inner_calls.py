@@ -39,7 +39,7 @@ class InnerCalls:
 
     Attributes:
         calls: The calls.
-        values: By the id of a variable, its value in the trace.
+        values: The value of each variable in the trace, by the id of the variable.
         function: The trace that they belong to.
     """
 
@@ -49,15 +49,15 @@ class InnerCalls:
 
     def only_call_of(self, layer: Any) -> InnerCall | None:
         """Returns the call of a layer that is called once, else None."""
-        found = [one for one in self.calls if one.layer is layer]
-        return found[0] if len(found) == 1 else None
+        calls = [call for call in self.calls if call.layer is layer]
+        return calls[0] if len(calls) == 1 else None
 
     def owns_its_variables(self, layer: Any) -> bool:
         """Whether nothing outside of the calls of an inner layer uses its variables."""
         numbers = {operation.name: number for number, operation in enumerate(self.operations)}
-        own = [range(one.first, one.end) for one in self.calls if one.layer is layer]
+        call_ranges = [range(one.first, one.end) for one in self.calls if one.layer is layer]
         users = [user for one in layer.variables if id(one) in self.values for user in self.values[id(one)].consumers()]
-        return all(any(numbers[user.name] in calls for calls in own) for user in users)
+        return all(any(numbers[user.name] in call_range for call_range in call_ranges) for user in users)
 
     @property
     def operations(self) -> list[Any]:
@@ -66,7 +66,7 @@ class InnerCalls:
 
     @property
     def returned(self) -> list[Any]:
-        """The tensors that the layer returns, and its losses; what the trace returns are copies."""
+        """The tensors that the layer returns, and its losses. The trace returns copies of them."""
         return [operation.inputs[0] for operation in self.operations if operation.name.startswith("returned")]
 
 
@@ -75,7 +75,7 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
 
     Args:
         call: The call, of a layer that has layers.
-        training: As in the call of a layer.
+        training: The argument `training` of the call.
         of_any_width: Inner layers whose results have a last axis of unknown size, so that nothing can depend on it.
 
     Returns:
@@ -84,16 +84,18 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
     layers = _inner_layers(call.operation)
     if not layers or any(getattr(one, "_remat_mode", None) for one in (call.operation, *layers)):
         return None
-    found = InnerCalls()
+    traced_calls = InnerCalls()
     tensors, variables = list(call.inputs), call.variables
     specs = [tf.TensorSpec(one.shape, one.dtype) for one in (*tensors, *variables)]
 
-    def traced(*given: tf.Tensor) -> list[tf.Tensor]:
+    def traced(*function_inputs: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
-        values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, given, strict=False)}
-        found.values = {id(one): value for one, value in zip(variables, given[len(tensors) :], strict=True)}
-        recorded = {layer: _recorded(layer, found, graph, of_any_width) for layer in layers}
-        with initial_scope(variables, given[len(tensors) :]) as scope, replaced_calls(recorded):
+        values = {id(symbolic): tensor for symbolic, tensor in zip(tensors, function_inputs, strict=False)}
+        traced_calls.values = {
+            id(one): value for one, value in zip(variables, function_inputs[len(tensors) :], strict=True)
+        }
+        recorded = {layer: _recorded(layer, traced_calls, graph, of_any_width) for layer in layers}
+        with initial_scope(variables, function_inputs[len(tensors) :]) as scope, replaced_calls(recorded):
             results = [*call(values, training=training), *scope.losses]
         return [tf.identity(tf.convert_to_tensor(result), name="returned") for result in results]
 
@@ -102,19 +104,19 @@ def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] 
             return tf.function(traced, autograph=False).get_concrete_function(*specs)
 
     try:
-        found.function = contextvars.Context().run(trace)  # without the losses of a step
-    except Exception:  # whatever a layer raises, it is then computed as a whole
+        traced_calls.function = contextvars.Context().run(trace)  # without the losses of a step
+    except Exception:  # Whatever a layer raises, it can be computed as a whole.
         return None
-    return None if any(one.first < 0 for one in found.calls) else found
+    return None if any(one.first < 0 for one in traced_calls.calls) else traced_calls
 
 
 def _inner_layers(operation: Any) -> list[Any]:
     return layers_inside(operation) if isinstance(operation, keras.layers.Layer) else []
 
 
-def _recorded(layer: Any, found: InnerCalls, graph: Any, of_any_width: Sequence[Any]) -> Callable[..., Any]:
+def _recorded(layer: Any, traced_calls: InnerCalls, graph: Any, of_any_width: Sequence[Any]) -> Callable[..., Any]:
     call = type(layer).call.__get__(layer)
-    is_any_width = any(layer is one for one in of_any_width)
+    is_any_width = any(layer is layer_of_any_width for layer_of_any_width in of_any_width)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         is_inside = tf.compat.v1.get_default_graph() is graph
@@ -124,8 +126,8 @@ def _recorded(layer: Any, found: InnerCalls, graph: Any, of_any_width: Sequence[
             result = tf.raw_ops.PlaceholderWithDefault(input=result, shape=[*result.shape[:-1], None])
         leaves = [leaf for leaf in tree.flatten((args, kwargs)) if tf.is_tensor(leaf)]
         outputs = [leaf for leaf in tree.flatten(result) if tf.is_tensor(leaf)]
-        given = leaves[0] if len(leaves) == 1 else None
-        found.calls.append(InnerCall(layer, given, outputs, first, len(graph.get_operations())))
+        layer_input = leaves[0] if len(leaves) == 1 else None
+        traced_calls.calls.append(InnerCall(layer, layer_input, outputs, first, len(graph.get_operations())))
         return result
 
     return recorded

@@ -105,7 +105,7 @@ class ListedCallback(keras.callbacks.Callback):
         """Warns of callbacks that write the logs and run before this one, which adds to the logs."""
         neighbours = self.neighbours
         before = neighbours[: neighbours.index(self)] if neighbours else ()
-        earlier = [type(other).__name__ for other in before if isinstance(other, _LOG_WRITERS)]
+        earlier = [type(callback).__name__ for callback in before if isinstance(callback, _LOG_WRITERS)]
         if earlier:
             name = type(self).__name__
             warnings.warn(
@@ -147,7 +147,7 @@ def has_monitor_direction(callback: Any) -> bool:
 
 
 def find_monitor_direction(callback: Any) -> None:
-    """Makes a callback determine that now, instead of at the end of an epoch; it changes the sign of `min_delta`.
+    """Makes a callback determine its direction now, not at the end of an epoch; that changes the sign of `min_delta`.
 
     Call this after the model's metrics are built.
     """
@@ -156,7 +156,7 @@ def find_monitor_direction(callback: Any) -> None:
 
 
 def open_files(callback: Any) -> list[Any]:
-    """Returns what a callback of Keras has written to and not closed; each has a method `flush`."""
+    """Returns the files that a callback of Keras has written to and not closed; each has a method `flush`."""
     if isinstance(callback, keras.callbacks.TensorBoard):
         return list(callback._writers.values())
     if (

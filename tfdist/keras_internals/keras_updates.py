@@ -16,7 +16,7 @@ _UPDATES = tuple(
     for name in "Adadelta Adagrad Adam Adamax AdamW Lion RMSprop SGD".split()
 )
 
-# Those of values, too, which XLA does not compile.
+# Further updates of each value by its own slots, which XLA does not compile.
 _OTHER_UPDATES_OF_VALUES = tuple(
     getattr(keras.optimizers, name).update_step
     for name in ("Ftrl", "ScheduleFreeAdamW")
@@ -32,8 +32,8 @@ _METHODS_OF_AN_UPDATE = (
 def is_of_keras(optimizer: Any) -> bool:
     """Whether the methods of an update are Keras' own, so that it may be computed in parts."""
     kinds = type(optimizer).__mro__
-    own = next(kind for kind in kinds if kind.__module__.startswith("keras."))
-    return all(getattr(kinds[0], name) is getattr(own, name) for name in _METHODS_OF_AN_UPDATE)
+    keras_class = next(kind for kind in kinds if kind.__module__.startswith("keras."))
+    return all(getattr(kinds[0], name) is getattr(keras_class, name) for name in _METHODS_OF_AN_UPDATE)
 
 
 def is_of_each_variable(optimizer: Any) -> bool:
@@ -114,15 +114,15 @@ def decay_weights(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def averaged_variables(optimizer: Any) -> list[Any]:
-    """Returns the variables of which an optimizer keeps moving averages, also those without a gradient; or none."""
+    """Returns the variables of which an optimizer keeps moving averages, if it does, also those without a gradient."""
     return list(optimizer._trainable_variables) if optimizer.use_ema else []
 
 
 def averages_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[tf.Variable, tf.Variable]]:
-    """Returns what holds each variable, and its moving average; without those that have none, as scales of float8."""
+    """Returns the holders of each variable and of its moving average, if it has one; scales of float8 have none."""
     averages = optimizer._model_variables_moving_average
-    pairs = [(one, averages[optimizer._get_variable_index(one)]) for one in variables]
-    return [(held_variable(one), held_variable(average)) for one, average in pairs if average is not None]
+    pairs = [(variable, averages[optimizer._get_variable_index(variable)]) for variable in variables]
+    return [(held_variable(variable), held_variable(average)) for variable, average in pairs if average is not None]
 
 
 def moved_average(optimizer: Any, average: Any, value: Any) -> tf.Tensor:

@@ -19,7 +19,7 @@ class LayerCall:
     Attributes:
         operation: The layer or `keras.Operation`.
         args: Its positional arguments, a structure in which the tensors are symbolic.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, a structure in which the tensors are symbolic.
         outputs: The symbolic tensors that it returns.
         path: The names of the models around it, each followed by "/"; empty for a layer of the model itself.
         training: The value of `training` that the code of a model fixes, or None for that of the step.
@@ -45,16 +45,16 @@ class LayerCall:
     def __call__(self, values: Mapping[int, Any], *, training: bool) -> list[Any]:
         """Computes the outputs from `values`, which maps the ids of symbolic tensors to tensors."""
         args, kwargs = with_tensors((self.args, self.kwargs), values)
-        own = training if self.training is None else self.training
-        return list(tree.flatten(_operation_fn(self.operation, training=own)(*args, **kwargs)))
+        training_of_call = training if self.training is None else self.training
+        return list(tree.flatten(_operation_fn(self.operation, training=training_of_call)(*args, **kwargs)))
 
     @property
     def variables(self) -> list[keras.Variable]:
         """The variables that the call may use: those of the layer, of its metrics, and those among its arguments."""
         operation = self.operation
-        found = list(getattr(operation, "variables", ())) + list(getattr(operation, "metrics_variables", ()))
-        found += [leaf for leaf in self._leaves if isinstance(leaf, keras.Variable)]
-        return list({id(variable): variable for variable in found}.values())
+        candidates = list(getattr(operation, "variables", ())) + list(getattr(operation, "metrics_variables", ()))
+        candidates += [leaf for leaf in self._leaves if isinstance(leaf, keras.Variable)]
+        return list({id(variable): variable for variable in candidates}.values())
 
     @property
     def _leaves(self) -> list[Any]:
@@ -62,7 +62,7 @@ class LayerCall:
 
 
 def with_tensors(structure: Any, values: Mapping[int, Any]) -> Any:
-    """Returns a structure whose symbolic tensors are replaced by `values`, which is by their ids."""
+    """Returns a structure whose symbolic tensors are replaced by `values`, a mapping from their ids."""
     return tree.map_structure(lambda leaf: values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf, structure)
 
 
@@ -76,15 +76,15 @@ def signature_of(inputs: Sequence[Any], calls: Sequence[LayerCall], outputs: Seq
         kwargs = {name: value for name, value in call.kwargs.items() if name != "training"}
         arguments = tree.map_structure(lambda leaf: numbers.get(id(leaf), "") or _shown(leaf), (call.args, kwargs))
         is_layer = isinstance(call.operation, keras.layers.Layer)
-        own = id(call.operation) if is_layer else _constants(call.operation)
-        result.append((type(call.operation).__name__, own, call.training, repr(arguments)))
+        identity = id(call.operation) if is_layer else _constants(call.operation)
+        result.append((type(call.operation).__name__, identity, call.training, repr(arguments)))
     return [*result, [numbers.get(id(tensor)) for tensor in outputs]]
 
 
 def _constants(operation: Any) -> str:
     plain = (bool, int, float, str, tuple, list, type(None))
-    own = {name: value for name, value in vars(operation).items() if name != "name" and not name.startswith("_")}
-    return repr(sorted((name, repr(value)) for name, value in own.items() if isinstance(value, plain)))
+    attributes = {name: value for name, value in vars(operation).items() if name != "name" and not name.startswith("_")}
+    return repr(sorted((name, repr(value)) for name, value in attributes.items() if isinstance(value, plain)))
 
 
 def _shown(leaf: Any) -> Any:

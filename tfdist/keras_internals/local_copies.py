@@ -24,7 +24,9 @@ class InitialSlots:
         """Reads the values. `optimizer` is built."""
         self._optimizer = optimizer
         rate = optimizer._learning_rate
-        self.variables = [one for one in _variables_of(optimizer) if one is not rate]
+        self.variables = [
+            optimizer_variable for optimizer_variable in _variables_of(optimizer) if optimizer_variable is not rate
+        ]
         self._values: dict[int, np.ndarray | None] = {}
         for variable in self.variables:
             value = server_variable(variable).numpy()
@@ -42,8 +44,10 @@ def _variables_of(optimizer: Any) -> list[Any]:
     """All variables of an optimizer, also those that Keras does not list (Nadam's product of its momenta)."""
     listed = list(optimizer.variables)
     known = {id(variable) for variable in listed}
-    others = [one for one in vars(optimizer).values() if isinstance(one, keras.Variable) and id(one) not in known]
-    return listed + others
+    unlisted = [
+        value for value in vars(optimizer).values() if isinstance(value, keras.Variable) and id(value) not in known
+    ]
+    return listed + unlisted
 
 
 class LocalCopies:
@@ -60,10 +64,10 @@ class LocalCopies:
 
         Args:
             model: Compiled and built.
-            slots: Of the model's optimizer.
-            number: What seeds of random layers depend on, an int64 scalar.
-            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
-            name: Of their memory, unique to the model.
+            slots: The initial values of the optimizer's own variables.
+            number: The number on which the seeds of random layers depend, an int64 scalar.
+            pull_dtype: The dtype in which trainable float32 variables cross the network; `None`: unchanged.
+            name: The name of their memory, unique to the model.
         """
         self._model, self.bytes_pulled = model, 0
         optimizer = model.optimizer
@@ -118,16 +122,16 @@ class LocalCopies:
 
     def initial_value(self, copy: tf.Variable) -> tf.Tensor:
         """Returns the value with which a copy started."""
-        return next(before for _, one, before in self._copies.values() if one is copy)
+        return next(before for _, local_copy, before in self._copies.values() if local_copy is copy)
 
     def present(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         """Returns the present values of variables."""
         return [self._copies[id(variable)][1].read_value() for variable in variables]
 
     def changed(self) -> Mapping[tf.Variable, tuple[tf.Tensor, tf.Tensor]]:
-        """By variable of the servers, the values before and after; of those that are assigned, but not trained.
+        """The values before and after of variables that are assigned, but not trained, by variable of the servers.
 
-        Without metrics, seeds and the optimizer's variables.
+        Metrics, seeds and the optimizer's variables are left out.
         """
         return {
             server_variable(variable).ref(): (before, copy.read_value())

@@ -25,7 +25,7 @@ def patch_local_epochs(
         begin: Takes the strategy, whether the epoch is one of training, and whether it has a number of steps that all
             workers know, so that none has to ask whether the others' data has ended.
         end: Takes the strategy and whether the epoch was one of training, which no exception has ended.
-        mean_of_workers: Takes the strategy and this worker's logs of an epoch that are no results of metrics; returns
+        mean_of_workers: Takes the strategy and this worker's logs of an epoch that are not results of metrics; returns
             the logs for all workers.
     """
     stock = trainer.TFEpochIterator

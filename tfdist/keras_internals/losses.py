@@ -36,7 +36,7 @@ def patch_losses() -> None:
     and with masks.
 
     In a layer's `call` a loss stays a mean over the replica's samples, because `add_loss`, for which layers compute
-    losses, scales it: `scale(loss)` and `scale(0.1 * loss + penalty)` are right, scaled parts in them are not.
+    losses, scales it: `scale(loss)` and `scale(0.1 * loss + penalty)` are right, those of scaled parts are not.
     """
     scale, unscale = losses.scale_loss_for_distribution, losses.unscale_loss_for_distribution
     unscale_output = compile_utils.loss_module.unscale_loss_for_distribution
@@ -138,7 +138,7 @@ def patch_losses() -> None:
         step = current_step()
         if step is None:
             return aggregate(self, loss)
-        is_penalty = not any(loss is one for of_layer in added_losses(self).values() for one in of_layer)
+        is_penalty = not any(loss is layer_loss for of_layer in added_losses(self).values() for layer_loss in of_layer)
         loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
         return step.mark_scaled(tf.reduce_sum(step.as_part(loss, is_mean=True, is_certain=is_penalty)))
 
@@ -150,7 +150,7 @@ def patch_losses() -> None:
 
 @patch
 def _patch_own_calls() -> None:
-    """Makes compiled losses whose class overrides `__call__` return a part: no reduction of Keras scales theirs."""
+    """Makes compiled losses whose class overrides `__call__` return a part, since no reduction of Keras scales them."""
     get_loss = compile_utils.get_loss
 
     @replace(compile_utils, "get_loss")
@@ -193,7 +193,7 @@ def _replace(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _scaled(step: LossStep, value: Any, scale: Any) -> Any:
-    """Returns a mean or a sum over the replica's samples as a part; in a layer's call as a mean."""
+    """Returns a mean or a sum over the replica's samples as a part, or as a mean in a layer's call."""
     if not is_in_layer_call():
         return step.mark_scaled(times(value, scale))
     if scale is not step.mean_scale:

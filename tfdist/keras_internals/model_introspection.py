@@ -14,7 +14,7 @@ from tfdist.tensorflow_internals.function_methods import inlined, python_functio
 
 
 def bound_step(function: Any) -> tuple[Any, str] | tuple[None, None]:
-    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for others.
+    """Returns the model and the name of a bound `train_step` or `test_step`; `(None, None)` for other functions.
 
     The step may be decorated by `tf.function`.
     """
@@ -39,8 +39,8 @@ def bound_to(model: Any, step_function: Any) -> Any:
 
 def has_own_step(model: Any) -> bool:
     """Whether a model has its own `train_step` or `test_step`, which may call it on other inputs than `fit` has."""
-    own, stock = type(model), TensorFlowTrainer
-    is_of_class = own.train_step is not stock.train_step or own.test_step is not stock.test_step
+    model_class, stock = type(model), TensorFlowTrainer
+    is_of_class = model_class.train_step is not stock.train_step or model_class.test_step is not stock.test_step
     return is_of_class or not {"train_step", "test_step"}.isdisjoint(vars(model))
 
 
@@ -95,30 +95,30 @@ def metric_variables(model: Any) -> list[keras.Variable]:
 def batch_statistics(model: Any) -> list[keras.Variable]:
     """Returns the moving means and variances of batch normalization layers that see only their replica's batches."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    own = [layer for layer in layers if layer.trainable and layer.built and not layer.synchronized]
-    return [variable for layer in own for variable in (layer.moving_mean, layer.moving_variance)]
+    local_layers = [layer for layer in layers if layer.trainable and layer.built and not layer.synchronized]
+    return [variable for layer in local_layers for variable in (layer.moving_mean, layer.moving_variance)]
 
 
 def averaged_states(model: Any) -> list[keras.Variable]:
-    """Returns `batch_statistics`, and other states of layers that replicas average: those with `aggregation="mean"`."""
-    found = {id(variable): variable for variable in batch_statistics(model)}
+    """Returns the states that replicas average: `batch_statistics`, and others that have `aggregation="mean"`."""
+    states_by_id = {id(variable): variable for variable in batch_statistics(model)}
     means = [variable for variable in step_states(model) if variable.aggregation == "mean"]
-    found |= {id(one): one for one in means if tf.as_dtype(one.dtype).is_floating}
-    return list(found.values())
+    states_by_id |= {id(state): state for state in means if tf.as_dtype(state.dtype).is_floating}
+    return list(states_by_id.values())
 
 
 def step_states(model: Any) -> list[keras.Variable]:
     """Returns the variables that layers change in a step, except weights and sums: statistics, counts, seeds."""
-    found: dict[int, keras.Variable] = {}
+    states_by_id: dict[int, keras.Variable] = {}
     for layer in model._flatten_layers():
         seeds = [generator.state for generator in layer._seed_generators]
         for variable in [*layer._non_trainable_variables, *seeds]:
             if variable.aggregation != "sum":
-                found[id(variable)] = variable
+                states_by_id[id(variable)] = variable
     for metric in model.metrics:
         for variable in metric.variables:
-            found.pop(id(variable), None)
-    return list(found.values())
+            states_by_id.pop(id(variable), None)
+    return list(states_by_id.values())
 
 
 def seed_states(model: Any) -> set[int]:
@@ -145,7 +145,7 @@ def computes_over_all_replicas(model: Any) -> bool:
 def accepts_zeros(model: Any, data: Any) -> bool:
     """Whether a replica without samples computes with one sample of zeros and not with none.
 
-    Zeros may be no valid input if they are integers (an unknown id), and strings are empty. But convolutions and
+    Zeros may be invalid inputs if they are integers (an unknown id), and strings are empty. But convolutions and
     recurrent layers cannot compute without samples on every device.
 
     Args:

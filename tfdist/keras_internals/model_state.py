@@ -21,7 +21,7 @@ private("keras.src.models:Model._flatten_layers", "finds the layers with batch s
 
 WEIGHT, STATE, SEED = "weights", "state", "seeds"
 _PLAIN = (bool, int, float, str)
-_MOST_ITEMS = 1000  # of a list or dictionary that is searched: larger ones hold data
+_MOST_ITEMS = 1000  # Larger lists and dictionaries are not searched: they hold data.
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelVariable:
 
 def model_variables(model: Any) -> list[ModelVariable]:
     """Returns all variables of `model`, except those of its metrics, each once."""
-    found: list[ModelVariable] = []
+    layer_variables: list[ModelVariable] = []
     seen: set[int] = set()
     listed = {id(part) for variable in model.variables for part in (variable, variable.value)}
     for position, layer in enumerate(model._flatten_layers()):
@@ -54,27 +54,29 @@ def model_variables(model: Any) -> list[ModelVariable]:
             for index, variable in enumerate(variables):
                 if id(variable) not in seen:
                     seen.add(id(variable))
-                    found.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
+                    layer_variables.append(ModelVariable(kind, f"{position}.{type(layer).__name__}/{index}", variable))
         # Keras lists neither the states of stateful RNNs nor a layer's own `tf.Variable`s.
-        own = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
-        for index, variable in enumerate(value for value in own if id(value) not in listed):
+        attribute_variables = [value for value in _within(layer) if isinstance(value, keras.Variable | tf.Variable)]
+        for index, variable in enumerate(value for value in attribute_variables if id(value) not in listed):
             if id(variable) not in seen:
                 seen.add(id(variable))
-                found.append(ModelVariable(STATE, f"{position}.{type(layer).__name__}/own/{index}", variable))
-    others = [variable for variable in model.variables if id(variable) not in seen]
-    return found + [ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(others)]
+                layer_variables.append(ModelVariable(STATE, f"{position}.{type(layer).__name__}/own/{index}", variable))
+    remaining_variables = [variable for variable in model.variables if id(variable) not in seen]
+    return layer_variables + [
+        ModelVariable(STATE, f"model/{index}", variable) for index, variable in enumerate(remaining_variables)
+    ]
 
 
 def metric_variables_by_key(model: Any) -> dict[str, Any]:
     """Returns the variables of the metrics of `model`, including the trackers of its losses, each once."""
-    found: dict[str, Any] = {}
+    variables_by_key: dict[str, Any] = {}
     seen: set[int] = set()
     for position, metric in enumerate(model.metrics):
         for index, variable in enumerate(metric.variables):
             if id(variable) not in seen:
                 seen.add(id(variable))
-                found[f"{position}.{type(metric).__name__}/{index}"] = variable
-    return found
+                variables_by_key[f"{position}.{type(metric).__name__}/{index}"] = variable
+    return variables_by_key
 
 
 def components(strategy: Any, variable: Any) -> list[Any]:
@@ -115,13 +117,17 @@ def optimizers_of(model: Any) -> Iterator[Any]:
 
 def updating_optimizers(model: Any) -> list[Any]:
     """Returns those of `optimizers_of` that are built and update variables themselves, not by optimizers within."""
-    found = [one for one in optimizers_of(model) if getattr(one, "built", False)]
-    return [one for one in found if not hasattr(one, "inner_optimizer") and not hasattr(one, "optimizers")]
+    built_optimizers = [optimizer for optimizer in optimizers_of(model) if getattr(optimizer, "built", False)]
+    return [
+        optimizer
+        for optimizer in built_optimizers
+        if not hasattr(optimizer, "inner_optimizer") and not hasattr(optimizer, "optimizers")
+    ]
 
 
 def _within(owner: Any) -> list[Any]:
     """Returns the objects in the attributes of a layer or model, also those in lists, tuples and dictionaries."""
-    found: list[Any] = []
+    objects: list[Any] = []
     # Attributes of TensorFlow's tracking hold the same values again.
     waiting = [value for name, value in vars(owner).items() if not name.startswith("_self_")]
     waiting.reverse()
@@ -130,10 +136,10 @@ def _within(owner: Any) -> list[Any]:
         # Not `type`: TensorFlow's proxies of dictionaries and lists name the class of what they wrap.
         kind = _searched_as(value.__class__)
         if kind is object:
-            found.append(value)
+            objects.append(value)
         elif kind is not None and len(value) <= _MOST_ITEMS:
             waiting.extend(reversed(list(value.values()) if kind is Mapping else value))
-    return found
+    return objects
 
 
 @functools.lru_cache(maxsize=1000)  # every save asks for each attribute of each layer
@@ -197,15 +203,15 @@ class OptimizerState:
 
     @property
     def exact_weights(self) -> dict[int, Any]:
-        """By position, the weights of which all replicas hold rounded copies, if updates are sent rounded."""
+        """The weights of which all replicas hold rounded copies, by position, if updates are sent rounded."""
         slots = split_slots(self._optimizer)
         return {} if slots is None else dict(slots.exact_weights)
 
     @property
     def variables(self) -> list[Any]:
         """All other variables: counters, learning rate, averages, slots, loss scale; equal on all replicas."""
-        own = {id(variable) for variable in self.accumulators}
-        return [variable for variable in self._optimizer._variables if id(variable) not in own]
+        accumulator_ids = {id(variable) for variable in self.accumulators}
+        return [variable for variable in self._optimizer._variables if id(variable) not in accumulator_ids]
 
     @property
     def trainable_variables(self) -> list[Any]:

@@ -26,8 +26,10 @@ def flattened(
         training: The value of `training` that the code around it fixes; None for that of the step.
     """
     own_inputs = graph.function.inputs
-    tensors = {id(own): given for own, given in zip(own_inputs, inputs, strict=True)}
-    has_own_shapes = all(own.shape == given.shape for own, given in zip(own_inputs, inputs, strict=True))
+    tensors = {id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)}
+    has_own_shapes = all(
+        inner_tensor.shape == outer_tensor.shape for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)
+    )
     calls: list[LayerCall] = []
     for node, fixed in zip(graph.nodes, graph.trainings, strict=True):
         args, kwargs = with_tensors((node.arguments.args, node.arguments.kwargs), tensors)
@@ -37,68 +39,75 @@ def flattened(
             outputs = list(node.outputs)
             if path:  # a nested model may be called several times
                 spec = outputs if has_own_shapes else node.operation.compute_output_spec(*args, **kwargs)
-                outputs = [_like(one) for one in tree.flatten(spec)]
+                outputs = [_like(output_spec) for output_spec in tree.flatten(spec)]
             calls.append(LayerCall(node.operation, args, kwargs, tuple(outputs), path, own_training))
         else:
             inner_calls, outputs = inner
             calls += inner_calls
-        tensors |= {id(own): given for own, given in zip(node.outputs, outputs, strict=True)}
-    return calls, [tensors[id(own)] for own in graph.function.outputs]
+        tensors |= {
+            id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(node.outputs, outputs, strict=True)
+        }
+    return calls, [tensors[id(inner_tensor)] for inner_tensor in graph.function.outputs]
 
 
 def _calls_inside(
     operation: Any, args: Any, kwargs: Any, path: str, training: bool | None
 ) -> tuple[list[LayerCall], list[Any]] | None:
-    """Returns the calls of the layers of a nested model, and its outputs; None for a layer, or if it stays whole."""
+    """Returns the calls of the layers of a nested model, and its outputs; None for a layer or if it stays whole."""
     if not isinstance(operation, keras.Model) or len(args) != 1 or set(kwargs) - {"training", "mask"}:
         return None
     has_own_rules = operation.supports_masking or operation.activity_regularizer is not None
     if has_own_rules or type(operation).__call__ is not keras.Model.__call__:
         return None
     graph = own_graph(operation)
-    given = list(tree.flatten(args[0])) if graph is None else _in_order(graph.function, args[0])
-    if not given or not all(isinstance(leaf, keras.KerasTensor) for leaf in given):
+    inputs = list(tree.flatten(args[0])) if graph is None else _in_order(graph.function, args[0])
+    if not inputs or not all(isinstance(leaf, keras.KerasTensor) for leaf in inputs):
         return None
     conversions: list[LayerCall] = []
     if operation._convert_input_args:
-        given = [_converted(one, _cast_to(operation, one), len(one.shape), path, conversions) for one in given]
+        inputs = [
+            _converted(tensor, _cast_to(operation, tensor), len(tensor.shape), path, conversions) for tensor in inputs
+        ]
     if graph is None:
-        graph = _traced_inside(operation, tree.pack_sequence_as(args[0], given))
+        graph = _traced_inside(operation, tree.pack_sequence_as(args[0], inputs))
         if graph is None:
             return None
-    elif len(given) != len(graph.function.inputs) or any(one.sparse for one in graph.function.inputs):
+    elif len(inputs) != len(graph.function.inputs) or any(tensor.sparse for tensor in graph.function.inputs):
         return None
     else:
-        pairs = zip(given, graph.function.inputs, strict=True)
-        given = [_converted(one, own.dtype, len(own.shape), path, conversions) for one, own in pairs]
+        pairs = zip(inputs, graph.function.inputs, strict=True)
+        inputs = [
+            _converted(tensor, expected_input.dtype, len(expected_input.shape), path, conversions)
+            for tensor, expected_input in pairs
+        ]
         masks = [] if kwargs.get("mask") is None else tree.flatten(kwargs["mask"])
-        given = [_masked(*pair, path, conversions) for pair in itertools.zip_longest(given, masks)]
+        inputs = [_masked(*pair, path, conversions) for pair in itertools.zip_longest(inputs, masks)]
     if graph.variables and operation.compute_dtype != operation.variable_dtype:
         return None  # the call of the model casts variables that its operations take
     if operation._remat_mode and not all(node.operation._remat_mode for node in graph.nodes):
         return None  # the model is rematerialized as a whole
-    calls, outputs = flattened(graph, given, path, training)
+    calls, outputs = flattened(graph, inputs, path, training)
     return conversions + calls, outputs
 
 
-def _traced_inside(model: Any, given: Any) -> CallGraph | None:
+def _traced_inside(model: Any, inputs: Any) -> CallGraph | None:
     """Returns the graph of a nested subclassed model; None if it has none, or changes variables itself."""
-    if model._call_has_mask_arg:  # which its layers would get
+    if model._call_has_mask_arg:  # Its layers would get the mask.
         return None
     try:
         with keras.StatelessScope() as scope:
-            graph = traced_graph(model, given)
-    except Exception:  # of any kind, as its code expects tensors; the call of the whole model is traced later
+            graph = traced_graph(model, inputs)
+    except Exception:  # Its code expects tensors, and may raise anything. The call of the whole model is traced later.
         return None
     return None if scope.state_mapping else graph
 
 
-def _in_order(function: Any, given: Any) -> list[Any]:
+def _in_order(function: Any, argument: Any) -> list[Any]:
     """Returns the tensors of an argument in the order of the inputs, as a Functional model takes them."""
     struct = function._inputs_struct
-    if isinstance(given, dict) and not isinstance(struct, dict):
-        given = [given.get(own.name) for own in tree.flatten(struct)]
-    return list(tree.flatten(given))
+    if isinstance(argument, dict) and not isinstance(struct, dict):
+        argument = [argument.get(expected_input.name) for expected_input in tree.flatten(struct)]
+    return list(tree.flatten(argument))
 
 
 def _cast_to(model: Any, tensor: Any) -> str:
@@ -115,8 +124,8 @@ class InputConversion(keras.Operation):
     """Converts an input of a nested model as its call does.
 
     Attributes:
-        dtype: That of the result.
-        rank: That of the result: an axis of length 1 at the end is added or removed.
+        dtype: The dtype of the result.
+        rank: The rank of the result: an axis of length 1 at the end is added or removed.
     """
 
     def __init__(self, dtype: str, rank: int) -> None:

@@ -94,7 +94,7 @@ class OptimizerUpdate:
     def changed_variables(self) -> list[tf.Variable]:
         """The `tf.Variable`s that a step may read and that this update changes."""
         scale = [] if self.loss_scale is None else self.loss_scale.variables
-        return [*self.servers_variables, *(one._value for one in (self._optimizer._iterations, *scale))]
+        return [*self.servers_variables, *(variable._value for variable in (self._optimizer._iterations, *scale))]
 
     @property
     def variables(self) -> list[Any]:
@@ -162,9 +162,9 @@ class OptimizerUpdate:
             compiles_large: Whether XLA compiles the updates of large variables, if all devices are CPUs.
         """
         large = self._update_large(gradients) if compiles_large else []
-        others = [position for position in range(len(gradients)) if position not in large]
-        if others or not large:
-            self._update([gradients[position] for position in others], [self._variables[p] for p in others])
+        remaining = [position for position in range(len(gradients)) if position not in large]
+        if remaining or not large:
+            self._update([gradients[position] for position in remaining], [self._variables[p] for p in remaining])
 
     def _update_large(self, gradients: Sequence[Any]) -> list[int]:
         """Updates large variables by XLA; returns the positions of those that were updated."""
@@ -199,7 +199,7 @@ class OptimizerUpdate:
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
         if is_equal_on_replicas(optimizer) and call_shared(
-            lambda given: self._update_parts(given, variables),
+            lambda traced_gradients: self._update_parts(traced_gradients, variables),
             list(gradients),
             [getattr(variable, "_value", variable) for variable in (*optimizer.variables, *variables)],
             (id(optimizer), id(optimizer._learning_rate), settings(optimizer)),

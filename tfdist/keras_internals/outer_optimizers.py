@@ -31,7 +31,7 @@ def moving_averages(optimizer: Any) -> list[Any]:
 
 
 def features_of_steps(optimizer: Any) -> list[str]:
-    """Returns what an optimizer does beside updates, which has no meaning if it updates by differences of weights.
+    """Returns the features of an optimizer that have no meaning if it updates by differences of weights.
 
     >>> features_of_steps(keras.optimizers.SGD(1.0, use_ema=True)), features_of_steps(keras.optimizers.Adam())
     (['use_ema'], [])
@@ -56,16 +56,16 @@ def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
         ValueError: If `described` is none of these, or the optimizer cannot be an outer one.
     """
     is_function = callable(described) and not isinstance(described, keras.optimizers.Optimizer)
-    given = described() if is_function else described
-    if not isinstance(given, keras.optimizers.Optimizer | str | dict):
+    identifier = described() if is_function else described
+    if not isinstance(identifier, keras.optimizers.Optimizer | str | dict):
         raise ValueError(
             f"Invalid `outer_optimizer`. Received: {described!r}. Expected: a function that returns a Keras optimizer, "
             "such as `lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`, a name, or a configuration."
         )
-    if isinstance(given, keras.optimizers.Optimizer):
-        optimizer = type(given).from_config(given.get_config())
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        optimizer = type(identifier).from_config(identifier.get_config())
     else:
-        optimizer = keras.optimizers.get(given)
+        optimizer = keras.optimizers.get(identifier)
     if extra := features_of_steps(optimizer):
         raise ValueError(
             f"Invalid `outer_optimizer`. Received: {type(optimizer).__name__} with {', '.join(extra)}. Expected: a "
@@ -79,7 +79,7 @@ def update_anchors(optimizer: Any, anchors: Sequence[Any], gradients: Sequence[A
     """Updates this replica's copies of `anchors` by an outer optimizer, and counts the update.
 
     Args:
-        optimizer: What `new_outer_optimizer` has returned for `anchors`.
+        optimizer: The result of `new_outer_optimizer` for `anchors`.
         anchors: The anchors.
         gradients: The mean difference of each anchor and the workers' weights, equal on all replicas.
     """

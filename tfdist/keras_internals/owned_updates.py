@@ -15,21 +15,24 @@ from tfdist.tensorflow_internals.xla_functions import call_compiled
 
 
 class OwnedUpdate(PartUpdate):
-    """The update of one optimizer on one replica, of the variables that the replica owns, by its own methods."""
+    """The update, by the optimizer's own methods, of the variables that one replica owns."""
 
     def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
-        """Decays and updates the own variables; see `PartUpdate.apply`. Values have the shapes of variables."""
+        """Decays and updates the variables that the replica owns; see `PartUpdate.apply`. Values have whole shapes."""
         positions = list(gradients)
         shapes = [self._copy(position).shape for position in positions]
-        shaped = [tf.reshape(gradients[one], shape) for one, shape in zip(positions, shapes, strict=True)]
+        shaped = [
+            tf.reshape(gradients[variable_position], shape)
+            for variable_position, shape in zip(positions, shapes, strict=True)
+        ]
         is_compiled = bool(compiles) and not self._optimizer.use_ema and bool(shaped)
 
         for position in positions:
             if position in self._exact:
                 self._copy(position).assign(self.own_part(position))
 
-        def update(*given: tf.Tensor) -> list[tf.Tensor]:
-            self._update_variables(positions, given)
+        def update(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            self._update_variables(positions, inputs)
             return []
 
         if not is_compiled or call_compiled(update, shaped) is None:
@@ -59,13 +62,13 @@ class OwnedUpdate(PartUpdate):
 
 
 def _shared_state(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer that are no slots, unless Keras' own code changes them equally everywhere."""
-    kept = [getattr(optimizer, "_u_product", None)]
-    found = [*optimizer._variables, *(value for value in vars(optimizer).values())]
+    """Returns the variables of an optimizer that are not slots, except one that Keras changes equally everywhere."""
+    equal_variables = [getattr(optimizer, "_u_product", None)]
+    candidates = [*optimizer._variables, *(value for value in vars(optimizer).values())]
     return [
-        one.value if isinstance(one, keras.Variable) else one
-        for one in found
-        if isinstance(one, keras.Variable | tf.Variable)
-        and not isinstance(one, ShardedVariable)
-        and not any(one is other for other in kept)
+        candidate.value if isinstance(candidate, keras.Variable) else candidate
+        for candidate in candidates
+        if isinstance(candidate, keras.Variable | tf.Variable)
+        and not isinstance(candidate, ShardedVariable)
+        and not any(candidate is equal_variable for equal_variable in equal_variables)
     ]

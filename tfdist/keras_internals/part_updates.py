@@ -19,7 +19,7 @@ _MOST_COMPUTATIONS = 16  # XLA takes 30 to 50 ms to compile one.
 
 
 class PartUpdate:
-    """The update of one optimizer on one replica, of the parts that the replica owns.
+    """The update, by one optimizer, of the parts that one replica owns.
 
     Parts are flat tensors by the position of their variable in the optimizer's list; empty ones are left out.
     """
@@ -40,12 +40,19 @@ class PartUpdate:
         }
         units = [unit.positions for unit in slots.layout.units]
         number = min(len(units), _MOST_COMPUTATIONS)
-        self._computations = {one: index * number // len(units) for index, unit in enumerate(units) for one in unit}
+        self._computations = {
+            unit_position: index * number // len(units) for index, unit in enumerate(units) for unit_position in unit
+        }
         #: The positions of the variables that have a gradient.
         self.positions = [self._optimizer._get_variable_index(variable) for variable in update._variables]
         present = set(self.positions)
-        #: Those of which the replica owns a part, in the order in which they are exchanged.
-        self.owned = [one for unit in units for one in unit if one in present and self._owns(one)]
+        #: The positions of those of which the replica owns a part, in the order in which they are exchanged.
+        self.owned = [
+            unit_position
+            for unit in units
+            for unit_position in unit
+            if unit_position in present and self._owns(unit_position)
+        ]
 
     @property
     def changed(self) -> list[int]:
@@ -56,8 +63,8 @@ class PartUpdate:
     @property
     def accumulators(self) -> list[tf.Variable]:
         """The replica's parts of the sums of gradients of `owned`, if these are split."""
-        found = [self._optimizer._accumulated_gradients[position] for position in self.owned]
-        return [accumulator.parts[self._local_replica] for accumulator in found]
+        split_accumulators = [self._optimizer._accumulated_gradients[position] for position in self.owned]
+        return [accumulator.parts[self._local_replica] for accumulator in split_accumulators]
 
     @property
     def has_split_accumulators(self) -> bool:
@@ -74,8 +81,8 @@ class PartUpdate:
         """
         compiled = [position for position in gradients if self._is_compiled(position, gradients, compiles)]
         values = self._updated_by_xla(compiled, gradients)
-        others = [position for position in gradients if position not in values]
-        values.update(zip(others, self._updated(others, self._inputs(others, gradients)), strict=True))
+        uncompiled = [position for position in gradients if position not in values]
+        values.update(zip(uncompiled, self._updated(uncompiled, self._inputs(uncompiled, gradients)), strict=True))
         return self._average(values) if self._optimizer.use_ema else values
 
     def assign(self, values: Parts) -> None:
@@ -136,11 +143,11 @@ class PartUpdate:
         return is_large and is_of_each_variable(self._optimizer) and compiles_on_cpus()
 
     def _inputs(self, positions: Sequence[int], gradients: Parts) -> list[tf.Tensor]:
-        return [*(gradients[one] for one in positions), *(self.own_part(one) for one in positions)]
+        return [*(gradients[position] for position in positions), *(self.own_part(position) for position in positions)]
 
     def _updated_by_xla(self, positions: Sequence[int], gradients: Parts) -> dict[int, tf.Tensor]:
         """Updates by one computation for each unit, so that the first ones are gathered while others are computed."""
-        found: dict[int, tf.Tensor] = {}
+        new_values: dict[int, tf.Tensor] = {}
         by_kind: dict[tuple[int, tf.DType], list[int]] = {}
         for position in positions:
             by_kind.setdefault((self._computations[position], self.dtype(position)), []).append(position)
@@ -152,8 +159,8 @@ class PartUpdate:
             results = call_compiled(joined, self._inputs(chosen, gradients))
             if results is not None:
                 sizes = [self._spans[position].stop - self._spans[position].start for position in chosen]
-                found.update(zip(chosen, tf.split(results[0], sizes), strict=True))
-        return found
+                new_values.update(zip(chosen, tf.split(results[0], sizes), strict=True))
+        return new_values
 
     def _updated(self, positions: Sequence[int], inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the new values of parts; changes their slots."""
@@ -186,7 +193,10 @@ class PartUpdate:
         if not optimizer.ema_overwrite_frequency:
             return values
         positions = list(averages)
-        present = [values[one] if one in values else self.own_part(one) for one in positions]
+        present = [
+            values[averaged_position] if averaged_position in values else self.own_part(averaged_position)
+            for averaged_position in positions
+        ]
         chosen = tf.cond(
             is_time_of_averages(optimizer),
             lambda: [tf.convert_to_tensor(averages[position]) for position in positions],

@@ -16,7 +16,7 @@ def held_variable(variable: keras.Variable) -> tf.Variable:
 
 
 def identity_of(held: tf.Variable) -> str:
-    """Returns by what optimizers and functions know a `tf.Variable`. Its copies and parts have the same."""
+    """Returns the id by which optimizers and functions know a `tf.Variable`. Its copies and parts have the same."""
     return str(held._unique_id)
 
 
@@ -27,7 +27,7 @@ def hold(variable: keras.Variable, held: tf.Variable) -> None:
 
 @contextmanager
 def holding(values: Mapping[int, tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
-    """In the body, each variable of `values`, which is by the variables' ids, is held by the given `tf.Variable`."""
+    """In the body, each variable of `values`, a mapping from variables' ids, is held by the given `tf.Variable`."""
     before = [(variable, variable._value) for variable, _ in values.values()]
     try:
         for variable, held in values.values():

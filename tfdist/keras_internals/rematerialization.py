@@ -24,7 +24,7 @@ _is_symbolic = private("keras.src.backend.common.symbolic_scope:in_symbolic_scop
 
 @patch
 def patch_rematerialization() -> None:
-    """Replaces rematerialized calls in models in stages, whose steps say whether they are computed again."""
+    """Replaces rematerialized calls in models in stages; their steps say whether calls are computed again."""
     stock = _core.remat
 
     @replace(_core, "remat")
@@ -53,14 +53,14 @@ class _TracedCall:
     def __call__(self) -> Any:
         """Computes the result. Updates of variables and losses of layers reach the scope around the call."""
         owner = getattr(self._function, "__self__", None)
-        own = [id(variable) for variable in getattr(owner, "variables", ())]
+        owner_variable_ids = [id(variable) for variable in getattr(owner, "variables", ())]
         known = self._scope.state_mapping
-        traced = self._traced([key for key in known if key in own])
+        traced = self._traced([key for key in known if key in owner_variable_ids])
         if traced.captured_inputs:
             traced = self._traced(list(known))
         if traced.captured_inputs:
             name = getattr(owner, "name", getattr(self._function, "__name__", "a function"))
-            used = [(one.dtype.name, tuple(one.shape)) for one in traced.captured_inputs]
+            used = [(captured.dtype.name, tuple(captured.shape)) for captured in traced.captured_inputs]
             raise ValueError(
                 f"A rematerialized function in a stage uses tensors that are not its arguments. Received: {name!r}, "
                 f"which uses {used}. Expected: a function of its arguments and of Keras' variables, as it is computed "
@@ -77,12 +77,12 @@ class _TracedCall:
         """Traces the function for the values of the variables whose ids are `keys`."""
         self._keys = keys
         values = [tf.convert_to_tensor(self._scope.state_mapping[key]) for key in keys]
-        specs = [tf.TensorSpec(one.shape, one.dtype) for one in [*self._given, *values]]
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in [*self._given, *values]]
         traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
         return traced.get_concrete_function(*specs)
 
-    def _run(self, *given: tf.Tensor) -> list[tf.Tensor]:
-        waiting = iter(given)
+    def _run(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        waiting = iter(inputs)
         tensors = [next(waiting) for _ in self._tensors]
         for tensor, mask in zip(tensors, self._masks, strict=True):
             if mask is not None:
@@ -117,35 +117,37 @@ class _TracedCall:
         return tree.map_structure(lambda leaf: next(following) if isinstance(leaf, tf.Tensor) else leaf, self._outputs)
 
 
-def _recomputed(function: Any, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns `function(*given)`; the backward pass keeps the arguments only and calls the function again."""
+def _recomputed(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns `function(*arguments)`; the backward pass keeps the arguments only and calls the function again."""
 
     @tf.custom_gradient
     def call(*inputs: tf.Tensor) -> Any:
-        outputs = [tf.identity(one) for one in function(*inputs)]
+        outputs = [tf.identity(tensor) for tensor in function(*inputs)]
 
         def gradients(*upstream: Any) -> list[Any]:
-            known = [index for index, one in enumerate(upstream) if one is not None and _has_gradient(outputs[index])]
+            known = [
+                index for index, tensor in enumerate(upstream) if tensor is not None and _has_gradient(outputs[index])
+            ]
             # Not before the gradients have arrived: otherwise all functions of a stage would be computed at its start.
             with tf.control_dependencies([upstream[index] for index in known]):
-                again = [tf.identity(one) for one in inputs]
-            sources = [index for index, one in enumerate(again) if _has_gradient(one)]
+                again = [tf.identity(tensor) for tensor in inputs]
+            sources = [index for index, tensor in enumerate(again) if _has_gradient(tensor)]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([again[index] for index in sources])
                 results = function(*again)
-            found = tape.gradient(
+            source_gradients = tape.gradient(
                 [results[index] for index in known],
                 [again[index] for index in sources],
                 [upstream[index] for index in known],
             )
             result: list[Any] = [None] * len(inputs)
-            for index, gradient in zip(sources, found, strict=True):
+            for index, gradient in zip(sources, source_gradients, strict=True):
                 result[index] = gradient
             return result
 
         return outputs, gradients
 
-    return list(call(*given))
+    return list(call(*arguments))
 
 
 def _has_gradient(tensor: tf.Tensor) -> bool:

@@ -12,12 +12,12 @@ def replaced_calls(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """In the body, each layer of `calls` computes by the given function instead of its `call`, for inputs of any shape.
 
     Args:
-        calls: By layer, a function with the arguments of its `call`.
+        calls: A function for each layer, with the arguments of the layer's `call`.
     """
     specs = {layer: layer.input_spec for layer in calls}
     try:
         for layer, call in calls.items():
-            # Not by `setattr`, which Keras forbids for built layers.
+            # Keras forbids `setattr` for built layers.
             vars(layer).update(call=call, _input_spec=None)
         yield
     finally:
@@ -32,7 +32,9 @@ def initial_scope(variables: Any, values: Any) -> Any:
     It collects losses.
     """
     pairs = list(zip(variables, values, strict=True))
-    equal = [(one, value) for one, value in pairs if tuple(one.shape) == tuple(value.shape)]
+    equal = [
+        (keras_variable, value) for keras_variable, value in pairs if tuple(keras_variable.shape) == tuple(value.shape)
+    ]
     scope = keras.StatelessScope(equal, collect_losses=True)
     for variable, value in pairs:
         if tuple(variable.shape) != tuple(value.shape):

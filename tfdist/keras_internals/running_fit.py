@@ -52,7 +52,7 @@ class RunningFit:
         and the values from the metrics if these have the same names.
 
         Args:
-            logs: What the last step logged; `None` for the results of the metrics.
+            logs: The logs of the last step; `None` for the results of the metrics.
         """
         model = self.model
         stock = model._get_metrics_result_or_logs

@@ -25,7 +25,7 @@ def training_of(model: Any, make: Callable[[Any], Any] | None = None) -> Any:
 
 
 def set_server_state(model: Any, optimizer: Any, positions: tf.Variable) -> None:
-    """Keeps, in the model, what the servers of federated averaging need beside its own variables.
+    """Keeps the state of the servers of federated averaging in the model.
 
     It is saved and restored with the training, not with the model.
     """
@@ -40,7 +40,7 @@ def metrics_result(model: Any) -> dict[str, Any]:
 
 @patch
 def patch_trainer() -> None:
-    """Makes models use the functions `train`, `test` and `predict` of what trains them for their strategy, if it does.
+    """Makes models use the functions `train`, `test` and `predict` of the object that trains them, if there is one.
 
     Its `begin` is called where Keras resets the metrics, `wait` where Keras reads them, `logs_of_all_steps` at the end
     of an epoch, `forget` when the model has been compiled again.

@@ -43,8 +43,8 @@ def patch_seed_generators() -> None:
         number = part()
         known = tf.get_static_value(number)
         if known is not None:
-            own = np.array([int(known) * _STRIDE % 2**32, 0], np.uint32).astype(seed.dtype.as_numpy_dtype)
-            return seed + own if known else seed
+            static_offset = np.array([int(known) * _STRIDE % 2**32, 0], np.uint32).astype(seed.dtype.as_numpy_dtype)
+            return seed + static_offset if known else seed
         replica = tf.cast(number, tf.uint32)
         offset = tf.stack([replica * tf.constant(_STRIDE, tf.uint32), tf.constant(0, tf.uint32)])
         return seed + tf.cast(offset, seed.dtype)

@@ -55,10 +55,10 @@ class SplitSlots:
     """The layout of one optimizer's slots.
 
     Attributes:
-        layout: Who owns what.
+        layout: The owners of the values of slots.
         is_whole: Whether each variable has one owner, by which it is updated.
         is_used: Whether the optimizer has slots.
-        exact_weights: By position, the weights that all replicas hold rounded, if their updates are sent rounded. They
+        exact_weights: The weights that all replicas hold rounded, by position, if their updates are sent rounded. They
             count where they round to the present weight. Elsewhere the program has assigned another one.
     """
 
@@ -69,16 +69,18 @@ class SplitSlots:
         self.layout = sharding.plan([_spec(optimizer, variable) for variable in variables], is_whole=is_whole)
         self.exact_weights = self._new_exact_weights(optimizer, variables)
         self.is_used = bool(self.exact_weights)
-        self._factors = [p for p, one in enumerate(variables) if _is_factored(optimizer, one) for _ in range(2)]
+        self._factors = [
+            p for p, candidate in enumerate(variables) if _is_factored(optimizer, candidate) for _ in range(2)
+        ]
 
     def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, ShardedVariable]:
-        found = {}
+        exact_weights = {}
         for position, variable in enumerate(variables) if self.sharding.options.weights_dtype else ():
             bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
             if tf.as_dtype(variable.dtype) == tf.float32 and any(stop > start for start, stop in bounds):
                 name = f"{_name_of(variable)}_exact"
-                found[position] = self._created(bounds, "zeros", variable.shape, variable.dtype, name)
-        return found
+                exact_weights[position] = self._created(bounds, "zeros", variable.shape, variable.dtype, name)
+        return exact_weights
 
     def splits_accumulators(self, optimizer: Any, variable: Any) -> bool:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
@@ -126,8 +128,8 @@ _split: WeakIdentityMap[SplitSlots] = WeakIdentityMap()
 
 def split_slots(optimizer: Any) -> SplitSlots | None:
     """Returns the layout of the slots of an optimizer; `None` if they are whole, or if it has none."""
-    found = _split.get(optimizer)
-    return found if found is not None and found.is_used else None
+    slots = _split.get(optimizer)
+    return slots if slots is not None and slots.is_used else None
 
 
 def split_slots_of(update: OptimizerUpdate) -> SplitSlots | None:
@@ -204,12 +206,12 @@ def _is_factored(optimizer: Any, variable: Any) -> bool:
 
 
 def _spec(optimizer: Any, variable: Any) -> tf.TensorSpec:
-    # What is overwritten by its gradient (float8's scales) has no slots and no update.
+    # A variable that is overwritten by its gradient (float8's scales) has no slots and no update.
     is_value = optimizer._overwrite_variable_with_gradient(variable)
     return tf.TensorSpec([0] if is_value else variable.shape, variable.dtype)
 
 
-# tfdist does these itself, on parts, so that those of a subclass would have no effect.
+# tfdist does the work of these methods itself, on parts, so overrides in a subclass would have no effect.
 _REPLACED = {
     "_backend_apply_gradients": "the order of an update",
     "_clip_gradients": "clipping, which needs the gradients of all variables",
@@ -230,13 +232,13 @@ def owns_whole_variables(optimizer: Any) -> bool | None:
     """
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return None
-    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # both with what tfdist has put there
-    own = next((name for name in _REPLACED if getattr(cls, name) is not getattr(stock, name)), None)
-    if own is None:
+    stock, cls = keras.optimizers.Optimizer, type(optimizer)  # Both have the methods that tfdist has replaced.
+    method = next((name for name in _REPLACED if getattr(cls, name) is not getattr(stock, name)), None)
+    if method is None:
         return not is_of_each_value(optimizer)
     raise ValueError(
         "`shard_optimizer_state=True` replaces a method that the optimizer's class defines. Received: "
-        f"{type(optimizer).__name__}, which defines {own}: {_REPLACED[own]}. Expected: a class that defines "
+        f"{type(optimizer).__name__}, which defines {method}: {_REPLACED[method]}. Expected: a class that defines "
         "`update_step`, `build` or `apply` alone. Create the strategy without `shard_optimizer_state`."
     )
 

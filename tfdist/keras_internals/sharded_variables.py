@@ -67,7 +67,7 @@ class ShardedVariable(Variable):
         Args:
             bounds: Begin and end of the part of each replica, over all workers.
             is_whole: Whether one replica holds all values. Its part has the shape of the variable.
-            devices: Those of the replicas of this process.
+            devices: The devices of the replicas of this process.
             first: The number of the first replica of this process.
             gather: Takes the parts of this process's replicas, flat, and the lengths of all parts; returns all parts
                 as one vector.

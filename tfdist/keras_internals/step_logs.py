@@ -27,8 +27,10 @@ def possible_results(logs: Any, results: Sequence[tuple[str, Any]]) -> list[tupl
     pairs = []
     for position, name in enumerate(names):
         same_name = [index for index, (of, _) in enumerate(results) if of == name]
-        others = [index for index, (of, _) in enumerate(results) if of not in names]
-        pairs += [(position, index) for index in same_name or others if are_alike(leaves[position], results[index][1])]
+        other_name = [index for index, (of, _) in enumerate(results) if of not in names]
+        pairs += [
+            (position, index) for index in same_name or other_name if are_alike(leaves[position], results[index][1])
+        ]
     return pairs
 
 

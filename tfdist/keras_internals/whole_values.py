@@ -54,7 +54,7 @@ class GatheredValue(PartOfVariable):
         self.is_read |= not self.is_written
         return super().__tf_tensor__(dtype, name)
 
-    # What decays of weights compute.
+    # Decays of weights use these operators.
     def __mul__(self, other: Any) -> tf.Tensor:
         return tf.convert_to_tensor(self) * other
 
@@ -68,7 +68,7 @@ def updates_elements(optimizer: Any, variable: keras.Variable) -> bool:
 
 
 def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
-    """Returns the slots of a variable: what lists of the optimizer have at its position, except averages."""
+    """Returns the slots of a variable: the items of the optimizer's lists at its position, except averages."""
     index, count = optimizer._get_variable_index(variable), len(optimizer._trainable_variables)
     apart = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
     lists: Sequence[Any] = [
@@ -76,7 +76,7 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
         for name, value in vars(optimizer).items()
         if isinstance(value, list) and len(value) == count and name not in apart
     ]
-    return [one[index] for one in lists if isinstance(one[index], keras.Variable)]
+    return [slot_list[index] for slot_list in lists if isinstance(slot_list[index], keras.Variable)]
 
 
 def update_step(optimizer: Any, gradient: Any, variable: GatheredValue) -> None:

@@ -15,8 +15,8 @@ class LoadBalancing:
     (0.75, 0.75)
 
     Attributes:
-        every_steps: After how many training steps (micro-steps, with accumulation) the rows are divided again. They
-            stay as they are if that would save less than 3 % of a step.
+        every_steps: The number of training steps (micro-steps, with accumulation) after which the rows are divided
+            again. They stay as they are if that would save less than 3 % of a step.
         smoothing: The weight of earlier measurements in a worker's seconds per row, from 0 to less than 1.
         max_share: The largest part of a batch that a worker gets, as a fraction, because of its memory. A sequence has
             one number for each worker, by rank.
@@ -84,10 +84,10 @@ def checked_shares(shares: Any, workers: int) -> tuple[float, ...] | None:
     """
     if shares is None:
         return None
-    given = list(shares) if isinstance(shares, Sequence) and not isinstance(shares, str) else []
-    if len(given) != workers or not all(is_number(share, at_least=0) and share > 0 for share in given):
+    values = list(shares) if isinstance(shares, Sequence) and not isinstance(shares, str) else []
+    if len(values) != workers or not all(is_number(share, at_least=0) and share > 0 for share in values):
         raise ValueError(
             f"Invalid `shares`. Received: shares={shares!r} with {workers} workers. Expected: one positive number for "
             "each worker, by rank, such as [1, 3]: the second worker computes three times as many rows as the first."
         )
-    return tuple(float(share) for share in given)
+    return tuple(float(share) for share in values)

@@ -12,7 +12,7 @@ from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.load_balancing.step_timer import StepTimer
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
-_OF_REPLICA = 3  # numbers of a replica in a report: those of `TimedStep.last`
+_OF_REPLICA = 3  # A report has as many numbers of each replica as `TimedStep.last`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,8 @@ class RowShares:
                 before = tf.reduce_sum(shares[: self._rank])
                 ends = tf.stack([before, before + shares[self._rank]])
                 first, end = tf.unstack(tf.cast((ends * count + total // 2) // total, tf.int32))
-        own = self._devices[self._rank]
-        ends_of_replicas = [first + index * (end - first) // own for index in range(own + 1)]
+        num_devices = self._devices[self._rank]
+        ends_of_replicas = [first + index * (end - first) // num_devices for index in range(num_devices + 1)]
         return [*zip(ends_of_replicas, ends_of_replicas[1:], strict=False)]
 
     def report(self, replica: int, measured: tf.Tensor | None, rows: Any) -> tf.Tensor:
@@ -110,11 +110,11 @@ class RowShares:
             measured: The last step of this replica, as `TimedStep.last`; `None` in `evaluate`.
             rows: The rows of this step.
         """
-        own = tf.reshape(tf.cast(rows, tf.float32), [1])
+        own_rows = tf.reshape(tf.cast(rows, tf.float32), [1])
         if measured is None:
-            return own
+            return own_rows
         after = _OF_REPLICA * (sum(self._devices) - replica - 1)
-        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own], axis=0)
+        return tf.concat([tf.zeros([_OF_REPLICA * replica]), measured, tf.zeros([after]), own_rows], axis=0)
 
     def add_step(self, report: tf.Tensor) -> None:
         """Stores the sum of the replicas' reports of a training step, and divides the rows again if it is time."""
@@ -138,12 +138,12 @@ class RowShares:
         return {"devices": list(self._devices), "state": self._state.numpy().tolist()}
 
     def restore(self, saved: Any) -> None:
-        """Restores what `saved` returned; nothing if the shares are fixed or the workers are others."""
+        """Restores what `saved` returned, unless the shares are fixed or the workers have other devices."""
         if self._options is not None and saved and saved["devices"] == list(self._devices):
             first = planning.initial_state(self._first)
             state = first.copy()
-            state[: len(saved["state"])] = saved["state"]  # that of an earlier tfdist has fewer rows
-            for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # perhaps these are other machines
+            state[: len(saved["state"])] = saved["state"]  # The state of an earlier tfdist has fewer rows.
+            for row in (planning.IGNORED, planning.FASTEST_INTERVAL):  # The machines may be others.
                 state[row] = first[row]
             self._state.assign(state)
 

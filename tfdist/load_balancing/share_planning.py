@@ -13,14 +13,14 @@ from tfdist.load_balancing.load_balancing_options import LoadBalancing
 
 # The rows of the state, a float64 array of shape [STATE_ROWS, workers]. The first is what `row_bounds` divides by; the
 # others are measurements: since the rows were divided last, and since the strategy was created.
-SHARE = 0  # a positive number; the worker's rows of the largest batch once rows have been divided
+SHARE = 0  # positive; once rows have been divided, the worker's rows of the largest batch
 SECONDS_PER_ROW = 1  # smoothed; 0 if unknown
 IGNORED = 2  # how many of the next measurements are not used; equal for all workers, as the numbers of steps are
-BATCH_ROWS = 3  # of the largest batch since the last division; equal for all workers
+BATCH_ROWS = 3  # rows of the largest batch since the last division; equal for all workers
 SINCE_STEPS, SINCE_ROWS, SINCE_SECONDS = 4, 5, 6
 STEPS, ROWS, SECONDS, WAITED_SECONDS = 7, 8, 9, 10
-# From one step to the next, in seconds; equal for all workers, as all numbers from here on except shares are.
-SINCE_INTERVALS, SINCE_SQUARES = 11, 12  # their sum and that of their squares
+# These and all later rows, except shares, are equal for all workers. An interval is the seconds between two steps.
+SINCE_INTERVALS, SINCE_SQUARES = 11, 12  # the sum of the intervals and that of their squares
 # The shares with the shortest interval so far, its mean, and the variance of that mean; 0 if unknown.
 FASTEST_SHARE, FASTEST_INTERVAL, FASTEST_VARIANCE = 13, 14, 15
 HELD, HOLD = 16, 17  # how many more times rows are not divided, and how many the last refutation has cost
@@ -34,7 +34,7 @@ _UNITS = 64
 _IGNORED_STEPS = 2
 # A single stall (a save, the collector of garbage) must not count as the speed of a worker.
 _LONGEST_STEP = 8.0
-# By how many standard errors the steps of new shares must be longer than before for these to be refuted.
+# New shares are refuted if their steps are longer than before by this number of standard errors.
 _REFUTING_ERRORS = 3.0
 _LONGEST_HOLD = 64
 
@@ -75,7 +75,7 @@ def after_step(
     state = state.copy()
     if not np.all(seconds[rows > 0] > 0) or not np.any(rows > 0):
         return state
-    if 0 < interval < np.max(seconds):  # nobody computes for longer than the step takes
+    if 0 < interval < np.max(seconds):  # A wrong measurement: no worker computes longer than the step takes.
         return state
     state[STEPS] += 1
     state[ROWS] += rows
@@ -171,7 +171,7 @@ def plan_rows(
         costs: The seconds per row of each worker, all positive.
         devices: The number of devices of each worker.
         limits: The largest share of each worker, as a fraction.
-        units: Into how many units the batch is divided, at least; more for many workers.
+        units: The least number of units into which the batch is divided; there are more for many workers.
 
     Returns:
         The rows of each worker; `None` if there are too few to divide.
@@ -184,14 +184,18 @@ def plan_rows(
     if sum(least) > total:
         return None
     wanted = _bounded([1.0 / cost for cost in costs], float(total), least, most)
-    given = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
-    while sum(given) != total:
-        step = 1 if sum(given) < total else -1
-        can = [w for w in workers if (given[w] < most[w] if step > 0 else given[w] > least[w])] or list(workers)
+    units_of_workers = [min(max(int(wanted[worker]), least[worker]), most[worker]) for worker in workers]
+    while sum(units_of_workers) != total:
+        step = 1 if sum(units_of_workers) < total else -1
+        # Limits are rounded down to units, so together they may be less than the batch: then they are exceeded.
+        can = [
+            w for w in workers if (units_of_workers[w] < most[w] if step > 0 else units_of_workers[w] > least[w])
+        ] or list(workers)
         # The unit goes where it delays the least, or leaves where it saves the most.
-        worker = min(can, key=lambda w: (given[w] + step) * costs[w] * step)
-        given[worker] += step
-    rows = [number * unit for number in given]
+        worker = min(can, key=lambda w: (units_of_workers[w] + step) * costs[w] * step)
+        units_of_workers[worker] += step
+    rows = [number * unit for number in units_of_workers]
+    # Rows that do not fill a unit go to one worker.
     roomy = [w for w in workers if rows[w] + batch - total * unit <= limits[w] * batch] or list(workers)
     rows[min(roomy, key=lambda w: (rows[w] * costs[w], w))] += batch - total * unit
     return rows
@@ -210,7 +214,7 @@ def row_bounds(shares: Sequence[int], rows: int) -> list[int]:
 
 
 def within_limits(shares: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """Returns the first shares, of which no worker has more than its limit; the others get what remains.
+    """Returns the first shares within their limits; what a limit cuts off goes to the other workers.
 
     >>> within_limits([1, 1], [1.0, 0.25]), within_limits([1, 3], [1.0, 1.0])
     ([1.5, 0.5], [1, 3])
@@ -243,17 +247,17 @@ def _bounded(weights: Sequence[float], total: float, least: Sequence[float], mos
     while True:
         free = [worker for worker in range(len(weights)) if worker not in fixed]
         weight = _total([weights[worker] for worker in free])
-        rest = total - _total(list(fixed.values()))
-        parts = {worker: rest * weights[worker] / weight for worker in free}
+        remaining = total - _total(list(fixed.values()))
+        parts = {worker: remaining * weights[worker] / weight for worker in free}
         high = {worker: float(most[worker]) for worker in free if parts[worker] > most[worker]}
         low = {worker: float(least[worker]) for worker in free if parts[worker] < least[worker]}
         # Those whose bounds bind more are fixed first; the others may then have room.
         too_much = _total([parts[worker] - bound for worker, bound in high.items()])
         too_little = _total([bound - parts[worker] for worker, bound in low.items()])
-        found = high if too_much >= too_little else low
-        if not found:
+        binding = high if too_much >= too_little else low
+        if not binding:
             return [fixed.get(worker, parts.get(worker, 0.0)) for worker in range(len(weights))]
-        fixed.update(found)
+        fixed.update(binding)
         if len(fixed) == len(weights):
             return [fixed[worker] for worker in range(len(weights))]
 

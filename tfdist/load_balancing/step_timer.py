@@ -55,20 +55,20 @@ class TimedStep:
         self._graph = _graph()
         self._gradients_at: tf.Tensor | None = None
         self._sums_at: tf.Tensor | None = None
-        self._waits: list[tf.Tensor] = []  # when a reduction began and ended, in turn
+        self._waits: list[tf.Tensor] = []  # when each reduction began and ended, in turn
         with tf.device(host):
             last, before = tf.convert_to_tensor(variable), tf.convert_to_tensor(started_at)
-        # Of the last step everything was timed: its time is an input.
+        # The clock waits for the time of the last step, so that nothing of that step counts in this one.
         self._start = self._now([*ready, last])
         with tf.device(host):
-            passed = tf.maximum(self._start - before, 0)  # somebody may set the clock back
+            passed = tf.maximum(self._start - before, 0)  # The clock may have been set back.
             interval = tf.where(before > 0, tf.cast(passed, tf.float64) / 1e9, 0.0)
             self.last = tf.concat([last, [tf.cast(interval, tf.float32)]], axis=0)
             started_at.assign(self._start)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within this context, in which the step is traced, all that is computed waits for the clock of the start."""
+        """Makes all that is computed in this context, in which the step is traced, wait for the clock of the start."""
         with step_after([self._start]):
             yield
 
@@ -76,7 +76,7 @@ class TimedStep:
         """Leaves out the time of a reduction of `tensors`.
 
         Returns:
-            The tensors to reduce, and a function to call with what has been reduced, which returns what to use.
+            The tensors to reduce, and a function that takes the reduced tensors and returns those to use.
         """
         if self._gradients_at is not None or self._graph is None or _graph() is not self._graph:
             return tensors, lambda reduced: reduced
@@ -96,7 +96,7 @@ class TimedStep:
         late, the computation that is left of the step has been added, not an update.
         """
         if self._gradients_at is None and _graph() is self._graph:
-            self._gradients_at = self._now([*(one for one in gradients if one is not None), self._start])
+            self._gradients_at = self._now([*(gradient for gradient in gradients if gradient is not None), self._start])
 
     @contextmanager
     def updating(self, sums: Any) -> Iterator[None]:

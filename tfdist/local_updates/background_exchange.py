@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
 
-# A step hands over and takes by TensorFlow's queues, whose operations wait without a thread, in any function and loop.
+# Steps use TensorFlow's queues, whose operations wait without a thread, in any function and loop.
 
 
 class BackgroundExchange:
@@ -27,11 +27,11 @@ class BackgroundExchange:
         """Starts the thread. Call this eagerly, on all workers in the same order.
 
         Args:
-            specs: For each fragment the shapes and the unique paths of its variables.
+            specs: The shapes and the unique paths of the variables of each fragment.
             reduction: Sums between the workers, in a group that steps do not use.
             device: The device of this worker that sends.
             timeout_seconds: How long an exchange may take.
-            late_workers: Notes that this worker has started the exchange of the given number, from 0, and names the
+            late_workers: Takes the number of an exchange, from 0; notes that this worker has started it, and names the
                 workers that have not. Called when an exchange starts, and when it has taken too long.
         """
         self._timeout_seconds, self._late_workers = timeout_seconds, late_workers
@@ -55,8 +55,8 @@ class BackgroundExchange:
 
     def send(self, number: int, samples: tf.Tensor, differences: Sequence[tf.Tensor]) -> None:
         """Hands over a fragment's differences, and the samples of this worker by which they count."""
-        given = self._given[number].enqueue([samples, *differences])
-        with tf.control_dependencies([given] if given is not None else []):
+        enqueued = self._given[number].enqueue([samples, *differences])
+        with tf.control_dependencies([enqueued] if enqueued is not None else []):
             self._order.enqueue(number)
 
     def receive(self, number: int) -> list[tf.Tensor]:
@@ -72,17 +72,17 @@ class BackgroundExchange:
                 sums.dequeue()
 
     def give_back(self, number: int, sums: Sequence[Any]) -> None:
-        """Makes `sums`, as `receive` has returned them, what `receive` returns next."""
+        """Makes the next `receive` return `sums`, which an earlier one has returned."""
         self._sums[number].enqueue(["", *[tf.convert_to_tensor(value) for value in sums]])
 
     def _traced(self, number: int, reduction: ReplicaReduction, paths: Sequence[str], device: str) -> Any:
-        given = self._given[number]
+        difference_queue = self._given[number]
 
         def exchange() -> list[tf.Tensor]:
-            samples, *differences = given.dequeue()
+            samples, *differences = difference_queue.dequeue()
             with tf.device(device):
                 share = reduction.share_of_worker(samples)
-                return reduction.sum_of_workers([one * share for one in differences], paths)
+                return reduction.sum_of_workers([difference * share for difference in differences], paths)
 
         return tf.function(exchange, autograph=False).get_concrete_function()
 

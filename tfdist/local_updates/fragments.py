@@ -27,9 +27,9 @@ class SyncSchedule:
     ([0], [0], [], [1])
 
     Attributes:
-        sync_every: From one exchange of a fragment to the next, in updates.
+        sync_every: The number of updates from one exchange of a fragment to the next.
         fragments: The number of fragments.
-        overlap_steps: From the start of an exchange to the use of its sum, in updates.
+        overlap_steps: The number of updates from the start of an exchange to the use of its sum.
     """
 
     sync_every: int
@@ -38,7 +38,7 @@ class SyncSchedule:
 
     @property
     def turns(self) -> list[int]:
-        """For each update modulo `sync_every`, the fragment that is sent after it, or -1.
+        """The fragments that are sent after the updates, by the number of the update modulo `sync_every`; -1 for none.
 
         >>> SyncSchedule(sync_every=5, fragments=2).turns
         [1, -1, 0, -1, -1]
@@ -63,7 +63,7 @@ class SyncSchedule:
         return [fragment for fragment in sent if fragment is not None]
 
     def leaves_equal_weights(self, update: int) -> bool:
-        """Whether all weights are equal on all workers after an update, if nothing of a worker's own weights stays."""
+        """Whether all weights are equal on all workers after an update, if workers keep no share of their weights."""
         return update == 0 or (self.fragments == 1 and not self.overlap_steps and update % self.sync_every == 0)
 
 

@@ -38,7 +38,7 @@ class LocalSGD:
 
     @property
     def kept_share(self) -> float:
-        """Nothing of a worker's own weights stays after an exchange."""
+        """Workers keep no share of their weights after an exchange."""
         return 0.0
 
 
@@ -58,7 +58,7 @@ class DiLoCo:
         outer_optimizer: A function without arguments that returns a Keras optimizer, a name or a configuration of one
             (see `keras.optimizers.get`); on one worker also an optimizer, whose configuration is used. By default
             `SGD(0.7, momentum=0.9, nesterov=True)`. Under a cluster no optimizer can be created before the strategy.
-        fragments: In how many groups of variables, of about equal bytes, the exchange is split. They take turns, evenly
+        fragments: The number of groups of variables, of about equal bytes, that are exchanged in turn, evenly
             spread over `sync_every` updates.
         overlap_steps: How many updates are made while an exchange is under way. Its result is applied after that
             number of updates, whenever it arrives, so that numbers do not depend on the network. 0: the workers wait.

@@ -83,14 +83,17 @@ class LocalUpdates:
         Call this eagerly and on all workers.
 
         Args:
-            given: Models whose statistics count, beside those that were trained by their `train_step`.
+            given: Models whose statistics are averaged, beside those that were trained by their `train_step`.
         """
-        # Objects that were deleted may still exist on some workers, so only those count that were trained.
+        # Objects that were deleted may still exist on some workers, so only trained ones are considered.
         counts = {synced: count for synced in self._known() if (count := synced.number_of_updates())}
         if not counts:
             return
-        are_equal = [not self.mode.kept_share and one.schedule.leaves_equal_weights(counts[one]) for one in counts]
-        under_way = [one.schedule.under_way(count) for one, count in counts.items()]
+        are_equal = [
+            not self.mode.kept_share and synced_optimizer.schedule.leaves_equal_weights(counts[synced_optimizer])
+            for synced_optimizer in counts
+        ]
+        under_way = [synced_optimizer.schedule.under_way(count) for synced_optimizer, count in counts.items()]
         models = self._models_of(list(counts))
         models += [model for model in given if not any(model is known for known in models)]
         key = str(under_way), tuple(are_equal), tuple(map(id, counts)), tuple(map(id, models))
@@ -102,15 +105,15 @@ class LocalUpdates:
         self._flushes[key]()
 
     def saved_variables(self, optimizers: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what to save of these optimizers: by names, what is equal on all workers, and what is not."""
+        """Returns the variables of optimizers to save, by names: those equal on all workers, and those that are not."""
         shared: dict[str, Any] = {}
-        own: dict[str, Any] = {}
+        own_variables: dict[str, Any] = {}
         known = {id(optimizer()): synced for optimizer, synced in self._of_optimizers}
         for number, optimizer in enumerate(optimizers):
             if (synced := known.get(id(optimizer))) is not None:
                 shared |= {f"{number}/{name}": variable for name, variable in synced.shared_variables.items()}
-                own |= {f"{number}/{name}": variable for name, variable in synced.own_variables.items()}
-        return shared, own
+                own_variables |= {f"{number}/{name}": variable for name, variable in synced.own_variables.items()}
+        return shared, own_variables
 
     def hold(self) -> None:
         """Completes exchanges that are under way, without using their sums; call this before variables are saved."""
@@ -154,10 +157,14 @@ class LocalUpdates:
                 assign(self._strategy, variable, total / tf.cast(replicas, total.dtype))
 
     def _models_of(self, trained: Sequence[SyncedOptimizer]) -> list[Any]:
-        """Returns the models of which one of these optimizers is."""
+        """Returns the models that one of these optimizers belongs to."""
         optimizers = [optimizer() for optimizer, synced in self._of_optimizers if synced in trained]
         models = [model for model in (reference() for reference in self._models) if model is not None]
-        return [model for model in models if any(one is own for one in optimizers for own in optimizers_of(model))]
+        return [
+            model
+            for model in models
+            if any(local_optimizer is candidate for local_optimizer in optimizers for candidate in optimizers_of(model))
+        ]
 
     def _known(self) -> list[SyncedOptimizer]:
         self._of_optimizers = [(optimizer, synced) for optimizer, synced in self._of_optimizers if optimizer()]
@@ -186,7 +193,7 @@ class LocalUpdates:
             return None
         launcher = strategy.extended.replica_operations.background_launcher(number)
         reduction = strategy.gradient_reduction.in_background(launcher)
-        specs = [([anchor.shape for anchor in one.anchors], one.paths) for one in fragments]
+        specs = [([anchor.shape for anchor in fragment.anchors], fragment.paths) for fragment in fragments]
         name = f"tfdist/exchanges/{strategy._collective_key_base}/{number}"
         progress = ExchangeProgress(name, strategy.rank, strategy.num_workers)
         return BackgroundExchange(specs, reduction, launcher.device, mode.timeout_seconds, progress.late_workers)
@@ -249,8 +256,8 @@ class ExchangeProgress:
                 delete_key_value(self._key(self._noted - 1, self._rank))
             self._noted = exchange
             return ""
-        others = [rank for rank in range(self._num_workers) if rank != self._rank]
-        late = [rank for rank in others if not wait_for_key_until(self._key(exchange, rank), _LOOK_SECONDS)]
+        other_ranks = [rank for rank in range(self._num_workers) if rank != self._rank]
+        late = [rank for rank in other_ranks if not wait_for_key_until(self._key(exchange, rank), _LOOK_SECONDS)]
         return ", ".join(f"worker {rank}" for rank in late)
 
     def _key(self, exchange: int, rank: int) -> str:

@@ -22,7 +22,7 @@ class SyncedOptimizer:
 
     Attributes:
         fragments: The variables in the groups in which they are exchanged.
-        schedule: When they are exchanged.
+        schedule: The updates after which they are exchanged.
         updates: The number of updates since all weights were equal, int64; the same on all workers.
         fresh: This worker's samples since its last update, float32.
         samples: Its samples since each fragment was sent, `[fragments]`, float32.
@@ -43,7 +43,7 @@ class SyncedOptimizer:
             mode: How its variables are exchanged.
             strategy: The strategy.
             reduction: Returns the reduction of the replica that calls it.
-            in_background: Returns what exchanges fragments while steps run; `None` if steps wait.
+            in_background: Returns the exchange of fragments while steps run; `None` if steps wait.
 
         Raises:
             ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.
@@ -63,18 +63,18 @@ class SyncedOptimizer:
 
     @property
     def shared_variables(self) -> dict[str, Any]:
-        """What is equal on all workers, by names: anchors, outer optimizers, and sums that `hold` has copied."""
-        found: dict[str, Any] = {}
+        """The variables that are equal on all workers, by names: anchors, outer optimizers, sums copied by `hold`."""
+        variables_by_name: dict[str, Any] = {}
         for number, fragment in enumerate(self.fragments):
             outer = [] if fragment.outer is None else fragment.outer.variables
             held = self._held[number] if self._held else []
             for kind, variables in (("anchor", fragment.anchors), ("outer", outer), ("sum", held)):
-                found |= {f"{number}/{kind}/{index}": variable for index, variable in enumerate(variables)}
-        return found
+                variables_by_name |= {f"{number}/{kind}/{index}": variable for index, variable in enumerate(variables)}
+        return variables_by_name
 
     @property
     def own_variables(self) -> dict[str, Any]:
-        """What each worker counts, by names."""
+        """The counters of each worker, by names."""
         return {"updates": self.updates, "fresh": self.fresh, "samples": self.samples}
 
     def number_of_updates(self) -> int:

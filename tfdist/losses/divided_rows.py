@@ -25,9 +25,9 @@ class DividedRows:
     """How the rows of a batch are divided.
 
     Attributes:
-        parts: Into how many parts.
-        rows: The rows of a part of this process, if the number is known while the step is traced.
-        total: Those of the global batch, likewise.
+        parts: The number of parts.
+        rows: The number of rows of a part of this process, if it is known while the step is traced.
+        total: The number of rows of the global batch, if it is known then.
     """
 
     parts: int

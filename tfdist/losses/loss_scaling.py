@@ -20,7 +20,7 @@ class LossWarnings:
     """Each warning is given once in a process."""
 
     def of_unknown_loss(self, tensor: tf.Tensor, *, is_part: bool) -> None:
-        """A loss is not linear in the samples, or is not followed."""
+        """Warns that a loss is not linear in the samples, or cannot be followed."""
         meant = "a part of the loss, because it contains one" if is_part else "a mean over the replica's samples"
         self._warn(
             "A loss is neither a mean nor a sum over the replica's samples as far as tfdist can see, so the replicas' "
@@ -32,7 +32,7 @@ class LossWarnings:
         )
 
     def of_eager_loss(self) -> None:
-        """A loss is computed eagerly by other means than those of Keras."""
+        """Warns that a loss is computed eagerly by other means than those of Keras."""
         self._warn(
             "A step computes a loss eagerly and not by the losses of Keras alone, so tfdist cannot see whether it is a "
             "mean over the replica's samples, and its gradients may not add up to those of one process. "
@@ -42,7 +42,7 @@ class LossWarnings:
         )
 
     def of_ambiguous_constant(self, tensor: tf.Tensor) -> None:
-        """A sum over the samples is divided by a number that may be, or contain, the number of samples.
+        """Warns that a sum over the samples is divided by a number that may be, or contain, the number of samples.
 
         Keras itself divides by the number of samples, as for `activity_regularizer`.
         """
@@ -56,7 +56,7 @@ class LossWarnings:
         )
 
     def of_division_by_replicas(self, tensor: tf.Tensor, replicas: int, *, is_scaled: bool) -> None:
-        """A mean is divided by a number that equals that of the replicas, and was not read from the strategy."""
+        """Warns that a mean is divided by the number of replicas, which was not read from the strategy."""
         meant = "a mean that is scaled for them" if is_scaled else "a mean of this size in one process, too"
         self._warn(
             f"A loss of the program multiplies a mean by 1/{replicas}, and there are {replicas} replicas: tfdist "
@@ -176,7 +176,7 @@ class LossStep:
         return None
 
     def scale_of(self, term: Term) -> Any:
-        """The factor that makes a term a part of the loss; `None` if nothing is known of it.
+        """Returns the factor that makes a term a part of the loss; `None` if none is known.
 
         One process has one replica, so a factor of the number of replicas is taken away, except from a sum, which is
         divided by a number of samples of all replicas.
@@ -191,7 +191,7 @@ class LossStep:
         return scale * tf.distribute.get_strategy().num_replicas_in_sync ** -term.replicas
 
     def _scale_or_guess(self, term: Term, *, is_of_samples: bool = False) -> Any:
-        """The factor of a term. An unknown one is warned of; it counts as a sum if it has a value for each sample."""
+        """Returns the factor of a term. Warns if it is unknown; then a term with a value a sample counts as a sum."""
         scale = self.scale_of(term)
         if scale is not None:
             return scale
@@ -201,16 +201,16 @@ class LossStep:
         return guess
 
     def _guess(self, term: Term) -> Any:
-        """The factor of an unknown term, which counts as a mean unless it contains a scaled loss."""
+        """Returns the factor of an unknown term, which counts as a mean unless it contains a scaled loss."""
         return 1 if self._degrees is not None and self._degrees.contains_scaled(term.tensor) else self.mean_scale
 
     def _scale_of_quotient(self, term: Term) -> Any:
-        """The factor of a dividend: its own one, divided by the divisor of all samples."""
-        own = self.mean_scale if term.degree == 0 else self.sum_scale
-        total = self.total_of(times(term.divisor, own))
+        """Returns the factor of a dividend: that of its degree, divided by the divisor of all samples."""
+        scale = self.mean_scale if term.degree == 0 else self.sum_scale
+        total = self.total_of(times(term.divisor, scale))
         if total is None:
             return None
-        return tf.math.divide_no_nan(tf.cast(own, total.dtype), total if term.guard is None else term.guard(total))
+        return tf.math.divide_no_nan(tf.cast(scale, total.dtype), total if term.guard is None else term.guard(total))
 
     def mean_of(self, value: Any) -> Any:
         """Returns a scalar as a mean over the samples of this part, as far as it can be followed."""
@@ -255,7 +255,7 @@ class LossStep:
 
         Args:
             targets: What the user's code differentiates with respect to variables.
-            gradients: Those of the loss with respect to the targets, if the user's code gives them.
+            gradients: The gradients of the loss with respect to the targets, if the user's code gives them.
 
         Returns:
             `None` if the targets are right as they are, or cannot be followed.
@@ -268,23 +268,26 @@ class LossStep:
             return None
         if gradients is None:
             terms = [term for target in targets for term in self._terms(target)]
-            givens: list[Any] = [None] * len(terms)
+            user_gradients: list[Any] = [None] * len(terms)
         else:
-            givens = [
-                tf.ones_like(target) if one is None else one for target, one in zip(targets, gradients, strict=True)
+            user_gradients = [
+                tf.ones_like(target) if gradient is None else gradient
+                for target, gradient in zip(targets, gradients, strict=True)
             ]
-            products = (self._degrees.product(*pair) for pair in zip(targets, givens, strict=True))
-            terms = [Term(target, 1.0, *found) for target, found in zip(targets, products, strict=True)]
+            products = (self._degrees.product(*pair) for pair in zip(targets, user_gradients, strict=True))
+            terms = [
+                Term(target, 1.0, *degree_and_power) for target, degree_and_power in zip(targets, products, strict=True)
+            ]
         scales = [self._scale_or_guess(term) for term in terms]
         if all(is_one(scale) for scale in scales):
             return None
         return [
-            (term.tensor, _gradient(term, scale, given))
-            for term, scale, given in zip(terms, scales, givens, strict=True)
+            (term.tensor, _gradient(term, scale, user_gradient))
+            for term, scale, user_gradient in zip(terms, scales, user_gradients, strict=True)
         ]
 
     def check_samples(self, values: Any) -> None:
-        """Warns if the values that a loss of Keras adds up are not each of one sample, as contrastive ones are not."""
+        """Warns if values that a loss of Keras adds up depend on several samples, as those of a contrastive loss."""
         if self.has_own_loss and not self._is_alone and self._degrees is not None and is_symbolic(values):
             if self._degrees.kind(values).degree is None:
                 self._warnings.of_unknown_loss(values, is_part=False)
@@ -314,7 +317,7 @@ class LossStep:
         Args:
             loss: A scalar or a tensor, whose sum counts.
             is_mean: Whether a loss that cannot be followed is a mean. Otherwise it is a part already.
-            is_certain: Whether there is no doubt of that, so that nothing is said.
+            is_certain: Whether `is_mean` is certain, so that no warning is given.
         """
         if self._degrees is None or not is_symbolic(loss):
             if self.degree(loss) == self.scaled_degree and is_scalar(loss):
@@ -333,7 +336,7 @@ class LossStep:
         return self.mark_scaled(self._part_of(loss, terms, scales))
 
 
-def _gradient(term: Term, scale: Any, given: Any) -> tf.Tensor:
-    """The gradient of the loss with respect to a term's tensor; `given` is that of the user's code."""
+def _gradient(term: Term, scale: Any, user_gradient: Any) -> tf.Tensor:
+    """Returns the gradient of the loss with respect to a term's tensor, from the one that the user's code passes."""
     scale = tf.cast(scale, term.tensor.dtype) * term.coefficient
-    return tf.broadcast_to(scale, tf.shape(term.tensor)) if given is None else times(given, scale)
+    return tf.broadcast_to(scale, tf.shape(term.tensor)) if user_gradient is None else times(user_gradient, scale)

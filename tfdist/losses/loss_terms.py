@@ -21,10 +21,10 @@ class Term:
     Attributes:
         tensor: A tensor, whose sum counts.
         coefficient: A constant.
-        degree: Of the sum; `None` if unknown.
+        degree: The degree of the sum; `None` if unknown.
         replicas: The power of the number of replicas that is a factor of the tensor.
         divisor: A sum or mean over the same samples, a scalar, that does not depend on variables.
-        guard: What is done to the divisor, after it is summed, against a division by 0.
+        guard: Guards the divisor, after it is summed, against a division by 0.
     """
 
     tensor: tf.Tensor
@@ -41,7 +41,7 @@ class Term:
 
 
 def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
-    """Returns the terms of a loss of which all parts have one degree, in order.
+    """Returns the terms of a loss in order. All parts of a term have one degree.
 
     A loss of one degree is one term. Only sums, and products with constants, are split.
     """
@@ -66,13 +66,13 @@ def loss_terms(loss: tf.Tensor, degrees: SampleDegrees) -> list[Term]:
 
 
 def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
-    """Returns tensors and factors that add up to a scalar; `None` if it is no such sum."""
+    """Returns tensors and factors that add up to a scalar; `None` if it is not such a sum."""
     operation = tensor.op
     kind, inputs = operation.type, list(operation.inputs)
     if tensor.shape.rank != 0:
         return None
     if kind in ("AddV2", "Add", "AddN"):
-        return [(given, 1.0) for given in inputs]
+        return [(input_tensor, 1.0) for input_tensor in inputs]
     if kind == "Sub":
         return [(inputs[0], 1.0), (inputs[1], -1.0)]
     is_float = bool(inputs) and inputs[0].dtype.is_floating
@@ -83,22 +83,22 @@ def _parts(tensor: tf.Tensor) -> list[tuple[tf.Tensor, float]] | None:
     ):
         return [(inputs[0], -1.0 if kind == "Neg" else 1.0)]
     if kind in ("Mul", "RealDiv", "DivNoNan", "MulNoNan"):
-        first, second = (tf.get_static_value(given) for given in inputs)
+        first, second = (tf.get_static_value(input_tensor) for input_tensor in inputs)
         if second is not None:
             return [(inputs[0], float(second) if kind.startswith("Mul") else 1 / float(second) if second else 0.0)]
         return [(inputs[1], float(first))] if kind.startswith("Mul") and first is not None else None
     if kind in ("Sum", "Mean") and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:
         packed = list(inputs[0].op.inputs)
-        return [(given, 1.0 if kind == "Sum" else 1 / len(packed)) for given in packed]
+        return [(input_tensor, 1.0 if kind == "Sum" else 1 / len(packed)) for input_tensor in packed]
     return None
 
 
 def divides_by(loss: tf.Tensor, number: int, *, anywhere: bool = False) -> bool:
-    """Whether a loss is something divided by the constant `number`; `anywhere`: before means and sums, too."""
+    """Whether a loss is a value divided by the constant `number`, with `anywhere` also before means and sums."""
     tensor = loss
     while True:
         operation = tensor.op
-        values = [tf.get_static_value(given) for given in operation.inputs] if len(operation.inputs) == 2 else []
+        values = [tf.get_static_value(operand) for operand in operation.inputs] if len(operation.inputs) == 2 else []
         if operation.type in ("RealDiv", "DivNoNan") and values[1] is not None:
             if np.all(values[1] == number):
                 return True

@@ -20,7 +20,7 @@ def static(tensor: Any) -> Any:
     """
     value = tf.get_static_value(tensor, partial=True)
     if value is None and getattr(tensor, "op", None) is not None and tensor.op.type in _ARITHMETIC:
-        operands = [static(given) for given in tensor.op.inputs]
+        operands = [static(input_tensor) for input_tensor in tensor.op.inputs]
         if all(operand is not None and None not in operand.ravel() for operand in operands):
             value = _ARITHMETIC[tensor.op.type](*(operand.astype(np.int64) for operand in operands))
     if value is None:
@@ -28,7 +28,7 @@ def static(tensor: Any) -> Any:
     value = np.asarray(value, dtype=object)
     if value.ndim == 1 and tensor.op.type == "Pack":
         value[:] = [
-            _number(one) if known is None else known for one, known in zip(tensor.op.inputs, value, strict=True)
+            _number(element) if known is None else known for element, known in zip(tensor.op.inputs, value, strict=True)
         ]
     return value
 
@@ -49,13 +49,13 @@ def grows(degree: float | None) -> bool:
 
 
 def reshape(samples: int | None, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    """The samples' axis is the one whose new size is their number, or -1; else the one with as much before it.
+    """The samples' axis is the one whose new size is their number, or -1; else the one with as many values before it.
 
     Args:
         samples: The number of samples, if it is static. The samples' axis may hold several values of each, which a
             layer on sequences joins and separates again.
         tensor: The result.
-        kinds: Of the operands.
+        kinds: The kinds of the operands.
     """
     kind, sizes = kinds[0], kinds[1].sizes
     shape, before = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape
@@ -139,7 +139,7 @@ def _unpack(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 def _concat(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    """Joined along the axis of the samples, batches become blocks; with anything else nothing is known."""
+    """Batches that are joined along the axis of the samples become blocks; joined with others they become unknown."""
     pieces = kinds[:-1]
     if all(kind.sizes is not None for kind in pieces):
         return vector([size for kind in pieces for size in kind.sizes or ()])
@@ -203,7 +203,7 @@ def _broadcast(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 def _reverse(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    """Also a sum or a product up to each element: both mix the elements along an axis."""
+    """Reversing, rolling and cumulative sums mix the elements along an axis, so along the samples nothing is known."""
     axes, rank = static(tensor.op.inputs[-1]), tensor.shape.rank
     if kinds[0].axes and (axes is None or rank is None or {int(axis) % rank for axis in axes.ravel()} & kinds[0].axes):
         return unknown(kinds, kinds[0].axes)

@@ -23,9 +23,9 @@ def _contracted(
 
     Args:
         tensor: The result.
-        kinds: Of the operands.
-        contracted: For each operand the label of the axes of its samples if the sum is over them, else `None`.
-        outputs: For each operand, the axis of the result to which each other axis becomes.
+        kinds: The kinds of the operands.
+        contracted: For each operand, the label of the axis of its samples if the sum is over it, else `None`.
+        outputs: For each operand, the axis of the result that each of its other axes becomes.
     """
     axes = {output[axis] for kind, output in zip(kinds, outputs, strict=True) for axis in kind.axes if axis in output}
     if any(len(kind.axes) > 1 for kind in kinds) or len(axes) > 1:
@@ -46,13 +46,13 @@ def _matrices(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     names = ("transpose_a", "transpose_b") if operation.type == "MatMul" else ("adj_x", "adj_y")
     flips = [operation.get_attr(name) for name in names]
     outputs, inner = [], []
-    for given, flip, is_second in zip((first, second), flips, (False, True), strict=True):
-        own = given.shape.rank
-        rows, columns = (own - 1, own - 2) if flip else (own - 2, own - 1)
-        kept, gone = (columns, rows) if is_second else (rows, columns)
-        places = {axis: rank - own + axis for axis in range(own - 2)}
-        outputs.append({**places, kept: rank - 1 if is_second else rank - 2})
-        inner.append(gone)
+    for factor, flip, is_second in zip((first, second), flips, (False, True), strict=True):
+        factor_rank = factor.shape.rank
+        rows, columns = (factor_rank - 1, factor_rank - 2) if flip else (factor_rank - 2, factor_rank - 1)
+        kept_axis, summed_axis = (columns, rows) if is_second else (rows, columns)
+        places = {axis: rank - factor_rank + axis for axis in range(factor_rank - 2)}
+        outputs.append({**places, kept_axis: rank - 1 if is_second else rank - 2})
+        inner.append(summed_axis)
     labels = [0 if axis in kind.axes else None for axis, kind in zip(inner, kinds, strict=True)]
     return _contracted(tensor, kinds[:2], labels, outputs)
 

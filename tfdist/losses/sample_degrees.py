@@ -71,7 +71,7 @@ class SampleDegrees:
         Args:
             tensor: A tensor, whose samples lie along its first axis if its kind is not known.
             degree: The degree of its sum.
-            is_loss: Whether a scalar depends on the samples otherwise than by their number.
+            is_loss: Whether a scalar depends on the samples themselves, not only on their number.
         """
         if not is_symbolic(tensor):
             return
@@ -99,7 +99,7 @@ class SampleDegrees:
             self._mark(tensor, [like], of_samples)
 
     def _mark(self, tensor: tf.Tensor, sources: list[tf.Tensor] | None, rule: Callable[[Sequence[Kind]], Kind]) -> None:
-        """Makes `rule` find the kind of a tensor, from those of `sources`, or if `None` from the one that is found."""
+        """Makes `rule` return the kind of a tensor from those of `sources`, or if `None` from its kind in the graph."""
         self._marks[tensor.ref()] = (sources, rule)
         known = self._kinds.pop(tensor.ref(), None)
         if known is not None and sources is None:
@@ -112,8 +112,8 @@ class SampleDegrees:
             top = waiting.pop()
             if top.ref() in self._scaled:
                 return True
-            inputs = [given for given in self._inputs(top) if given.ref() not in seen]
-            seen.update(given.ref() for given in inputs)
+            inputs = [input_tensor for input_tensor in self._inputs(top) if input_tensor.ref() not in seen]
+            seen.update(input_tensor.ref() for input_tensor in inputs)
             waiting += inputs
         return False
 
@@ -126,9 +126,9 @@ class SampleDegrees:
 
     def product(self, tensor: Any, other: Any) -> tuple[float | None, int]:
         """Returns the degree of the sum of a product over the samples, and its power of the number of replicas."""
-        kinds = [self.kind(one) if is_symbolic(one) else Kind() for one in (tensor, other)]
-        found = product_of(kinds, kinds[0].axes | kinds[1].axes)
-        return degree_of_sum(found), found.replicas
+        kinds = [self.kind(factor) if is_symbolic(factor) else Kind() for factor in (tensor, other)]
+        product_kind = product_of(kinds, kinds[0].axes | kinds[1].axes)
+        return degree_of_sum(product_kind), product_kind.replicas
 
     def kind(self, tensor: Any) -> Kind:
         """Returns the kind of a symbolic tensor."""
@@ -140,21 +140,21 @@ class SampleDegrees:
                 continue
             sources, rule = self._marks.get(top.ref(), (None, None))
             used = self._inputs(top) if sources is None else sources
-            missing = [given for given in used if given.ref() not in self._kinds]
+            missing = [input_tensor for input_tensor in used if input_tensor.ref() not in self._kinds]
             if missing:
                 waiting += missing
                 continue
-            found = [self._followed(top)] if sources is None else [self._kinds[source.ref()] for source in sources]
-            self._kinds[top.ref()] = found[0] if rule is None else rule(found)
+            kinds = [self._followed(top)] if sources is None else [self._kinds[source.ref()] for source in sources]
+            self._kinds[top.ref()] = kinds[0] if rule is None else rule(kinds)
             waiting.pop()
         return self._kinds[tensor.ref()]
 
     def nested(self, inputs: Sequence[tf.Tensor], kinds: Sequence[Kind]) -> "SampleDegrees":
-        """Returns the same for a function that is called with inputs of these kinds."""
+        """Returns the `SampleDegrees` of a function that is called with inputs of these kinds."""
         of_call = SampleDegrees((), 0, self.replicas)
         of_call.static_samples, of_call.ambiguous = self.static_samples, self.ambiguous
         of_call._leaves, of_call._marks, of_call._scaled = self._leaves, self._marks, self._scaled
-        of_call._kinds = {given.ref(): kind for given, kind in zip(inputs, kinds, strict=True)}
+        of_call._kinds = {input_tensor.ref(): kind for input_tensor, kind in zip(inputs, kinds, strict=True)}
         return of_call
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -168,14 +168,15 @@ class SampleDegrees:
         try:
             return self._of(tensor)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # An operation of another version of TensorFlow, or in an unusual form: a training must not end for that.
+            # An operation of another version of TensorFlow, or in an unusual form, must not end a training.
             return unknown(
-                [self._kinds[given.ref()] for given in self._inputs(tensor)], [0] if tensor.shape.rank else []
+                [self._kinds[input_tensor.ref()] for input_tensor in self._inputs(tensor)],
+                [0] if tensor.shape.rank else [],
             )
 
     def _of(self, tensor: tf.Tensor) -> Kind:
         operation = tensor.op
-        kinds = [self._kinds[given.ref()] for given in operation.inputs]
+        kinds = [self._kinds[input_tensor.ref()] for input_tensor in operation.inputs]
         if operation.type == "Placeholder":
             return self._of_argument(tensor)
         if operation.type == "Const":
@@ -197,7 +198,7 @@ class SampleDegrees:
         return self._of_any_operation(tensor, kinds)
 
     def _of_argument(self, tensor: tf.Tensor) -> Kind:
-        """An argument of a function that is being traced: a captured tensor, one like the data, or not known."""
+        """Returns the kind of a function's argument: that of a captured tensor, of data of its shape, or unknown."""
         outer = self._inputs(tensor)
         if outer:
             return self._kinds[outer[0].ref()]
@@ -216,15 +217,15 @@ class SampleDegrees:
             return Kind(replicas=power)
         if value is None or not value.size:
             return Kind()
-        # What TensorFlow returns as the shape of a tensor whose shape is static.
+        # TensorFlow returns a static shape or size as a constant with the name of the operation.
         name = tensor.op.name.rpartition("/")[2].rstrip("0123456789_")
         samples = self.static_samples
         if value.ndim == 1 and value.dtype.kind == "i":
             whole = [
                 is_whole(int(size), samples) and (place == 0 or size == samples) for place, size in enumerate(value)
             ]
-            found = whole.index(True) if samples and name == "Shape" and True in whole else None
-            return sample_axes.vector([int(place == found) for place in range(value.size)])
+            place_of_samples = whole.index(True) if samples and name == "Shape" and True in whole else None
+            return sample_axes.vector([int(place == place_of_samples) for place in range(value.size)])
         if samples and name == "Size" and value.ndim == 0 and value % samples == 0:
             return Kind(degree=1)
         degree = ZERO if value.dtype.kind in "fiu" and not value.any() else 0
@@ -233,7 +234,7 @@ class SampleDegrees:
         return Kind(frozenset({0}), degree, blocks=0) if is_like_samples else Kind(degree=degree)
 
     def _of_any_operation(self, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-        """Layers compute each sample alone, along the first axis; of other operations nothing is known."""
+        """Layers compute each sample alone, along the first axis. The kinds of other operations are unknown."""
         operation, rank = tensor.op, tensor.shape.rank
         used = [kind for kind in kinds if kind.sizes is None]
         with_samples = [kind for kind in used if kind.axes]

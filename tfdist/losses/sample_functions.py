@@ -11,11 +11,11 @@ from tfdist.losses.sample_kinds import ZERO, Kind, sum_of, unknown
 from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
 CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
-_MOST_TURNS = 4  # until the kinds of a loop's values do not change any more
+_MOST_TURNS = 4  # After these, the kinds of a loop's values are unknown if they still change.
 
 
 def of_call(degrees: Any, operation: tf.Operation, kinds: Sequence[Kind]) -> Callable[[tf.Tensor], Kind]:
-    """Follows a call, a condition or a loop; returns what returns the kind of an output.
+    """Follows a call, a condition or a loop; returns a function that returns the kind of an output.
 
     Args:
         degrees: The `SampleDegrees` of its graph.
@@ -65,7 +65,7 @@ def _joined(before: Kind, after: Kind) -> Kind:
 
 
 def _called(degrees: Any, operation: tf.Operation, name: str, kinds: Sequence[Kind]) -> Callable[[Any], Kind]:
-    """Follows the function in the attribute `name`; returns the kind of an output, and for `None` of the first."""
+    """Follows the function in the attribute `name`; the result maps outputs to kinds, `None` to that of the first."""
     graph = called_graph(operation.graph, operation.get_attr(name).name)
     if graph is None or len(graph.inputs) != len(kinds):
         return lambda output: unknown(kinds, [0])

@@ -14,15 +14,15 @@ class Kind:
 
     Attributes:
         axes: The axes along which the samples lie, at most one if anything else is known.
-        degree: Of its elements: the power of the number of samples with which they grow; `None` if nothing is known of
-            how they depend on the samples.
+        degree: The power of the number of samples with which its elements grow; `None` if it is unknown how they depend
+            on the samples.
         is_reduced: Whether elements depend on several samples: they are linear in the values of the samples, by sums
             and means. No other function of such a tensor adds up over replicas.
         replicas: The power of the number of replicas by which the user's code has multiplied it.
         is_trained: Whether it depends on variables.
         blocks: How many batches follow one another along the axis of the samples; 0 for any number, as in noise.
-        sizes: Of a vector of whole numbers, such as a shape: the degrees of its elements.
-        divisor: Of a quotient of two sums or means over the samples, the second one, a scalar without variables.
+        sizes: The degrees of the elements of a vector of whole numbers, such as a shape.
+        divisor: The divisor of a quotient of two sums or means over the samples, a scalar without variables.
     """
 
     axes: frozenset[int] = frozenset()
@@ -87,8 +87,8 @@ def product_of(kinds: Sequence[Kind], axes: Iterable[int] = (), *, is_sum: bool 
     if any(kind.degree == ZERO for kind in kinds):
         return Kind(axes, ZERO, blocks=0 if axes else 1)
     reduced = [kind for kind in kinds if kind.is_reduced]
-    others = [kind for kind in kinds if not kind.is_reduced]
-    mixes = len(reduced) > 1 or (reduced and not all(kind.is_fixed for kind in others))
+    unreduced = [kind for kind in kinds if not kind.is_reduced]
+    mixes = len(reduced) > 1 or (reduced and not all(kind.is_fixed for kind in unreduced))
     blocks = _blocks(kinds)
     if any(kind.degree is None for kind in kinds) or mixes or len(axes) > 1 or blocks is None or (reduced and is_sum):
         return unknown(kinds, axes)

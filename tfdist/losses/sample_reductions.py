@@ -23,7 +23,7 @@ def _reduction(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
             unknown(kinds) if None in kind.sizes else Kind(degree=sum(size or 0 for size in kind.sizes if size != ZERO))
         )
     is_linear = operation.type in ("Sum", "Mean")
-    rank, given = operation.inputs[0].shape.rank, static(operation.inputs[1])
+    rank, axes = operation.inputs[0].shape.rank, static(operation.inputs[1])
     if operation.inputs[1].op.type == "BroadcastGradientArgs":
         return kind  # A `Reshape` to the operand's shape follows.
     if not kind.axes:
@@ -32,18 +32,18 @@ def _reduction(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         return _of_largest(kind) if operation.type in ("Max", "Min") else function_of(kinds[:1])
     if tensor.shape.rank == 0:
         reduced = kind.axes if rank is None else frozenset(range(rank))
-    elif given is None or rank is None or None in given.ravel():
+    elif axes is None or rank is None or None in axes.ravel():
         return unknown(kinds, [0])
     else:
-        reduced = frozenset(int(axis) % rank for axis in given.ravel())
+        reduced = frozenset(int(axis) % rank for axis in axes.ravel())
     keeps = operation.get_attr("keep_dims")
     left = [axis if keeps else axis - sum(1 for gone in reduced if gone < axis) for axis in kind.axes - reduced]
     if reduced & kind.axes:
         return mean_over_samples(kind, left, is_sum=operation.type == "Sum") if is_linear else unknown(kinds, left)
     if is_linear:
         return kind.at(left)
-    found = _of_largest(kind) if operation.type in ("Max", "Min") else function_of(kinds[:1], kind.axes)
-    return found.at(left)
+    result_kind = _of_largest(kind) if operation.type in ("Max", "Min") else function_of(kinds[:1], kind.axes)
+    return result_kind.at(left)
 
 
 def _of_largest(kind: Kind) -> Kind:
@@ -78,7 +78,7 @@ def _range(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 def _one_hot(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axis, rank = tensor.op.get_attr("axis"), tensor.shape.rank or 1
     new = axis % rank
-    return function_of(kinds[:1], [one + (one >= new) for one in kinds[0].axes])
+    return function_of(kinds[:1], [sample_axis + (sample_axis >= new) for sample_axis in kinds[0].axes])
 
 
 def random(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

@@ -26,13 +26,13 @@ def _gather(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     at = int(axis.ravel()[0]) % max(rank, 1)
     if places.is_reduced or places.degree is None or (at in table.axes and at >= batch):
         return unknown(kinds, [0])
-    axes = {at + one - batch if one >= batch else one for one in places.axes}
-    axes |= {one if one < at else one + indexed - batch - 1 for one in table.axes}
+    axes = {at + sample_axis - batch if sample_axis >= batch else sample_axis for sample_axis in places.axes}
+    axes |= {sample_axis if sample_axis < at else sample_axis + indexed - batch - 1 for sample_axis in table.axes}
     if len(axes) > 1:
         return unknown(kinds, axes)
-    found = sum_of([table], axes)
+    gathered = sum_of([table], axes)
     return dataclasses.replace(
-        found, is_trained=found.is_trained or is_resource, blocks=max(table.blocks, places.blocks) if axes else 1
+        gathered, is_trained=gathered.is_trained or is_resource, blocks=max(table.blocks, places.blocks) if axes else 1
     )
 
 
@@ -41,8 +41,8 @@ def _of_vector(kind: Kind, places: Any, tensor: tf.Tensor) -> Kind:
     sizes = kind.sizes or ()
     if places is None or None in places.ravel():
         return Kind(degree=0) if not any(map(grows, sizes)) else unknown([kind])
-    found = [sizes[int(place) % len(sizes)] for place in places.ravel()]
-    return vector(found) if tensor.shape.rank else Kind(degree=found[0])
+    elements = [sizes[int(place) % len(sizes)] for place in places.ravel()]
+    return vector(elements) if tensor.shape.rank else Kind(degree=elements[0])
 
 
 def _strided_slice(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:

@@ -45,9 +45,9 @@ _OF_LAST_AXIS = "Softmax LogSoftmax TopKV2 TopK FFT IFFT RFFT IRFFT SoftmaxCross
 def aligned(tensor: tf.Tensor, kinds: Sequence[Kind]) -> frozenset[int]:
     """Returns the axes of the samples after broadcasting."""
     rank, axes = tensor.shape.rank, set()
-    for given, kind in zip(tensor.op.inputs, kinds, strict=True):
-        own = given.shape.rank
-        axes |= {axis + (0 if rank is None or own is None else rank - own) for axis in kind.axes}
+    for operand, kind in zip(tensor.op.inputs, kinds, strict=True):
+        operand_rank = operand.shape.rank
+        axes |= {axis + (0 if rank is None or operand_rank is None else rank - operand_rank) for axis in kind.axes}
     return frozenset(axes)
 
 
@@ -58,26 +58,26 @@ def product(degrees: Any, tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
         return _product_of_vectors(tensor, kinds)
     is_division = operation.type in DIVISIONS
     is_half = operation.type == "FloorDiv" and tf.get_static_value(operation.inputs[1]) not in (None, 1)
-    if is_half and grows(kinds[0].degree):  # what is left over decides; TensorFlow itself divides sizes without a rest
+    if is_half and grows(kinds[0].degree):  # The remainder matters; sizes that TensorFlow divides have none.
         return unknown(kinds, axes)
     if is_division:
         divisor, _ = without_guard(operation.inputs[1])
         kinds = [kinds[0], kinds[1] if kinds[1].degree is not None else degrees.kind(divisor)]
-    found = quotient_of(kinds[0], kinds[1], operation.inputs[1], axes) if is_division else product_of(kinds, axes)
+    result_kind = quotient_of(kinds[0], kinds[1], operation.inputs[1], axes) if is_division else product_of(kinds, axes)
     sums = [kind for kind in kinds[: 1 if is_division else 2] if kind.is_reduced and kind.degree == 1]
     factors = [
-        _ratio_to_samples(given, degrees.static_samples, is_division=is_division)
-        for given, kind in zip(operation.inputs, kinds, strict=True)
+        _ratio_to_samples(operand, degrees.static_samples, is_division=is_division)
+        for operand, kind in zip(operation.inputs, kinds, strict=True)
         if kind.is_constant or kind.replicas
     ]
     ratio = next((factor for factor in factors if factor), None)
     is_global = ratio == degrees.replicas > 1  # the number of samples of the global batch
-    if not sums or found.degree != 1 or ratio is None or is_global:
-        return found
-    if not any(other is tensor for other in degrees.ambiguous):
+    if not sums or result_kind.degree != 1 or ratio is None or is_global:
+        return result_kind
+    if not any(ambiguous is tensor for ambiguous in degrees.ambiguous):
         degrees.ambiguous.append(tensor)
     # The quotient is a mean if the literal is the number of the replica's samples, whatever it was computed from.
-    return dataclasses.replace(found, degree=0, replicas=0) if ratio == 1 else found
+    return dataclasses.replace(result_kind, degree=0, replicas=0) if ratio == 1 else result_kind
 
 
 def without_guard(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any] | None]:
@@ -88,7 +88,7 @@ def without_guard(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any] | 
     operation = tensor.op
     if operation.type not in _GUARDS or tensor.shape.rank != 0:
         return tensor, None
-    values = [tf.get_static_value(given) for given in operation.inputs]
+    values = [tf.get_static_value(operand) for operand in operation.inputs]
     if all(value is None for value in values):
         return tensor, None
     place = 0 if values[0] is not None else 1
@@ -106,7 +106,7 @@ def _ratio_to_samples(tensor: Any, samples: int | None, *, is_division: bool) ->
     if ratio < 0.5 or not math.isclose(ratio, round(ratio), rel_tol=1e-6):
         return None
     is_weight = not is_division and round(ratio) > 1 and math.isclose(float(value), float(f"{value:.2g}"), rel_tol=1e-6)
-    return None if is_weight else round(ratio)  # 0.05 is no 1/20
+    return None if is_weight else round(ratio)  # A factor such as 0.05 is a weight, not 1/20.
 
 
 def _product_of_vectors(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -143,16 +143,16 @@ def _sum(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 def _selection(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axes = aligned(tensor, kinds)
-    found = sum_of(kinds, axes)
-    return unknown(kinds, axes) if found.is_reduced else found
+    selected = sum_of(kinds, axes)
+    return unknown(kinds, axes) if selected.is_reduced else selected
 
 
 def _select(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     axes = aligned(tensor, kinds)
     if not (kinds[0].is_constant or (kinds[0].axes and kinds[0].degree == 0 and not kinds[0].is_reduced)):
         return unknown(kinds, axes)
-    found = sum_of(kinds[1:], axes)
-    return unknown(kinds, axes) if found.is_reduced and kinds[0].axes else found
+    selected = sum_of(kinds[1:], axes)
+    return unknown(kinds, axes) if selected.is_reduced and kinds[0].axes else selected
 
 
 def _function(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -160,9 +160,9 @@ def _function(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 def _gradient(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    values, given = (kinds[1], kinds[0]) if tensor.op.type in _GRADIENTS_FIRST else (kinds[0], kinds[1])
+    values, gradients = (kinds[1], kinds[0]) if tensor.op.type in _GRADIENTS_FIRST else (kinds[0], kinds[1])
     axes = aligned(tensor, kinds)
-    return product_of([function_of([values], values.axes), given], axes)
+    return product_of([function_of([values], values.axes), gradients], axes)
 
 
 def _of_last_axis(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
@@ -186,12 +186,12 @@ def _of_alignments(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 
 def _place_of_largest(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
-    given, rank = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape.rank
+    dimension, rank = static(tensor.op.inputs[1]), tensor.op.inputs[0].shape.rank
     if not kinds[0].axes:
         return function_of(kinds[:1])
-    if given is None or rank is None or int(given.ravel()[0]) % rank in kinds[0].axes:
+    if dimension is None or rank is None or int(dimension.ravel()[0]) % rank in kinds[0].axes:
         return unknown(kinds)
-    gone = int(given.ravel()[0]) % rank
+    gone = int(dimension.ravel()[0]) % rank
     return function_of(kinds[:1], [axis - (axis > gone) for axis in kinds[0].axes])
 
 

@@ -48,12 +48,16 @@ def reduce_scatter(
     if not timed.adds_rows or _is_sum_shorter(layout, unit, present):
         (vector,) = end_bucket(timed, [timed.sum(zeros_unless(contributes, flatten(members)))])
         vectors = dict(zip(present, tf.split(vector, sizes), strict=True))
-        spans = {one: layout.spans(one)[replica] for one in present}
-        return {one: vectors[one][span.start : span.stop] for one, span in spans.items() if span.size}
+        spans = {present_position: layout.spans(present_position)[replica] for present_position in present}
+        return {
+            present_position: vectors[present_position][span.start : span.stop]
+            for present_position, span in spans.items()
+            if span.size
+        }
     is_complete = unit.is_divided and len(present) == len(unit.positions)
     if is_complete:
         length = unit.part_length
-        missing = layout.replicas * length - sum(sizes)  # joined with the others: one copy, or none
+        missing = layout.replicas * length - sum(sizes)  # `flatten` adds the padding: one copy, or none.
         padded = [*members, tf.zeros([missing], dtype)] if missing else members
         rows = tf.reshape(zeros_unless(contributes, flatten(padded)), [layout.replicas, length])
         if list(replicas) != list(range(layout.replicas)):
@@ -77,7 +81,7 @@ def all_gather(
         layout: Who owns what.
         unit: The unit of the variables.
         parts: The values of this replica's spans that are not empty, flat, by position.
-        positions: Those of the unit's variables that are gathered, in the order of the unit, equal on all replicas.
+        positions: The positions of the variables that are gathered, in the order of the unit, equal on all replicas.
         group: All replicas.
         replicas: The number of the replica at each position of the group.
         dtype: The dtype of the variables.
@@ -87,10 +91,10 @@ def all_gather(
     """
     if _is_sum_shorter(layout, unit, positions):
         return _sum_of_words(layout, parts, positions, group, dtype)
-    own = [parts[position] for position in positions if position in parts]
+    own_parts = [parts[position] for position in positions if position in parts]
     is_complete = unit.is_divided and len(positions) == len(unit.positions)
     length = unit.part_length if is_complete else _longest(layout, positions)
-    row = _padded(flatten(own) if own else tf.zeros([0], dtype), length)
+    row = _padded(flatten(own_parts) if own_parts else tf.zeros([0], dtype), length)
     timed, (row,) = begin_bucket(group, [row])
     gathered = timed.gather(to_words(row[tf.newaxis]))
     (rows,) = end_bucket(timed, [from_words(gathered, dtype, layout.replicas, length)])
@@ -103,12 +107,12 @@ def all_gather(
             return {positions[0]: vector}
         vectors = tf.split(vector, [*sizes, missing])
         return dict(zip(positions, vectors, strict=False))
-    found: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
+    parts_by_position: dict[int, list[tf.Tensor]] = {position: [] for position in positions}
     for owner in range(layout.replicas):
         split = _split(layout, rows[list(replicas).index(owner)], positions, owner)
         for position, part in split.items():
-            found[position].append(part)
-    return {position: flatten(of_owners) for position, of_owners in found.items()}
+            parts_by_position[position].append(part)
+    return {position: flatten(of_owners) for position, of_owners in parts_by_position.items()}
 
 
 def own_part(
@@ -137,6 +141,7 @@ def own_part(
 
 def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:
     """Whether an all-reduce sends less than parts of whole variables, which are filled up to the longest one."""
+    # Of N replicas, each sends 2 (N - 1) / N of the total, or N - 1 parts of the longest one's length.
     total = sum(layout.sizes[position] for position in positions)
     return not unit.is_divided and layout.replicas * _longest(layout, positions) > 2 * total
 
@@ -144,13 +149,13 @@ def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -
 def _sum_of_words(
     layout: ShardLayout, parts: Tensors, positions: Sequence[int], group: Group, dtype: tf.DType
 ) -> dict[int, tf.Tensor]:
-    """Gathers whole variables: those that a replica does not own are zeros there, and bits are added up."""
+    """Gathers whole variables by a sum of their bits, in which a replica sends zeros for those that it does not own."""
     sizes = [layout.sizes[position] for position in positions]
-    own = [
+    own_or_zeros = [
         tf.reshape(parts[position], [-1]) if position in parts else tf.zeros([size], dtype)
         for position, size in zip(positions, sizes, strict=True)
     ]
-    timed, members = begin_bucket(group, own)
+    timed, members = begin_bucket(group, own_or_zeros)
     words = timed.sum(to_words(flatten(members)[tf.newaxis])[0])
     (vector,) = end_bucket(timed, [from_words(words[tf.newaxis], dtype, 1, sum(sizes))[0]])
     return dict(zip(positions, tf.split(vector, sizes), strict=True))
@@ -169,13 +174,13 @@ def _part(layout: ShardLayout, vectors: Tensors, positions: Sequence[int], repli
 
 def _split(layout: ShardLayout, row: tf.Tensor, positions: Sequence[int], replica: int) -> dict[int, tf.Tensor]:
     """Splits the part of `replica` into its spans."""
-    found, start = {}, 0
+    span_values, start = {}, 0
     for position in positions:
         size = layout.spans(position)[replica].size
         if size:
-            found[position] = row[start : start + size]
+            span_values[position] = row[start : start + size]
             start += size
-    return found
+    return span_values
 
 
 def _padded(vector: tf.Tensor, length: int) -> tf.Tensor:

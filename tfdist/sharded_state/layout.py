@@ -48,7 +48,7 @@ class ShardLayout:
         sizes: The number of values of each variable.
         units: All variables that have values, each in one unit.
         replicas: The number of replicas.
-        owners: Of whole variables: their positions, each with the replica that owns it.
+        owners: The positions of whole variables, each with the replica that owns the variable.
     """
 
     sizes: tuple[int, ...]
@@ -127,9 +127,9 @@ class ShardLayout:
     @cached_property
     def _spans(self) -> dict[int, tuple[Span, ...]]:
         nothing = (Span(0, 0),) * self.replicas
-        found = {position: nothing for position, size in enumerate(self.sizes) if not size}
+        spans = {position: nothing for position, size in enumerate(self.sizes) if not size}
         for position, owner in self.owners:
-            found[position] = tuple(
+            spans[position] = tuple(
                 Span(0, self.sizes[position] if replica == owner else 0) for replica in range(self.replicas)
             )
         for unit in self.units:
@@ -139,6 +139,6 @@ class ShardLayout:
             for position in unit.positions:
                 size = self.sizes[position]
                 bounds = [min(max(part * unit.part_length - offset, 0), size) for part in range(self.replicas + 1)]
-                found[position] = tuple(Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+                spans[position] = tuple(Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
                 offset += size
-        return found
+        return spans

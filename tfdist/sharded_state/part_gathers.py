@@ -34,9 +34,9 @@ class Meeting:
         self._met += 1
         key = f"{self._name}/{self._met}"
         set_key_value(f"{key}/{self._rank}", "here")
-        others = [rank for rank in range(self._workers) if rank != self._rank]
+        other_ranks = [rank for rank in range(self._workers) if rank != self._rank]
         ends = time.monotonic() + TIMEOUT_SECONDS
-        for rank in others:
+        for rank in other_ranks:
             if not wait_for_key_until(f"{key}/{rank}", ends - time.monotonic()):
                 # The next read has this number again: a worker that comes late waits for it, not for one after it.
                 self._met -= 1
@@ -58,7 +58,7 @@ def replicas_by_position(launchers: Sequence[ReplicaLauncher], first: int) -> li
     """Returns the number of the replica at each position of the group, which TensorFlow chooses.
 
     Args:
-        launchers: Those of the local replicas, over all replicas. All workers have to call this.
+        launchers: The launchers of the local replicas, over all replicas. All workers have to call this.
         first: The number of the first local replica.
     """
     gathered = _gather(launchers, [tf.constant([first + index]) for index in range(len(launchers))])
@@ -77,7 +77,7 @@ class PartGathers:
         """Returns the parts of all replicas as one vector. All workers have to call this with equal `lengths`.
 
         Args:
-            parts: Those of the local replicas, vectors.
+            parts: The parts of the local replicas, vectors.
             lengths: The lengths of the parts of all replicas, by their numbers.
 
         Raises:
@@ -89,7 +89,7 @@ class PartGathers:
         padded = [tf.pad(part, [[0, longest - int(part.shape[0])]]) for part in parts]
         words = self._gather_once([to_words(part[tf.newaxis])[0] for part in padded])
         rows = from_words(tf.reshape(words, [len(lengths), -1]), dtype, len(lengths), longest)
-        return tf.concat([rows[self._order.index(one)][:length] for one, length in enumerate(lengths)], axis=0)
+        return tf.concat([rows[self._order.index(replica)][:length] for replica, length in enumerate(lengths)], axis=0)
 
     def _gather_once(self, words: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gathers by one function for each length."""

@@ -64,11 +64,11 @@ class ShardedUpdate(WholeUpdate):
         """See `HeldParts`. All gradients are held in parts."""
         del of_parts
         dtype, by_number = squares_dtype(gradients), dict(zip(self.numbers, gradients, strict=True))
-        own = [
+        own_squares = [
             sum_of_squares(by_number[number], dtype) if number in by_number else tf.zeros([], dtype)
             for number in range(len(self._parts.positions))
         ]
-        return tf.unstack(sum_over_replicas([tf.stack(own)])[0])
+        return tf.unstack(sum_over_replicas([tf.stack(own_squares)])[0])
 
     def clip_and_apply(self, gradients: Sequence[Any]) -> None:
         """Clips, updates the own parts, and assigns the variables that all replicas have updated."""
@@ -86,19 +86,23 @@ class ShardedUpdate(WholeUpdate):
         return [parts[position] for position in self._parts.owned]
 
     def _scattered(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
-        if tf.executing_eagerly():  # replicas meet in merge calls, which have sums alone
+        if tf.executing_eagerly():  # Eager replicas exchange in merge calls, which only sum.
             return self._own(dict(zip(gradients, sum_over_replicas(list(gradients.values())), strict=True)))
         if self._reduction.policy is not None:
             return self._scatter_compressed(gradients)
         self._group = group = self._reduction.gradient_group(list(gradients.values()))
-        sparse = {position: one for position, one in gradients.items() if isinstance(one, tf.IndexedSlices)}
-        dense = {position: one for position, one in gradients.items() if position not in sparse}
+        sparse = {
+            position: gradient for position, gradient in gradients.items() if isinstance(gradient, tf.IndexedSlices)
+        }
+        dense = {position: gradient for position, gradient in gradients.items() if position not in sparse}
         contributes = self._context.contributes
         parts: dict[int, tf.Tensor] = {}
         for unit in self._layout.units:
-            for given in _by_dtype(unit, dense):
-                own = reduce_scatter(self._layout, unit, given, group, self._replicas, self._replica, contributes)
-                parts.update(own)
+            for gradients_of_dtype in _by_dtype(unit, dense):
+                own_sums = reduce_scatter(
+                    self._layout, unit, gradients_of_dtype, group, self._replicas, self._replica, contributes
+                )
+                parts.update(own_sums)
         sums = sum_tensors(list(sparse.values()), group, 0, contributes)
         return parts | self._own(dict(zip(sparse, sums, strict=True)))
 
@@ -108,14 +112,14 @@ class ShardedUpdate(WholeUpdate):
         by_rank = tuple(tuple((of[one].start, of[one].stop) for one in self._replicas) for of in spans)
         parts = OwnedParts(by_rank, list(self._replicas).index(self._replica))
         sums = self._reduction.scatter_compressed(list(gradients.values()), parts)
-        found = dict(zip(gradients, sums, strict=True))
-        sparse = {position: one for position, one in found.items() if isinstance(one, tf.IndexedSlices)}
-        own = {
+        sums_by_position = dict(zip(gradients, sums, strict=True))
+        sparse = {position: one for position, one in sums_by_position.items() if isinstance(one, tf.IndexedSlices)}
+        own_sums = {
             position: one
-            for position, one in found.items()
+            for position, one in sums_by_position.items()
             if position not in sparse and self._layout.spans(position)[self._replica].size
         }
-        return own | self._own(sparse)
+        return own_sums | self._own(sparse)
 
     def _own(self, gradients: dict[int, Any]) -> dict[int, tf.Tensor]:
         return {
@@ -131,18 +135,18 @@ class ShardedUpdate(WholeUpdate):
         padded = []
         for position in positions:
             span, size = self._layout.spans(position)[self._replica], self._layout.sizes[position]
-            own = tf.reshape(values.get(position, tf.zeros([0], dtype)), [-1])
-            padded.append(tf.pad(own, [[span.start, size - span.start - own.shape[0]]]))
+            own_values = tf.reshape(values.get(position, tf.zeros([0], dtype)), [-1])
+            padded.append(tf.pad(own_values, [[span.start, size - span.start - own_values.shape[0]]]))
         return dict(zip(positions, sum_over_replicas(padded), strict=True))
 
 
 def _by_dtype(unit: Unit, gradients: dict[int, tf.Tensor]) -> list[dict[int, tf.Tensor]]:
-    """The gradients of a unit, those of one dtype together: users may pass others than their variables have."""
-    found: dict[tf.DType, dict[int, tf.Tensor]] = {}
+    """Returns the gradients of a unit by dtype: users may pass other dtypes than their variables have."""
+    by_dtype: dict[tf.DType, dict[int, tf.Tensor]] = {}
     for position in unit.positions:
         if position in gradients:
-            found.setdefault(gradients[position].dtype, {})[position] = gradients[position]
-    return list(found.values())
+            by_dtype.setdefault(gradients[position].dtype, {})[position] = gradients[position]
+    return list(by_dtype.values())
 
 
 def held_update(update: OptimizerUpdate, context: ReductionContext, compiles: bool | None) -> WholeUpdate:

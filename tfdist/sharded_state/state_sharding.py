@@ -15,7 +15,7 @@ class StateSharding:
     """Splits the slots of the optimizers of one strategy over its replicas.
 
     Attributes:
-        devices: Those of the replicas of this process.
+        devices: The devices of the replicas of this process.
         first: The number of the first of them over all workers.
         replicas: The number of the replica at each position of the group of all replicas.
         gather: Gathers whole slots outside of steps.
@@ -42,7 +42,7 @@ class StateSharding:
         self.gather = PartGathers(operations.launchers, self.replicas, meeting)
 
     def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> ShardLayout:
-        """Returns who owns what of variables of these shapes and dtypes, of which each has one owner if `is_whole`."""
+        """Returns the layout of variables of these shapes and dtypes. If `is_whole`, each variable has one owner."""
         plan = ShardLayout.plan_whole if is_whole else ShardLayout.plan
         return plan(specs, len(self.replicas), self._bucket_bytes)
 

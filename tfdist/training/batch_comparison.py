@@ -1,4 +1,4 @@
-"""Compares fingerprints of the batches that workers draw, in the background, of which each computes its rows.
+"""Compares fingerprints of the batches that workers draw, in the background. Each worker computes rows of them.
 
 Where Python code draws the batches, nothing but its random numbers, files and clocks makes them equal. If they are not,
 samples are seen twice or never, and labels may contradict each other, without an error in any step. So a pipeline shows
@@ -45,7 +45,7 @@ _SHOWN_WORKERS = 8
 
 
 def fingerprint(rows: np.ndarray) -> Fingerprint:
-    """Returns the fingerprint of rows of an input: of floating-point numbers and pixels by projections, else by a hash.
+    """Returns the fingerprint of an input's rows: projections of floating-point numbers and pixels, a hash of others.
 
     >>> values = np.arange(6, dtype="float32").reshape(3, 2)
     >>> same(fingerprint(values), fingerprint(values * (1 + 1e-7)))
@@ -63,6 +63,7 @@ def fingerprint(rows: np.ndarray) -> Fingerprint:
     values = (values / largest).astype(np.float32)  # so that no sum overflows
     blocks = np.zeros((-(-values.size // _BLOCK), _BLOCK), np.float32)
     blocks.reshape(-1)[: values.size] = values
+    # Each block has another factor, so that blocks in another order have other sums.
     projected = (blocks @ _directions()).astype(np.float64) * np.cos(np.arange(len(blocks)))[:, None]
     sums = np.array([np.abs(values).sum(dtype=np.float64), *projected.sum(axis=0)]) * largest
     return [list(rows.shape), sums.tolist(), varies]
@@ -89,9 +90,9 @@ class Difference:
 
     Attributes:
         inputs: The inputs that differ, such as "y".
-        equal: Those that do not.
+        equal: The inputs that do not differ.
         workers: The workers that differ from worker 0.
-        shows_same_order: Whether labels are equal that would not be if the samples were others, or in another order.
+        shows_same_order: Whether labels are equal that would differ if the samples, or their order, were different.
     """
 
     inputs: tuple[str, ...]
@@ -108,16 +109,18 @@ def compare(prints: Sequence[Fingerprints]) -> Difference | None:
     Difference(inputs=('x',), equal=('y',), workers=(1,), shows_same_order=True)
     """
     first = prints[0]
-    names = list(dict.fromkeys(name for each in prints for name in each))
+    names = list(dict.fromkeys(name for fingerprints in prints for name in fingerprints))
 
-    def agrees(name: str, other: Fingerprints) -> bool:
-        return name in first and name in other and same(first[name], other[name])
+    def agrees(name: str, worker_prints: Fingerprints) -> bool:
+        return name in first and name in worker_prints and same(first[name], worker_prints[name])
 
-    differing = tuple(name for name in names if not all(agrees(name, other) for other in prints))
+    differing = tuple(name for name in names if not all(agrees(name, worker_prints) for worker_prints in prints))
     if not differing:
         return None
     equal = tuple(name for name in names if name not in differing)
-    workers = tuple(rank for rank, other in enumerate(prints) if not all(agrees(name, other) for name in differing))
+    workers = tuple(
+        rank for rank, worker_prints in enumerate(prints) if not all(agrees(name, worker_prints) for name in differing)
+    )
     only_x = all(name.partition("/")[0] == "x" for name in differing)
     labels = [first[name] for name in equal if name.partition("/")[0] == "y"]
     return Difference(differing, equal, workers, only_x and any(label[2] for label in labels))
@@ -166,7 +169,7 @@ class BatchComparison:
     Args:
         rank: The rank of this worker.
         num_workers: The number of workers, at least 2.
-        name: Of its keys in the key-value store of the cluster.
+        name: The prefix of its keys in the key-value store of the cluster.
     """
 
     def __init__(self, rank: int, num_workers: int, name: str) -> None:
@@ -200,12 +203,12 @@ class BatchComparison:
         number = 0
 
         def show(name: int, batch: int, rows: list[np.ndarray]) -> None:
-            nonlocal number  # for the message: of the pass that began last
+            nonlocal number  # A message names the pass that began last.
             number = number if batch else next(passes)
             if (comparison := itself()) is not None:
                 prints: Fingerprints = {}
-                for part, each in zip(names, rows, strict=True):
-                    prints[part if part not in prints else f"{part}, part {len(prints)}"] = fingerprint(each)
+                for part, input_rows in zip(names, rows, strict=True):
+                    prints[part if part not in prints else f"{part}, part {len(prints)}"] = fingerprint(input_rows)
                 comparison._add({**traits, "name": name, "pass": number, "batch": batch, "prints": prints})
 
         self._start()
@@ -293,9 +296,9 @@ class BatchComparison:
     def _take(self, rank: int, record: dict[str, Any]) -> None:
         key = json.dumps([record.get(part) for part in ("end", "dataset", "name", "batch")])
         with self._lock:
-            found = self._waiting.setdefault(key, {})
-            found[rank] = record
-            if len(found) < self._num_workers:
+            records = self._waiting.setdefault(key, {})
+            records[rank] = record
+            if len(records) < self._num_workers:
                 while len(self._waiting) > _MOST_WAITING:
                     self._waiting.popitem(last=False)
                 return
@@ -303,7 +306,7 @@ class BatchComparison:
             if "end" in record:
                 set_key_value(f"{self._name}/ended/{record['end']}", self._error)
                 return
-            prints: list[Fingerprints] = [found[worker]["prints"] for worker in range(self._num_workers)]
+            prints: list[Fingerprints] = [records[worker]["prints"] for worker in range(self._num_workers)]
             difference = compare(prints)
             if difference is not None and not self._error:
                 self._report(difference, record)

@@ -33,9 +33,9 @@ def recover_from(error: BaseException, models: Iterable[Any], strategy: Any) -> 
     if strategy.num_workers == 1:
         for model in models:
             for variable in _equal_variables(model):
-                first, *others = components(strategy, variable)
-                for other in others:
-                    other.assign(first)
+                first, *other_copies = components(strategy, variable)
+                for copy in other_copies:
+                    copy.assign(first)
     elif isinstance(error, tf.errors.OpError) and not _is_of_callback(error):
         record_failed_step(error)
 
@@ -48,6 +48,8 @@ def _is_of_callback(error: BaseException) -> bool:
 
 def _equal_variables(model: Any) -> Iterator[Any]:
     """Yields the variables that are equal on all replicas between two steps."""
-    yield from (found.variable for found in model_variables(model) if found.kind in (WEIGHT, SEED))
+    yield from (
+        model_variable.variable for model_variable in model_variables(model) if model_variable.kind in (WEIGHT, SEED)
+    )
     for optimizer in optimizers_of(model):
         yield from OptimizerState(optimizer).variables

@@ -49,8 +49,8 @@ def check_model(model: Any, strategy: Any, *, training: bool) -> None:
             "whose statistics are averaged when weights are exchanged, or `mode=Synchronous()`."
         )
     # "auto" leaves these workers without XLA.
-    if training and model.jit_compile and strategy.rank == 0 and (others := workers_with_other_cpus()):
-        _warn_of_other_cpus(others)
+    if training and model.jit_compile and strategy.rank == 0 and (workers := workers_with_other_cpus()):
+        _warn_of_other_cpus(workers)
 
 
 @functools.cache  # once

@@ -27,9 +27,9 @@ def apply_once_for_micro_batches(
 
     Args:
         apply: Runs an optimizer's update.
-        gradients: Of this micro-batch's part of the loss, if the step is computed in micro-batches.
-        are_values: For each gradient whether it is instead a new value of its variable (a float8 scale). The largest
-            value of all micro-batches is used.
+        gradients: The gradients of the replica's loss, or of this micro-batch's part of it.
+        are_values: Whether each gradient is instead a new value of its variable (a float8 scale). The largest value of
+            all micro-batches is used.
     """
     micro_batch = current_micro_batch()
     if micro_batch is None:
@@ -44,11 +44,11 @@ def apply_once_for_micro_batches(
         return sums
 
     contributes = _contributes()
-    own = [
+    own_gradients = [
         gradient if gradient is None or value else zeros_unless(contributes, gradient)
         for gradient, value in zip(gradients, is_value, strict=True)
     ]
-    micro_batch.synchronize("an update", own, combine, apply)
+    micro_batch.synchronize("an update", own_gradients, combine, apply)
 
 
 def update_over_replicas(
@@ -127,8 +127,8 @@ def apply_updates_with_tfdist(accumulation: Accumulation) -> None:
     """
     if is_tfdist_strategy(accumulation.strategy) or update_hooks(accumulation.optimizers[0]) is not None:
         return
-    for one in accumulation.optimizers:
-        update_by(one, UpdateHooks(_update_stock, apply_once_for_micro_batches))
+    for optimizer in accumulation.optimizers:
+        update_by(optimizer, UpdateHooks(_update_stock, apply_once_for_micro_batches))
     accumulation.leave_to_tfdist()
 
 

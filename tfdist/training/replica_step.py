@@ -161,16 +161,16 @@ def _run_micro_batches(
     _assign(states, [_combined_state(*values) for values in zip(states, *own, strict=True)], strategy)
     positions = [next(i for i, state in enumerate(states) if state is variable) for variable in statistics]
     return [
-        PartialResult(step, part_logs, [kept[position] for position in positions])
-        for step, part_logs, kept in zip(steps, logs, own, strict=True)
+        PartialResult(step, part_logs, [state_values[position] for position in positions])
+        for step, part_logs, state_values in zip(steps, logs, own, strict=True)
     ]
 
 
 def _without_effect(model: Any, step: ReplicaStep) -> list[Any]:
     """Returns the variables that a replica without samples must not change.
 
-    Statistics of its batch count nothing where they are averaged, unless no replica has samples: if a worker trains by
-    itself.
+    An average over replicas gives the statistics of its batch the weight 0. If a worker trains by itself, it may have
+    no samples at all, and then its replicas have equal weights.
     """
     return [*model.metrics_variables, *(batch_statistics(model) if step.is_within_worker else ())]
 
@@ -248,13 +248,13 @@ def _dynamic_step(
     if counted is None:
         samples = count_samples(value)
         if len(inputs) == replicas:
-            total = tf.cast(tf.add_n([count_samples(each) for each in inputs]), tf.float32)
+            total = tf.cast(tf.add_n([count_samples(replica_input) for replica_input in inputs]), tf.float32)
         else:
             (total,) = sum_over_replicas([tf.cast(samples, tf.float32)])
     else:
         samples = tf.cast(counted.samples[replica], tf.int32)
         total = tf.cast(tf.add_n(counted.samples) if is_within_worker else counted.total, tf.float32)
-        if counted.is_filled:
+        if counted.is_filled:  # A replica without samples has rows, too, so `static` is not its number of samples.
             rows, static = static, None
         else:
             _check_rows(value, samples)

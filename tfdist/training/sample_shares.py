@@ -133,7 +133,7 @@ class ReplicaStep(LossStep):
 
     @property
     def number_of_samples(self) -> Any:
-        """The number of the rows on which the replica computes, of its samples if it has any: an int if it is known."""
+        """The number of rows on which the replica computes, an int if it is known: its samples, or filled rows."""
         return self.samples if self.filled_rows is None else self.filled_rows
 
     @property
@@ -254,6 +254,6 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _sparse_rows(leaf: tf.SparseTensor, first: Any, end: Any) -> tf.SparseTensor:
-    others = leaf.dense_shape[1:]
-    start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(others)], axis=0)
-    return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], others], axis=0))
+    row_shape = leaf.dense_shape[1:]
+    start = tf.concat([[tf.cast(first, tf.int64)], tf.zeros_like(row_shape)], axis=0)
+    return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(end - first, tf.int64)], row_shape], axis=0))

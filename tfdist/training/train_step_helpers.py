@@ -29,11 +29,12 @@ def scale_loss_for_distribution(loss: Any) -> Any:
 def unscale_loss_for_distribution(loss: Any) -> Any:
     """Returns the mean over a replica's samples from a scaled loss: the inverse of `scale_loss_for_distribution`.
 
-    `keras.metrics.Mean`, `Sum` and the logs that a step returns need it not. Use it for a loss of Keras in metrics of
-    another class, and in computations other than sums.
+    `keras.metrics.Mean`, `Sum` and the logs that a step returns do not need it. Use it for a loss of Keras in metrics
+    of another class, and in computations other than sums.
 
     Args:
-        loss: A scaled loss, a float scalar: of a Keras loss, of `self.compute_loss` or `scale_loss_for_distribution`.
+        loss: A scaled loss, a float scalar: the result of a Keras loss, of `self.compute_loss` or of
+            `scale_loss_for_distribution`.
 
     Returns:
         A scalar, whose mean over the replicas, weighted by samples, is the loss of the global batch.

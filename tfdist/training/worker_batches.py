@@ -56,9 +56,9 @@ def worker_batches(
     check_has_batches(dataset)
     rows = rows_of_worker(dataset, replicas_of_workers, rank)
     if rows is not None:
-        own = replicas_of_workers[rank]
-        return (rows if own == 1 else _own_parts(rows, 0, own, own)), False
-    replicas, first, own = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]
+        own_replicas = replicas_of_workers[rank]
+        return (rows if own_replicas == 1 else _own_parts(rows, 0, own_replicas, own_replicas)), False
+    replicas, first, own_replicas = sum(replicas_of_workers), sum(replicas_of_workers[:rank]), replicas_of_workers[rank]
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _Policy.AUTO and not reads_files(dataset, len(replicas_of_workers), rank):
         policy = _Policy.DATA
@@ -66,8 +66,8 @@ def worker_batches(
     if policy != _Policy.DATA and batch_size is not None:
         ends = [part * batch_size // replicas for part in range(replicas + 1)]
         sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        return dataset.rebatch(sizes[first : first + own]), True
-    return _own_parts(dataset, first, own, replicas), policy != _Policy.DATA
+        return dataset.rebatch(sizes[first : first + own_replicas]), True
+    return _own_parts(dataset, first, own_replicas, replicas), policy != _Policy.DATA
 
 
 def batch_traits(dataset: Any, batches: int | None) -> list[int]:
@@ -81,7 +81,7 @@ def batch_traits(dataset: Any, batches: int | None) -> list[int]:
 
     Args:
         dataset: A worker's distributed dataset.
-        batches: The number of batches that Keras knows, of arrays also, or `None`.
+        batches: The number of batches if Keras knows it, also for arrays, or `None`.
     """
     if not is_carrier(dataset):
         return [_UNKNOWN, 0, _NEITHER]
@@ -118,13 +118,13 @@ def counted_batches(dataset: Any, traits: Sequence[Sequence[int]], replicas: int
 
 
 def _number_of_steps(dataset: Any, batches: int | None, is_divided: bool) -> int:
-    """Returns the number of steps after which a worker's data ends, or of the batches of which it draws parts."""
+    """Returns the number of steps after which a worker's data ends: of batches, if the worker draws parts of them."""
     devices = num_own_replicas(dataset)
-    (own,) = (int(part.cardinality()) for part in parts_of_dataset(dataset))
-    if own >= 0:
-        return own // devices if own % devices == 0 else _UNKNOWN
-    if own == tf.data.INFINITE_CARDINALITY or not is_divided:
-        return own
+    (own_batches,) = (int(part.cardinality()) for part in parts_of_dataset(dataset))
+    if own_batches >= 0:
+        return own_batches // devices if own_batches % devices == 0 else _UNKNOWN
+    if own_batches == tf.data.INFINITE_CARDINALITY or not is_divided:
+        return own_batches
     return int(dataset.cardinality) if batches is None else batches
 
 
@@ -164,14 +164,14 @@ def several_of_each(dataset: tf.data.Dataset, count: int, of_batch: Callable[[An
     return result.apply(tf.data.experimental.assert_cardinality(number))
 
 
-def _own_parts(dataset: tf.data.Dataset, first: int, own: int, replicas: int) -> tf.data.Dataset:
-    """Returns parts `first` to `first + own` of the `replicas` parts of each batch, one after another."""
+def _own_parts(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.data.Dataset:
+    """Returns parts `first` to `first + count` of the `replicas` parts of each batch, one after another."""
 
     def part_of(data: Any, number: tf.Tensor) -> Any:
         counted = next(leaf for leaf in tf.nest.flatten(data) if has_rows(leaf))
         return _with_static_rows(rows_of_part(data, counted, first + number, replicas), data, replicas)
 
-    return several_of_each(dataset, own, part_of)
+    return several_of_each(dataset, count, part_of)
 
 
 def _with_static_rows(part: Any, batch: Any, replicas: int) -> Any:

@@ -13,15 +13,15 @@ from tfdist.updates.update_engine import HeldUpdate
 class HeldParts(HeldUpdate, Protocol):
     """Who holds which parts or copies of gradients."""
 
-    #: Of each gradient that is held here, the number of its variable.
+    #: The number of the variable of each gradient that is held here.
     numbers: Sequence[int]
 
     def squares(self, gradients: Sequence[Any], *, of_parts: bool) -> Sequence[tf.Tensor | None]:
         """Returns for each variable the sum of the squares of its whole gradient, a scalar.
 
         Args:
-            gradients: Those that are held here.
-            of_parts: Whether it is `None` for gradients that are held whole.
+            gradients: The gradients that are held here.
+            of_parts: Whether the result is `None` for gradients that are held whole.
         """
 
 
@@ -49,7 +49,7 @@ def clip(held: HeldParts, gradients: Sequence[Any]) -> list[Any]:
 
 def squares_dtype(gradients: Sequence[Any]) -> tf.DType:
     """The dtype in which the squares of gradients are added up."""
-    return tf.float64 if any(values_of(one).dtype == tf.float64 for one in gradients) else tf.float32
+    return tf.float64 if any(values_of(gradient).dtype == tf.float64 for gradient in gradients) else tf.float32
 
 
 def sum_of_squares(gradient: Any, dtype: tf.DType) -> tf.Tensor:

@@ -31,8 +31,8 @@ class HeldUpdate(Protocol):
         """Returns what is held here of the sums over all replicas.
 
         Args:
-            gradients: Of the scaled loss.
-            divisor: By what they are divided before they are sent; `None` stands for 1.
+            gradients: The gradients of the scaled loss.
+            divisor: The number by which they are divided before they are sent; `None` stands for 1.
             contributes: Whether this replica has samples, a bool scalar; `None` if it certainly has.
         """
 
@@ -59,9 +59,9 @@ def run_micro_step(
 
     Args:
         held: Who holds what.
-        gradients: Of the loss of this micro-step.
+        gradients: The gradients of the loss of this micro-step.
         contributes: See `HeldUpdate.exchange`.
-        around: Calls what updates.
+        around: Calls the function that updates the variables.
     """
     update, steps = held.update, held.update.accumulation_steps
     if steps == 1 or held.exchanges_micro_steps:
@@ -71,7 +71,7 @@ def run_micro_step(
     if steps == 1:
         return _apply(held, gradients, 1, around)
     if held.exchanges_micro_steps and update.loss_scale is not None:
-        scale = update.loss_scale.value
+        scale = update.loss_scale.value  # Accumulators hold scaled gradients, and the exchange has divided by it.
         gradients = held.each(lambda one: multiplied(one, scale), gradients)
 
     def finish() -> None:
@@ -127,7 +127,7 @@ def _apply(held: HeldUpdate, sums: Sequence[Any], micro_steps: int, around: Arou
 
 
 def _divisor(update: OptimizerUpdate, micro_steps: int) -> Any:
-    """What gradients of the scaled loss of `micro_steps` are divided by; `None` stands for 1."""
+    """Returns the number by which gradients of the scaled loss of `micro_steps` are divided; `None` stands for 1."""
     if update.loss_scale is not None:
         return update.loss_scale.value * micro_steps
     return None if micro_steps == 1 else float(micro_steps)

@@ -43,7 +43,10 @@ class WholeUpdate:
             gradients, contributes = [zeros_unless(contributes, gradient) for gradient in gradients], None
         if divisor is not None:
             gradients = [divided(gradient, divisor) for gradient in gradients]
-        gradients = [with_shape(one, shape) for one, shape in zip(gradients, self.update.shapes, strict=True)]
+        gradients = [
+            with_shape(local_gradient, shape)
+            for local_gradient, shape in zip(gradients, self.update.shapes, strict=True)
+        ]
         with self._context.of_gradients(contributes, self.update.paths), shared_operations():
             return self._summed(gradients)
 
