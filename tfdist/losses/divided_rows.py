@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.losses.sample_reductions import RANDOM
+from tfdist.losses.reduction_degrees import RANDOM
 from tfdist.tensorflow_internals.operation_origins import describe, is_of_keras
 
 _ABOUT_SHAPES = re.compile(r"shape|dimension|slice index|is not in \[0,", re.IGNORECASE)

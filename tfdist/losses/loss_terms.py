@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.losses.elementwise_degrees import without_guard
 from tfdist.losses.sample_degrees import SampleDegrees, degree_of_sum
 from tfdist.losses.sample_kinds import ZERO
-from tfdist.losses.sample_values import without_guard
 
 _LINEAR = frozenset("Identity Neg Cast Reshape Squeeze Sum Mean".split())
 

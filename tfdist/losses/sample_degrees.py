@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.losses import (
+    call_degrees,
+    contraction_degrees,
+    elementwise_degrees,
+    reduction_degrees,
     sample_axes,
-    sample_contractions,
-    sample_functions,
-    sample_reductions,
-    sample_selections,
-    sample_values,
+    selection_degrees,
 )
 from tfdist.losses.sample_axes import is_whole
 from tfdist.losses.sample_kinds import ZERO, Kind, function_of, product_of, unknown
@@ -185,14 +185,14 @@ class SampleDegrees:
             return sample_axes.reshape(self.static_samples, tensor, kinds)
         if operation.type in _RULES:
             return _RULES[operation.type](tensor, kinds)
-        if operation.type in sample_values.DIVISIONS or operation.type in sample_values.PRODUCTS:
-            return sample_values.product(self, tensor, kinds)
-        if operation.type in sample_functions.CALLS:
+        if operation.type in elementwise_degrees.DIVISIONS or operation.type in elementwise_degrees.PRODUCTS:
+            return elementwise_degrees.product(self, tensor, kinds)
+        if operation.type in call_degrees.CALLS:
             if operation not in self._calls:
-                self._calls[operation] = sample_functions.of_call(self, operation, kinds)
+                self._calls[operation] = call_degrees.of_call(self, operation, kinds)
             return self._calls[operation](tensor)
-        if operation.type in sample_reductions.RANDOM:
-            return sample_reductions.random(self, tensor, kinds)
+        if operation.type in reduction_degrees.RANDOM:
+            return reduction_degrees.random(self, tensor, kinds)
         if tensor.dtype == tf.resource:
             return Kind(is_trained=True)
         return self._of_any_operation(tensor, kinds)
@@ -262,9 +262,9 @@ def degree_of_sum(kind: Kind) -> float | None:
 
 _RULES: dict[str, Callable[[tf.Tensor, Sequence[Kind]], Kind]] = {
     **sample_axes.RULES,
-    **sample_selections.RULES,
-    **sample_values.RULES,
-    **sample_reductions.RULES,
-    **sample_contractions.RULES,
-    **sample_functions.RULES,
+    **selection_degrees.RULES,
+    **elementwise_degrees.RULES,
+    **reduction_degrees.RULES,
+    **contraction_degrees.RULES,
+    **call_degrees.RULES,
 }
