@@ -6,12 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows
+from tfdist.compression.gradient_tensors import all_finite, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
-from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
+from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, unscaled
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.server_variables import colocated_variable
+from tfdist.updates.update_engine import apply_if_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +69,7 @@ class GradientBuffers:
         changed = [variable for variable, _ in result.changes]
         self._phases[phase] = _Phase(optimizers, changed, result.is_last)
         for position, (optimizer, variables) in enumerate(optimizers):
-            gradients = result.gradients[position]
-            if optimizer.loss_scale is not None:
-                gradients = [divided(gradient, optimizer.loss_scale.value) for gradient in gradients]
+            gradients = unscaled(optimizer, result.gradients[position])
             for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
                 sent, size = encoder.encode(gradient, path)
                 sizes.append(size)
@@ -101,14 +100,7 @@ class GradientBuffers:
                 self._read((phase, position, index), buffers, weights, variable)
                 for index, variable in enumerate(variables)
             ]
-            scale, finite = optimizer.loss_scale, tf.constant(True)
-            if scale is None:
-                _apply(optimizer, gradients)
-            else:
-                finite = all_finite(gradients)
-                tf.cond(finite, lambda o=optimizer, g=gradients: _apply(o, g), lambda: None)
-                scale.update(finite)
-            optimizer.count(finite)
+            _update(optimizer, gradients)
         for index, variable in enumerate(this.changed):
             with tf.device(variable.device):
                 parts = tf.gather(self._dense[phase, "change", index], buffers)
@@ -203,9 +195,12 @@ def sample_fractions(samples: Sequence[int]) -> list[float]:
     return [count / total for count in samples]
 
 
-def _apply(optimizer: Any, gradients: list[Any]) -> None:
-    optimizer.apply(optimizer.clip(gradients))
-    optimizer.constrain()
+def _update(optimizer: Any, gradients: list[Any]) -> None:
+    def apply() -> None:
+        optimizer.apply(optimizer.clip(gradients))
+        optimizer.constrain()
+
+    optimizer.count(apply_if_finite(optimizer, lambda: all_finite(gradients), apply))
 
 
 def _weighted(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
