@@ -21,6 +21,7 @@ from tfdist.parameter_server.federated_averaging import FederatedAveraging, chos
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.push_statistics import StatsCollector
+from tfdist.parameter_server.scheduler import pause
 from tfdist.parameter_server.step_results import ResultPacking, named_log_part
 from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
@@ -29,7 +30,6 @@ from tfdist.servers.server_monitor import explains_lost_servers
 from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
 
 _DISCARDED = -1
-_POLL_SECONDS, _SLOW_POLL_SECONDS, _SLOW_POLL_AFTER_SECONDS = 0.0005, 0.005, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,10 +251,7 @@ class FederatedChief(ChiefTraining):
                 f"A round has waited for {waited:.0f} s. Received: {ready} clients. Expected: at least "
                 f"min_clients={self._mode.min_clients}. Check the workers, or lower `min_clients`."
             )
-        is_long = waited > _SLOW_POLL_AFTER_SECONDS
-        if is_long:
-            self.servers.check()
-        time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)
+        pause(waited, self.servers.check)
 
 
 _numbers = itertools.count()
