@@ -28,7 +28,7 @@ class GradientEncoder:
 
         Args:
             policy: Chooses the compressor of each variable.
-            new_worker_variable: Given an initial value, creates a variable on each worker.
+            new_worker_variable: Creates a variable on each worker from an initial value.
         """
         self._policy = policy
         self._new_worker_variable = new_worker_variable
@@ -47,7 +47,7 @@ class GradientEncoder:
 
         Args:
             gradient: A dense tensor or `tf.IndexedSlices`.
-            path: Of the variable.
+            path: The path of the variable.
 
         Returns:
             The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
@@ -139,7 +139,7 @@ class Push(StepUpdates):
 
     def _update(self, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
         if self._updates is None:
-            with tf.control_dependencies([values_of(one) for _, gradients in pushed for one in gradients]):
+            with tf.control_dependencies([values_of(gradient) for _, gradients in pushed for gradient in gradients]):
                 self._updates = tf.cast(self._counter.read_value(), tf.int64)
         for optimizer, gradients in pushed:
             self._sizes += _update(optimizer, gradients, self._encoder)
@@ -172,7 +172,7 @@ def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
 
 
 def push_report(result: StepResult, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:
-    """What a worker reports to the chief about a push, as int64 scalars."""
+    """Returns what a worker reports to the chief about a push, as int64 scalars."""
     return {
         "worker": tf.cast(worker_index(), tf.int64),
         "staleness": staleness,

@@ -26,7 +26,7 @@ class Scheduler:
         """Creates a scheduler without work.
 
         Args:
-            coordinator: Of the strategy.
+            coordinator: The coordinator of the strategy.
             while_waiting: Called repeatedly during a long wait.
         """
         self._coordinator, self._while_waiting = coordinator, while_waiting
@@ -66,7 +66,7 @@ class Scheduler:
         """Yields the functions that have ended, as (tag, result), and removes them."""
         self._raise_error()
         done = [item for item in self._running if is_done(item[0])]
-        self._running = [item for item in self._running if not any(item is other for other in done)]
+        self._running = [item for item in self._running if not any(item is ended for ended in done)]
         for value, tag, _ in done:
             yield tag, value.get()
 

@@ -128,7 +128,7 @@ def apply_if_finite(
     apply: Callable[[], None],
     skip: Callable[[], None] = lambda: None,
 ) -> tf.Tensor | bool:
-    """Updates by means of gradients. If they are not finite, lowers the loss scale instead.
+    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead.
 
     Args:
         update: The optimizer. Without a loss scale it always updates.
