@@ -52,7 +52,6 @@ BENDS: dict[tuple[str, str], list[Point]] = {
     ("local_updates", "collectives"): [(742, 300), (742, 372)],
     ("load_balancing", "internals"): [(853, 378), (853, 468), (620, 476)],
     ("losses", "internals"): [(886, 384), (886, 478), (650, 482)],
-    ("parameter_server", "compression"): [(925, 300), (925, 374), (868, 392), (868, 464)],
     ("parameter_server", "servers"): [(931, 300), (931, 376)],
     ("launch", "probe"): [(130, 120), (130, 100)],
     ("probe", "strategies"): [(246, 92), (730, 121)],

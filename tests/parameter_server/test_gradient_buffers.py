@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.compression import Policy
+from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.parameter_server.gradient_buffers import GradientBuffers
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.worker_step import StepResult
@@ -18,10 +19,11 @@ WIDTH, ROWS, BUFFERS = 3, 7, 3
 class Optimizer:
     """Subtracts gradients; replaces an `OptimizerUpdate`."""
 
-    loss_scale = counter = None
+    counter = None
     paths = ("dense", "table")
 
-    def __init__(self):
+    def __init__(self, loss_scale=None):
+        self.loss_scale, self.updates = loss_scale, tf.Variable(0)
         self.servers_variables = [tf.Variable(tf.zeros([WIDTH])), tf.Variable(tf.zeros([ROWS, WIDTH]))]
 
     def clip(self, gradients):
@@ -36,14 +38,14 @@ class Optimizer:
         pass
 
     def count(self, updated):
-        pass
+        self.updates.assign_add(tf.cast(updated, tf.int32))
 
 
 class Round:
     """A round whose parts have a dense gradient, a gradient of rows, and changes of a mean and a count."""
 
-    def __init__(self):
-        self.optimizer, self.of_model = Optimizer(), keras.optimizers.SGD()
+    def __init__(self, loss_scale=None):
+        self.optimizer, self.of_model = Optimizer(loss_scale), keras.optimizers.SGD()
         self.changed = [tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)]
         self.buffers = GradientBuffers(BUFFERS)
         self.encoder = GradientEncoder(Policy(None), tf.Variable)
@@ -95,3 +97,16 @@ def test_an_unused_buffer_changes_nothing():
     of.part(1, 8, [3])  # fewer rows than before
     dense, table, _ = of.update([1], [1.0])
     assert dense == [14.0] * WIDTH and table == [2, 0, 4, 8, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("gradient", "updates", "scale"), [(16.0, 1, 8.0), (np.inf, 0, 4.0), (np.nan, 0, 4.0)])
+def test_a_round_with_a_loss_scale_is_skipped_unless_all_parts_are_finite(gradient, updates, scale):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    optimizer.build([])
+    of = Round(LossScale(optimizer))
+    of.part(0, 16, [1])
+    of.part(1, gradient, [2])
+    dense, table, (_, count) = of.update([0, 1], [0.5, 0.5])
+    assert dense == [updates * 16 / 8] * WIDTH and table == [0, updates, updates, 0, 0, 0, 0]
+    assert (int(of.optimizer.updates.numpy()), float(optimizer.dynamic_scale.numpy())) == (updates, scale)
+    assert count == 5  # other changes are made

@@ -1,12 +1,14 @@
 """Encodes gradients for a push. A worker's variables are plain variables here."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist import compression
 from tfdist.compression import Policy
-from tfdist.parameter_server.gradient_push import GradientEncoder
+from tfdist.keras_internals.dynamic_loss_scale import LossScale
+from tfdist.parameter_server.gradient_push import GradientEncoder, Push
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -50,3 +52,37 @@ def test_each_row_is_sent_once():
     decoded = sent.decode(sent.tensors)
     np.testing.assert_array_equal(decoded.indices, [5, 2])
     np.testing.assert_array_equal(decoded.values, [rows[[0, 2, 3]].sum(0), rows[1]])
+
+
+class ClippingOptimizer:
+    """Subtracts gradients that it has clipped by value; replaces an `OptimizerUpdate`."""
+
+    paths, counter = ("other",), None
+
+    def __init__(self, loss_scale):
+        self.loss_scale, self.variable, self.updates = loss_scale, tf.Variable(tf.zeros([3])), tf.Variable(0)
+
+    def clip(self, gradients):
+        return [tf.clip_by_value(gradient, -1.0, 1.0) for gradient in gradients]
+
+    def apply(self, sent):
+        self.variable.assign_sub(sent[0].decode(sent[0].tensors))
+
+    def constrain(self):
+        pass
+
+    def count(self, updated):
+        self.updates.assign_add(tf.cast(updated, tf.int32))
+
+
+@pytest.mark.parametrize(("largest", "updates", "scale"), [(16.0, 1, 8.0), (np.inf, 0, 4.0), (np.nan, 0, 4.0)])
+def test_a_push_with_a_loss_scale_is_checked_before_it_is_clipped(largest, updates, scale):
+    of_model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    of_model.build([])
+    optimizer = ClippingOptimizer(LossScale(of_model))
+    push = Push(of_model, prepared("int8"), micro_steps=1)
+    end_phase = tf.function(lambda gradient: push.end_phase(0, [(optimizer, [gradient])], []), autograph=False)
+    end_phase(tf.constant([4.0, -2.0, largest]))
+    expected = [-0.5, 0.25, -1.0] if updates else [0.0] * 3  # clipped, if it is applied
+    assert optimizer.variable.numpy().tolist() == expected
+    assert (int(optimizer.updates.numpy()), float(of_model.dynamic_scale.numpy())) == (updates, scale)

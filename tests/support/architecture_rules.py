@@ -38,7 +38,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "collectives": frozenset({"compression", "exchange", "internals", "utils"}),
     "exchange": frozenset({"transport", "utils"}),
     "compression": frozenset({"internals", "utils"}),
-    "parameter_server": frozenset({"compression", "internals", "load_balancing", "losses", "servers", "utils"}),
+    "parameter_server": frozenset(
+        {"compression", "internals", "load_balancing", "losses", "servers", "updates", "utils"}
+    ),
     "servers": frozenset({"cluster"}),
     "callbacks": frozenset(
         "checkpoint cluster collectives data_position internals load_balancing recovery training utils versions".split()

@@ -39,7 +39,7 @@ def split(batch: Any, parts: int, sizes: Sequence[int] | None = None) -> list[An
 
 
 def split_all(batches: Sequence[Any], parts: int) -> list[list[Any]]:
-    """Splits several batches into at most `parts` parts each. Returns, by part, its pieces of the batches that have it.
+    """Splits several batches into at most `parts` parts each. Returns the pieces of each part.
 
     >>> import tensorflow as tf
     >>> split = split_all([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], 2)
@@ -51,7 +51,7 @@ def split_all(batches: Sequence[Any], parts: int) -> list[list[Any]]:
 
 
 def split_by(batches: Sequence[Any], sizes_of: Callable[[int], Sequence[int]]) -> list[list[Any]]:
-    """Splits several batches into parts of given sizes. Returns, by part, its pieces; none if it has no rows.
+    """Splits several batches into parts of chosen sizes. Returns the pieces of each part; a part without rows has none.
 
     >>> import tensorflow as tf
     >>> parts = split_by([(tf.zeros([5, 2]),), (tf.zeros([1, 2]),)], lambda rows: [rows - rows // 4, rows // 4])
@@ -138,7 +138,7 @@ class PartShares:
     """The shares of the workers of a synchronous mode. The chief alone measures and divides."""
 
     def __init__(self, workers: int, options: LoadBalancing | None) -> None:
-        """Begins with equal parts, or those next to them that keep the limits of `options`.
+        """Begins with equal parts, or the nearest ones within the limits of `options`.
 
         Args:
             workers: The number of workers.
@@ -172,8 +172,8 @@ class PartShares:
 
         Args:
             interval: The seconds from when its parts were scheduled until the last part was done.
-            measured: By worker, the seconds and the rows of its part. Workers are missing whose part another one has
-                computed.
+            measured: By worker, the seconds and the rows of its part. A worker is missing if another one has computed
+                its part.
         """
         of_workers = [measured.get(worker, (0.0, 0)) for worker in range(len(self._devices))]
         seconds, rows = np.asarray(of_workers, np.float64).T

@@ -47,7 +47,7 @@ class ChiefTraining:
 
         Args:
             model: Created under a ParameterServerStrategy.
-            stats: Where the strategy collects its workers' statistics.
+            stats: Collects the statistics of the strategy's workers.
         """
         self._model, self._stats = model, stats
         self._strategy = strategy = model.distribute_strategy
@@ -95,7 +95,7 @@ class ChiefTraining:
 
     @explains_lost_servers
     def test(self, iterator: Any) -> dict[str, Any]:
-        """As `train`, for `evaluate`."""
+        """Does what `train` does, for `evaluate`."""
         functions = self._functions_of_model()
         for number in range(self._model.steps_per_execution):
             try:
@@ -198,7 +198,7 @@ class ChiefTraining:
             self._run_round(functions, batches, self._mode)
 
     def _next_number(self) -> int:
-        """The number of updates before this one; a resumed training counts those before the restart."""
+        """Returns the number of updates before this one; a resumed training counts those before the restart."""
         if self._number is None:
             self._number = int(update_counter(self._model.optimizer).numpy())
         self._number += 1
@@ -216,7 +216,7 @@ class ChiefTraining:
     def _totals(
         self, functions: WorkerFunctions, batches: list[Any], parts: Sequence[list[Any]], phase: int = 0
     ) -> tuple[int, list[float]]:
-        """`total` and `normalizers` of the `PartInfo` of a push or a round."""
+        """Returns `total` and `normalizers` of the `PartInfo` of a push or a round."""
         if isinstance(batches[0], WorkerIterator):
             return len(parts), []
         if len(parts) == len(batches) == 1:
@@ -245,20 +245,22 @@ class ChiefTraining:
             )
         }
         for phase in itertools.count():
-            used = self._run_phase(functions, batches, waiting, phase, mode)
-            weights = sample_fractions([samples for samples, _ in used.values()])
-            functions.update(tf.constant(list(used), tf.int32), tf.constant(weights, tf.float64), phase)
+            finished = self._run_phase(functions, batches, waiting, phase, mode)
+            weights = sample_fractions([samples for samples, _ in finished.values()])
+            functions.update(tf.constant(list(finished), tf.int32), tf.constant(weights, tf.float64), phase)
             # A part that is late is left out of the later phases, too.
-            waiting = {buffer: waiting[buffer] for buffer in used}
-            results = [result for _, result in used.values()]
+            waiting = {buffer: waiting[buffer] for buffer in finished}
+            results = [result for _, result in finished.values()]
             if results[0]["is_last"]:
                 break
         if self._shares.follows_speeds:
             self._shares.add_round(self._seconds, self._measured)
         # By buffer: rounding must not depend on who was first.
-        self._sums.add_parts([one["metrics"] for one in results], [one["logs"] for one in results], weights)
+        self._sums.add_parts(
+            [of_part["metrics"] for of_part in results], [of_part["logs"] for of_part in results], weights
+        )
         self._stats.updates += 1
-        self._free = sorted([*self._free, *used])  # sorted, so that sums have the same order after a restart
+        self._free = sorted([*self._free, *finished])  # sorted, so that sums have the same order after a restart
 
     def _run_phase(
         self,
@@ -271,8 +273,8 @@ class ChiefTraining:
         """Has the workers compute a phase of a round; returns samples and result of each part, by buffer.
 
         Args:
-            functions: Of the model.
-            batches: Of the round.
+            functions: The functions of the model.
+            batches: The batches of the round.
             waiting: By buffer, the part's number, its batches, and the worker for which it was made.
             phase: The number of the phase.
             mode: The mode.
@@ -289,10 +291,10 @@ class ChiefTraining:
         if len(self._ends) > 1:
             (before_last, _), (last, late) = self._ends[-2:]
             self._stats.add_held_up(late, last - before_last)
-        used = dict(sorted(self._done.items()))
-        self._late |= set(waiting) - set(used)
+        finished = dict(sorted(self._done.items()))
+        self._late |= set(waiting) - set(finished)
         self._round += 1
-        return used
+        return finished
 
     def _wait_for_capacity(self) -> None:
         limit = _QUEUED_PER_WORKER * self._workers
@@ -396,7 +398,7 @@ class MetricSums:
         return self._numbers - 1
 
     def add_in_order(self, number: int, metrics: Sequence[tf.Tensor], logs: LogPart) -> None:
-        """As `add`, but in the order of the numbers, so that rounding does not depend on which step ended first."""
+        """Adds a step in the order of the numbers, so that rounding does not depend on which step ended first."""
         self._early[number] = metrics, logs
         while self._next in self._early:
             self.add(*self._early.pop(self._next))

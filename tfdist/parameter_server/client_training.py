@@ -1,4 +1,4 @@
-"""What a client computes in a round: local steps on copies of the variables, and the difference that they make."""
+"""The part of a client in a round: it makes local steps on copies of the variables and returns their difference."""
 
 import contextvars
 import dataclasses
@@ -50,14 +50,14 @@ class ClientInfo:
 
 
 class LocalSteps:
-    """The local steps that are being traced: what the optimizer of the client's model asks for."""
+    """The local steps that are being traced. They add the proximal term to gradients."""
 
     def __init__(self, model: keras.Model, copies: LocalCopies, proximal: float) -> None:
         self._optimizer, self._copies, self._proximal = model.optimizer, copies, proximal
 
     @staticmethod
     def current() -> "LocalSteps | None":
-        """The steps that are being traced, if there are any."""
+        """Returns the steps that are being traced, if there are any."""
         return _current.get()
 
     def gradients(self, update: OptimizerUpdate, gradients: Sequence[Any]) -> list[Any]:
@@ -74,11 +74,11 @@ class LocalSteps:
             )
         if not self._proximal:
             return list(gradients)
-        found = []
+        with_proximal_term = []
         for gradient, copy in zip(gradients, update.servers_variables, strict=True):
             moved = tf.cast(copy.read_value() - self._copies.initial_value(copy), gradient.dtype)
-            found.append(tf.convert_to_tensor(gradient) + self._proximal * moved)
-        return found
+            with_proximal_term.append(tf.convert_to_tensor(gradient) + self._proximal * moved)
+        return with_proximal_term
 
 
 def train(
@@ -102,10 +102,10 @@ def train(
         info: Describes the round.
         mode: The strategy's mode.
         clients: The number of all clients.
-        slots: Of the model's optimizer.
-        server_optimizer: What will apply the difference.
+        slots: The initial slots of the model's optimizer.
+        server_optimizer: The optimizer that will apply the difference.
         pull_dtype: As which dtype trainable variables cross the network.
-        name: Of the memory of the copies, unique to the model.
+        name: The name of the memory of the copies, unique to the model.
 
     Returns:
         The difference as gradients of `server_optimizer`, and whether it counts, a bool scalar: the round is the
@@ -127,7 +127,7 @@ def train(
         before, after = copies.before_and_after(variable)
         differences.append(before - after)
     changes = [(key.deref(), after - before) for key, (before, after) in copies.changed().items()]
-    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(one)) for one in differences])
+    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(difference)) for difference in differences])
     if mode.clip_difference is not None:
         differences, _ = tf.clip_by_global_norm(differences, mode.clip_difference)
     result = StepResult(
@@ -155,7 +155,7 @@ def _local_steps(model: keras.Model, iterator: Any, steps: tf.Tensor) -> tuple[t
 
     # Traced before the loop, which needs the dtypes and shapes of the logs.
     traced = tf.function(one_step, autograph=False).get_concrete_function()
-    empty = tf.nest.map_structure(lambda one: tf.zeros(one.shape, one.dtype), traced.structured_outputs[1])
+    empty = tf.nest.map_structure(lambda log: tf.zeros(log.shape, log.dtype), traced.structured_outputs[1])
 
     def body(step: tf.Tensor, samples: tf.Tensor, _: Any) -> Any:
         rows, logs = traced()

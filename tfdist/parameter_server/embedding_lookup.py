@@ -30,16 +30,16 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + part.shape[0])
-    places, found = [], []
+    places, rows_of_parts = [], []
     for part, start, end in zip(parts, starts, starts[1:], strict=False):
         here = tf.where((unique >= start) & (unique < end))[:, 0] if len(parts) > 1 else None
         local = unique if here is None else tf.gather(unique, here) - start
-        found.append(_rows(part, local))
+        rows_of_parts.append(_rows(part, local))
         places.append(here)
     if len(parts) == 1:
-        rows = found[0]
+        rows = rows_of_parts[0]
     else:
-        rows = tf.dynamic_stitch([tf.cast(place, tf.int32) for place in places], found)
+        rows = tf.dynamic_stitch([tf.cast(place, tf.int32) for place in places], rows_of_parts)
     rows = tf.gather(rows, positions)
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
     step = current_loss_step()

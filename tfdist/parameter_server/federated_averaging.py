@@ -47,7 +47,7 @@ class FederatedAveraging:
         deadline_seconds: After how many seconds a round ends without the clients that have not finished. `None`: it
             waits for all but those whose worker is lost.
         min_clients: How many clients must have finished before a round ends.
-        seed: Of the choice of clients, which depends on this and the number of the round.
+        seed: The choice of clients depends on this and the number of the round.
     """
 
     local_steps: int
@@ -88,11 +88,11 @@ class FederatedAveraging:
         return kind.from_config(config)
 
     def num_clients(self, workers: int) -> int:
-        """The number of clients on so many workers."""
+        """Returns the number of clients on `workers` workers."""
         return self.clients or workers
 
     def num_chosen(self, workers: int) -> int:
-        """How many clients are chosen for a round."""
+        """Returns how many clients are chosen for a round."""
         return self.clients_per_round or self.num_clients(workers)
 
     def check_clients(self, workers: int) -> None:
@@ -121,7 +121,7 @@ class FederatedAveraging:
 
 
 def chosen_clients(seed: int, round_number: int, clients: int, available: Sequence[int], number: int) -> list[int]:
-    """The clients of a round: the first `number` of a random order that are available.
+    """Returns the clients of a round: the first `number` of a random order that are available.
 
     The order depends on the seed and the number of the round alone, so a training that resumes chooses as before.
 
@@ -135,12 +135,12 @@ def chosen_clients(seed: int, round_number: int, clients: int, available: Sequen
     return sorted([int(client) for client in order if client in ready][:number])
 
 
-def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
+def _checked_optimizer(server_optimizer: Any) -> tuple[type, dict[str, Any]]:
     try:
-        optimizer = keras.optimizers.SGD(1.0) if given is None else keras.optimizers.get(given)
+        optimizer = keras.optimizers.SGD(1.0) if server_optimizer is None else keras.optimizers.get(server_optimizer)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"Invalid `server_optimizer`. Received: {given!r}. Expected: a Keras optimizer, such as "
+            f"Invalid `server_optimizer`. Received: {server_optimizer!r}. Expected: a Keras optimizer, such as "
             "keras.optimizers.Adam(0.01), or its name."
         ) from error
     if extra := features_of_steps(optimizer):
@@ -149,7 +149,7 @@ def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
             "Expected: an optimizer without. Remove it."
         )
     try:
-        known = _known[optimizer] = type(optimizer), optimizer.get_config()
+        kind_and_config = _known[optimizer] = type(optimizer), optimizer.get_config()
     except tf.errors.OpError as error:  # it was created before a strategy has connected this process to a cluster
         before = _known.get(optimizer)
         if before is None:
@@ -158,5 +158,5 @@ def _checked_optimizer(given: Any) -> tuple[type, dict[str, Any]]:
                 "`server_optimizer` that was created before the first ParameterServerStrategy. Expected: one that is "
                 "created after it, or given to the mode before it. Create a new one."
             ) from error
-        known = before
-    return known
+        kind_and_config = before
+    return kind_and_config

@@ -21,6 +21,7 @@ from tfdist.parameter_server.federated_averaging import FederatedAveraging, chos
 from tfdist.parameter_server.gradient_buffers import GradientBuffers, sample_fractions
 from tfdist.parameter_server.gradient_push import GradientEncoder
 from tfdist.parameter_server.push_statistics import StatsCollector
+from tfdist.parameter_server.scheduler import pause
 from tfdist.parameter_server.step_results import ResultPacking, named_log_part
 from tfdist.parameter_server.unsupported_features import reject_unsupported_clients
 from tfdist.parameter_server.worker_datasets import ClientDatasets, WorkerIterator
@@ -29,7 +30,6 @@ from tfdist.servers.server_monitor import explains_lost_servers
 from tfdist.tensorflow_internals.pinned_functions import PinnedCall, call_on_worker
 
 _DISCARDED = -1
-_POLL_SECONDS, _SLOW_POLL_SECONDS, _SLOW_POLL_AFTER_SECONDS = 0.0005, 0.005, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ class FederatedChief(ChiefTraining):
 
     @explains_lost_servers
     def abandon(self) -> None:
-        """As in the base class; the clients' datasets begin at the restored positions."""
+        """Does what the base class does; the clients' datasets then begin at the restored positions."""
         super().abandon()
         self._data = None
         self._discard_outstanding()
 
     def forget(self, name: str) -> None:
-        """As in the base class; a model that was compiled again has a new optimizer of the servers, too."""
+        """Does what the base class does; a model that was compiled again has a new optimizer of the servers, too."""
         super().forget(name)
         if name == "train":
             with self._strategy.scope():
@@ -90,7 +90,8 @@ class FederatedChief(ChiefTraining):
     def _discard_outstanding(self) -> None:
         # The numbers of rounds may begin again.
         self._outstanding = {
-            worker: dataclasses.replace(one, round=_DISCARDED) for worker, one in self._outstanding.items()
+            worker: dataclasses.replace(client_call, round=_DISCARDED)
+            for worker, client_call in self._outstanding.items()
         }
 
     def _prepared(self) -> Any:
@@ -175,11 +176,13 @@ class FederatedChief(ChiefTraining):
             self._pause(began, len(chosen), is_limited=True)
 
     def _run_client_round(self, functions: Any, number: int, chosen: list[int]) -> dict[int, tuple[int, Any]]:
-        """Has the clients train; returns by client the buffer and the result of those that count."""
+        """Has the clients train; returns the buffer and the result of those that count, by client."""
         mode = self._mode
         began: float | None = None  # when all workers have their first client: the first call is traced
-        used = {one.buffer for one in self._outstanding.values()}
-        buffers = dict(zip(chosen, (one for one in range(self._num_buffers) if one not in used), strict=False))
+        used_buffers = {client_call.buffer for client_call in self._outstanding.values()}
+        buffers = dict(
+            zip(chosen, (buffer for buffer in range(self._num_buffers) if buffer not in used_buffers), strict=False)
+        )
         queues: dict[int, deque[int]] = {}
         for client in chosen:
             queues.setdefault(client % self._workers, deque()).append(client)
@@ -194,13 +197,15 @@ class FederatedChief(ChiefTraining):
             waiting = [
                 worker
                 for worker in queues
-                if (one := self._outstanding.get(worker)) is not None and not one.call.is_lost
+                if (client_call := self._outstanding.get(worker)) is not None and not client_call.call.is_lost
             ]
             is_late = mode.deadline_seconds is not None and time.monotonic() - began >= mode.deadline_seconds
             queued = any(queue and worker not in self._outstanding for worker, queue in queues.items())
             if len(done) >= mode.min_clients and (is_late or not (waiting or queued)):
                 return done
-            if not (waiting or queued) and not any(one.call.is_lost for one in self._outstanding.values()):
+            if not (waiting or queued) and not any(
+                client_call.call.is_lost for client_call in self._outstanding.values()
+            ):
                 raise RuntimeError(
                     f"Too few clients have finite weights after a round. Received: {len(done)} of {len(chosen)} "
                     f"clients. Expected: at least min_clients={mode.min_clients}. Lower the learning rate of the "
@@ -216,33 +221,33 @@ class FederatedChief(ChiefTraining):
 
     def _settle(self, number: int | None = None) -> dict[int, tuple[int, Any]]:
         """Removes the calls that have ended; returns those of round `number` that count."""
-        found = {}
-        for worker, one in list(self._outstanding.items()):
-            if one.call.is_done:
+        counted_results = {}
+        for worker, client_call in list(self._outstanding.items()):
+            if client_call.call.is_done:
                 del self._outstanding[worker]
                 try:
-                    result = self._packing.unpack(one.call.result())
+                    result = self._packing.unpack(client_call.call.result())
                 except tf.errors.OutOfRangeError as error:
                     raise ValueError(
-                        f"The dataset of a client is empty. Received: no batch of client {one.client}. Expected: at "
-                        "least one batch in what `dataset_fn` returns for each client."
+                        f"The dataset of a client is empty. Received: no batch of client {client_call.client}. "
+                        "Expected: at least one batch in what `dataset_fn` returns for each client."
                     ) from error
                 except tf.errors.OpError:
-                    if one.round == number:
+                    if client_call.round == number:
                         raise
                     continue  # of a round that has ended without it
                 report = {key: int(value) for key, value in result["report"].items()}
-                counts = bool(report.pop("counts")) and one.round == number and report["samples"] > 0
-                if one.round == number and not counts:
+                counts = bool(report.pop("counts")) and client_call.round == number and report["samples"] > 0
+                if client_call.round == number and not counts:
                     warnings.warn(
-                        f"Client {one.client} is left out of round {number}: its weights are not finite. Lower the "
-                        "learning rate of the clients, or look for wrong data.",
+                        f"Client {client_call.client} is left out of round {number}: its weights are not finite. Lower "
+                        "the learning rate of the clients, or look for wrong data.",
                         stacklevel=2,
                     )
-                self._stats.add(report, counts=counts, scheduled_at=one.scheduled_at)
+                self._stats.add(report, counts=counts, scheduled_at=client_call.scheduled_at)
                 if counts:
-                    found[one.client] = one.buffer, result
-        return found
+                    counted_results[client_call.client] = client_call.buffer, result
+        return counted_results
 
     def _pause(self, began: float, ready: int, *, is_limited: bool) -> None:
         waited = time.monotonic() - began
@@ -251,10 +256,7 @@ class FederatedChief(ChiefTraining):
                 f"A round has waited for {waited:.0f} s. Received: {ready} clients. Expected: at least "
                 f"min_clients={self._mode.min_clients}. Check the workers, or lower `min_clients`."
             )
-        is_long = waited > _SLOW_POLL_AFTER_SECONDS
-        if is_long:
-            self.servers.check()
-        time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)
+        pause(waited, self.servers.check)
 
 
 _numbers = itertools.count()
@@ -284,12 +286,12 @@ class ClientEncoder(GradientEncoder):
         return {name: tf.gather(tensor, self.slot) for name, tensor in super().read_state(path).items()}
 
     def write_state(self, path: str, new_state: dict[str, tf.Tensor]) -> None:
-        """Stores it."""
+        """Stores the state of the client's compressor for the variable at `path`."""
         merged = {}
-        for name, every in super().read_state(path).items():
+        for name, states_of_slots in super().read_state(path).items():
             if name in new_state:
-                value = tf.where(self.counts, new_state[name], tf.gather(every, self.slot))
-                merged[name] = tf.tensor_scatter_nd_update(every, [[self.slot]], value[tf.newaxis])
+                value = tf.where(self.counts, new_state[name], tf.gather(states_of_slots, self.slot))
+                merged[name] = tf.tensor_scatter_nd_update(states_of_slots, [[self.slot]], value[tf.newaxis])
         super().write_state(path, merged)
 
 
@@ -313,7 +315,7 @@ class ClientFunctions(WorkerFunctions):
             encoder: Encodes differences.
             buffers: Where clients write them.
             packing: Packs what the functions return.
-            server_optimizer: What applies their mean. It is built.
+            server_optimizer: The optimizer that applies their mean. It is built.
         """
         super().__init__(model, strategy, encoder, buffers, packing)
         self._client_encoder, self._client_buffers = encoder, buffers

@@ -6,12 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite, divided, sum_duplicate_rows
+from tfdist.compression.gradient_tensors import all_finite, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
-from tfdist.parameter_server.gradient_push import GradientEncoder, push_report
+from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, unscaled
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.server_variables import colocated_variable
+from tfdist.updates.update_engine import apply_if_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _PhaseOfRound(StepUpdates):
         return variable
 
     def replaced(self, phase: int) -> list[tf.Variable]:
-        return [one for earlier in range(phase, self._number) for one, _ in self._versions[earlier].values()]
+        return [variable for earlier in range(phase, self._number) for variable, _ in self._versions[earlier].values()]
 
 
 class GradientBuffers:
@@ -68,9 +69,7 @@ class GradientBuffers:
         changed = [variable for variable, _ in result.changes]
         self._phases[phase] = _Phase(optimizers, changed, result.is_last)
         for position, (optimizer, variables) in enumerate(optimizers):
-            gradients = result.gradients[position]
-            if optimizer.loss_scale is not None:
-                gradients = [divided(gradient, optimizer.loss_scale.value) for gradient in gradients]
+            gradients = unscaled(optimizer, result.gradients[position])
             for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
                 sent, size = encoder.encode(gradient, path)
                 sizes.append(size)
@@ -85,7 +84,7 @@ class GradientBuffers:
         return push_report(result, tf.constant(0, tf.int64), sizes)
 
     def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any, phase: int = 0) -> None:
-        """Makes the updates of a phase, of the parts in `buffers`. Call this in a replica context.
+        """Makes the updates of a phase by the parts in `buffers`. Call this in a replica context.
 
         Args:
             buffers: int32 vector, the buffers that count.
@@ -93,48 +92,47 @@ class GradientBuffers:
             model_optimizer: Its count of updates is incremented in each round, also if no phase uses it.
             phase: The number of the phase, which was written before.
         """
-        this = self._phases[phase]
-        if not this.is_last:
-            self._keep_versions(phase, this)
-        for position, (optimizer, variables) in enumerate(this.optimizers):
+        contents = self._phases[phase]
+        if not contents.is_last:
+            self._keep_versions(phase, contents)
+        for position, (optimizer, variables) in enumerate(contents.optimizers):
             gradients = [
                 self._read((phase, position, index), buffers, weights, variable)
                 for index, variable in enumerate(variables)
             ]
-            scale, finite = optimizer.loss_scale, tf.constant(True)
-            if scale is None:
-                _apply(optimizer, gradients)
-            else:
-                finite = all_finite(gradients)
-                tf.cond(finite, lambda o=optimizer, g=gradients: _apply(o, g), lambda: None)
-                scale.update(finite)
-            optimizer.count(finite)
-        for index, variable in enumerate(this.changed):
+            _update(optimizer, gradients)
+        for index, variable in enumerate(contents.changed):
             with tf.device(variable.device):
                 parts = tf.gather(self._dense[phase, "change", index], buffers)
                 floating = variable.dtype.is_floating
                 change = _weighted(parts, weights) if floating else tf.reduce_max(parts, axis=0)
                 variable.assign_add(change)
         counter = update_counter(model_optimizer)
-        counted = (one.counter is counter for each in range(phase + 1) for one, _ in self._phases[each].optimizers)
-        if this.is_last and not any(counted):
+        counted = (
+            phase_optimizer.counter is counter
+            for earlier in range(phase + 1)
+            for phase_optimizer, _ in self._phases[earlier].optimizers
+        )
+        if contents.is_last and not any(counted):
             counter.assign_add(tf.ones([], counter.dtype))
 
     def phase(self, number: int) -> StepUpdates:
-        """The updates of a step that ends with phase `number`, and in which earlier phases are computed again."""
+        """Returns the updates of a step that ends with phase `number` and computes earlier phases again."""
         return _PhaseOfRound(number, self._versions)
 
-    def _keep_versions(self, phase: int, this: "_Phase") -> None:
+    def _keep_versions(self, phase: int, contents: "_Phase") -> None:
         """Copies on the servers what a phase is about to change: later phases compute the earlier ones again."""
-        kept = self._versions.setdefault(phase, {})
-        changed = [one for optimizer, _ in this.optimizers for one in optimizer.changed_variables] + this.changed
-        for variable in {id(one): one for one in changed}.values():
-            if id(variable) not in kept:
+        versions = self._versions.setdefault(phase, {})
+        changed = [
+            original for optimizer, _ in contents.optimizers for original in optimizer.changed_variables
+        ] + contents.changed
+        for variable in {id(original): original for original in changed}.values():
+            if id(variable) not in versions:
                 with tf.init_scope():
                     copy = colocated_variable(tf.zeros(variable.shape, variable.dtype), variable)
-                kept[id(variable)] = variable, copy
+                versions[id(variable)] = variable, copy
             with tf.device(variable.device):
-                kept[id(variable)][1].assign(variable.read_value())
+                versions[id(variable)][1].assign(variable.read_value())
 
     def _write_dense(
         self, key: Any, buffer: tf.Tensor, sent: EncodedGradient, dtype: tf.DType, beside: tf.Variable
@@ -180,21 +178,21 @@ class GradientBuffers:
                 return _weighted(tf.gather(self._dense[key], buffers), weights)
             parts = self._sparse[key]
             weight_of = tf.scatter_nd(buffers[:, tf.newaxis], weights, [self._number])
-            used = [tf.reduce_any(tf.equal(buffers, number)) for number in range(self._number)]
+            are_used = [tf.reduce_any(tf.equal(buffers, number)) for number in range(self._number)]
             values = [
-                part.read_value()[: tf.where(use, tf.shape(part)[0], 0)] * tf.cast(weight_of[number], part.dtype)
-                for number, ((part, _), use) in enumerate(zip(parts, used, strict=True))
+                part.read_value()[: tf.where(is_used, tf.shape(part)[0], 0)] * tf.cast(weight_of[number], part.dtype)
+                for number, ((part, _), is_used) in enumerate(zip(parts, are_used, strict=True))
             ]
             indices = [
-                part.read_value()[: tf.where(use, tf.shape(part)[0], 0)]
-                for (_, part), use in zip(parts, used, strict=True)
+                part.read_value()[: tf.where(is_used, tf.shape(part)[0], 0)]
+                for (_, part), is_used in zip(parts, are_used, strict=True)
             ]
             rows = tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), tf.shape(variable))
             return sum_duplicate_rows(rows)
 
 
 def sample_fractions(samples: Sequence[int]) -> list[float]:
-    """The fraction of all samples in each part.
+    """Returns the fraction of all samples in each part.
 
     >>> sample_fractions([3, 1])
     [0.75, 0.25]
@@ -203,9 +201,12 @@ def sample_fractions(samples: Sequence[int]) -> list[float]:
     return [count / total for count in samples]
 
 
-def _apply(optimizer: Any, gradients: list[Any]) -> None:
-    optimizer.apply(optimizer.clip(gradients))
-    optimizer.constrain()
+def _update(optimizer: Any, gradients: list[Any]) -> None:
+    def apply() -> None:
+        optimizer.apply(optimizer.clip(gradients))
+        optimizer.constrain()
+
+    optimizer.count(apply_if_finite(optimizer, lambda: all_finite(gradients), apply))
 
 
 def _weighted(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:

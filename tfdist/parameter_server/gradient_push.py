@@ -12,6 +12,7 @@ from tfdist.keras_internals.scheduled_training import EncodedGradient, update_co
 from tfdist.parameter_server.worker_scope import StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.cluster_coordinator import worker_index
+from tfdist.updates.update_engine import apply_if_finite
 
 _ENCODED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
@@ -27,7 +28,7 @@ class GradientEncoder:
 
         Args:
             policy: Chooses the compressor of each variable.
-            new_worker_variable: Given an initial value, creates a variable on each worker.
+            new_worker_variable: Creates a variable on each worker from an initial value.
         """
         self._policy = policy
         self._new_worker_variable = new_worker_variable
@@ -46,7 +47,7 @@ class GradientEncoder:
 
         Args:
             gradient: A dense tensor or `tf.IndexedSlices`.
-            path: Of the variable.
+            path: The path of the variable.
 
         Returns:
             The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
@@ -138,7 +139,7 @@ class Push(StepUpdates):
 
     def _update(self, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
         if self._updates is None:
-            with tf.control_dependencies([values_of(one) for _, gradients in pushed for one in gradients]):
+            with tf.control_dependencies([values_of(gradient) for _, gradients in pushed for gradient in gradients]):
                 self._updates = tf.cast(self._counter.read_value(), tf.int64)
         for optimizer, gradients in pushed:
             self._sizes += _update(optimizer, gradients, self._encoder)
@@ -149,29 +150,29 @@ class Push(StepUpdates):
 
 def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> list[Any]:
     """Returns the sizes of the encoded gradients."""
-    scale = optimizer.loss_scale
-    finite = tf.constant(True)
-    if scale is not None:
-        gradients = [divided(gradient, scale.value) for gradient in gradients]
-        finite = all_finite(gradients)
-    gradients = optimizer.clip(gradients)
+    means = unscaled(optimizer, gradients)
+    # Before they are clipped: `clipvalue` makes infinite values finite.
+    finite = None if optimizer.loss_scale is None else all_finite(means)
+    clipped = optimizer.clip(means)
+    encoded = [encoder.encode(gradient, path) for gradient, path in zip(clipped, optimizer.paths, strict=True)]
 
     def apply() -> None:
         optimizer.apply([sent for sent, _ in encoded])
         optimizer.constrain()
 
-    encoded = [encoder.encode(gradient, path) for gradient, path in zip(gradients, optimizer.paths, strict=True)]
-    if scale is None:
-        apply()
-    else:
-        tf.cond(finite, apply, lambda: None)
-        scale.update(finite)
-    optimizer.count(finite)
+    optimizer.count(apply_if_finite(optimizer, lambda: finite, apply))
     return [size for _, size in encoded]
 
 
+def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Returns gradients of the scaled loss, divided by the loss scale."""
+    if optimizer.loss_scale is None:
+        return gradients
+    return [divided(gradient, optimizer.loss_scale.value) for gradient in gradients]
+
+
 def push_report(result: StepResult, staleness: tf.Tensor, sizes: list[Any]) -> dict[str, tf.Tensor]:
-    """What a worker reports to the chief about a push, as int64 scalars."""
+    """Returns what a worker reports to the chief about a push, as int64 scalars."""
     return {
         "worker": tf.cast(worker_index(), tf.int64),
         "staleness": staleness,

@@ -97,7 +97,7 @@ class Recording(_Step):
     """Records the normalizers of a step.
 
     Attributes:
-        normalizers: Those found so far.
+        normalizers: The normalizers that the step has used so far.
     """
 
     def __init__(self, number: int) -> None:
@@ -114,10 +114,10 @@ class Recording(_Step):
 
 
 class LossNormalizers:
-    """Computes the normalizers of a batch on the chief, of its masks and weights alone.
+    """Computes the normalizers of a batch on the chief from its masks and weights alone.
 
-    The model's step is traced up to its losses, and the trace is pruned to what the normalizers need. Of an `Embedding`
-    with `mask_zero=True` that is the comparison of ids with zero, without the table and without any layer.
+    The model's step is traced up to its losses, and the trace is pruned to what the normalizers need. For an
+    `Embedding` with `mask_zero=True` that is the comparison of ids with zero, without the table and without any layer.
     """
 
     def __init__(self, model: keras.Model, strategy: Any) -> None:
@@ -129,7 +129,7 @@ class LossNormalizers:
         """Returns the normalizers of a step on all rows of `batches`.
 
         Args:
-            batches: Of any sizes: inputs, targets, weights, as `train_step` takes them.
+            batches: Batches of any sizes: inputs, targets, weights, as `train_step` takes them.
             number: How many normalizers a step has.
 
         Returns:

@@ -59,7 +59,7 @@ class StatsCollector:
 
     @property
     def stats(self) -> tuple[WorkerStats, ...]:
-        """By worker."""
+        """The statistics of each worker."""
         return tuple(self._stats)
 
     def add(

@@ -26,7 +26,7 @@ class Scheduler:
         """Creates a scheduler without work.
 
         Args:
-            coordinator: Of the strategy.
+            coordinator: The coordinator of the strategy.
             while_waiting: Called repeatedly during a long wait.
         """
         self._coordinator, self._while_waiting = coordinator, while_waiting
@@ -66,7 +66,7 @@ class Scheduler:
         """Yields the functions that have ended, as (tag, result), and removes them."""
         self._raise_error()
         done = [item for item in self._running if is_done(item[0])]
-        self._running = [item for item in self._running if not any(item is other for other in done)]
+        self._running = [item for item in self._running if not any(item is ended for ended in done)]
         for value, tag, _ in done:
             yield tag, value.get()
 
@@ -78,10 +78,7 @@ class Scheduler:
                 collect(tag, result)
             if until():
                 return
-            is_long = time.monotonic() - began > _SLOW_POLL_AFTER_SECONDS
-            if is_long:
-                self._while_waiting()
-            time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)
+            pause(time.monotonic() - began, self._while_waiting)
 
     def _raise_error(self) -> None:
         try:
@@ -89,3 +86,11 @@ class Scheduler:
         except BaseException:
             self._running.clear()
             raise
+
+
+def pause(waited_seconds: float, while_waiting: Callable[[], None]) -> None:
+    """Sleeps until the chief should look again at what runs; before that calls `while_waiting` in a long wait."""
+    is_long = waited_seconds > _SLOW_POLL_AFTER_SECONDS
+    if is_long:
+        while_waiting()
+    time.sleep(_SLOW_POLL_SECONDS if is_long else _POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a step logs: results of metrics, and other values, of which each part of a batch has a part.
+"""The logs of a step: results of metrics, and other values, which each part of a batch computes for itself.
 
 They are packed into one tensor, as each tensor that the chief fetches is a separate round trip.
 """
@@ -40,22 +40,22 @@ def log_part(
     used_by_results = [starts & needed_operations(result.op).keys() for _, result in results]
     values = []
     for position, (leaf, name) in enumerate(zip(leaves, names_of(logs), strict=True)):
-        used = starts & needed_operations(leaf.op).keys()
+        used_starts = starts & needed_operations(leaf.op).keys()
         possible = [
             index
             for index, (_, result) in enumerate(results)
-            if used and used == used_by_results[index] and are_alike(leaf, result)
+            if used_starts and used_starts == used_by_results[index] and are_alike(leaf, result)
         ]
-        for index in [one for one in possible if results[one][0] == name] or possible:
+        for index in [candidate for candidate in possible if results[candidate][0] == name] or possible:
             equal[position][index] = ~differs(leaf, results[index][1])
-        is_own_scalar = not used and can_be_averaged(leaf) and leaf.shape.rank == 0
+        is_own_scalar = not used_starts and can_be_averaged(leaf) and leaf.shape.rank == 0
         values.append(mean_of(leaf) if is_own_scalar else leaf)
     is_result = tf.reshape(tf.convert_to_tensor(equal, tf.bool), [len(leaves), len(results)])
     return {"values": tf.nest.pack_sequence_as(logs, values), "is_result": is_result}
 
 
 def named_log_part(model: keras.Model, logs: dict[str, Any]) -> LogPart:
-    """As `log_part`, of logs of which nothing but the names is known."""
+    """Does what `log_part` does, for logs of which only the names are known."""
     results = [name for name, _ in metric_results(model)]
     names = names_of(logs)
     is_result = np.array([name == result for name in names for result in results], bool)
@@ -66,8 +66,8 @@ def combined(parts: Sequence[LogPart], weights: Sequence[Any]) -> LogPart:
     """Returns the logs of parts together: means of what can be averaged, otherwise the first part's values.
 
     Args:
-        parts: Of tensors, or of arrays.
-        weights: The fraction of the samples in each.
+        parts: The logs of each part, of tensors or of arrays.
+        weights: The fraction of the samples in each part.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""Rejects, before it is tried, what cannot work under a parameter server strategy."""
+"""Rejects what cannot work under a parameter server strategy before it is tried."""
 
 from collections.abc import Sequence
 from typing import Any

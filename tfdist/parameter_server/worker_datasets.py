@@ -11,7 +11,7 @@ from tfdist.tensorflow_internals.pinned_functions import create_iterators
 
 
 class WorkerIterator:
-    """Stands for the workers' iterators where `fit` expects an iterator of the chief."""
+    """Represents the workers' iterators where `fit` expects an iterator of the chief."""
 
     def __init__(self, dataset: "WorkerDatasets") -> None:
         """Creates an iterator over `dataset`."""
@@ -19,7 +19,7 @@ class WorkerIterator:
 
     @property
     def on_workers(self) -> Any:
-        """The workers' iterators; a new epoch continues where the previous one ended."""
+        """Returns the workers' iterators; a new epoch continues where the previous one ended."""
         return self.dataset.iterators
 
     def __iter__(self) -> "WorkerIterator":
@@ -46,7 +46,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
         Args:
             dataset_fn: Takes a `tf.distribute.InputContext`; returns a dataset of batches.
-            coordinator: Of the strategy.
+            coordinator: The coordinator of the strategy.
 
         Raises:
             ValueError: `dataset_fn` does not return a dataset.
@@ -71,26 +71,26 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
-        """Of a worker's batches."""
+        """The types of the tensors in a worker's batches."""
         return self._spec
 
     @property
     def cardinality(self) -> int:
-        """Infinite."""
+        """The number of batches, which is infinite."""
         return int(tf.data.INFINITE_CARDINALITY)
 
     @property
     def num_batches(self) -> None:
-        """Unknown."""
+        """The number of batches in an epoch, which is unknown."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Of a worker's batches."""
+        """The number of rows of a worker's batches; `None` if it varies."""
         return tf.nest.flatten(self._spec)[0].shape[0]
 
     def get_tf_dataset(self) -> "WorkerDatasets":
-        """What the epoch iterator draws from.
+        """Returns what the epoch iterator draws from.
 
         Raises:
             ValueError: The dataset is finite.
@@ -115,7 +115,7 @@ class WorkerDatasets(DataAdapter, tf.distribute.DistributedDataset):
 
 
 class ClientDatasets(WorkerDatasets):
-    """A dataset for each client. No sample passes through the chief, which does not read any either.
+    """A dataset for each client. No sample passes through the chief, and the chief reads none.
 
     A client's dataset is repeated, so that it may be finite.
 
@@ -157,7 +157,7 @@ class ClientDatasets(WorkerDatasets):
 
     @property
     def iterators(self) -> Any:
-        """Not available: rounds alone know a client's position."""
+        """Raises an error: only rounds know the position of each client."""
         return _not_available()
 
     def create_iterators(self, positions: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class WorkerFunctions:
             model: Compiled and built.
             strategy: The model's ParameterServerStrategy.
             encoder: Encodes gradients.
-            buffers: Where parts of rounds are written; `None`: gradients are pushed to the variables.
+            buffers: The buffers for parts of rounds; `None`: gradients are pushed to the variables.
             packing: Packs what the functions return.
         """
         self._model, self._strategy = model, strategy
@@ -55,7 +55,7 @@ class WorkerFunctions:
         self.predict = tf.function(self._predict, autograph=False)
 
     def num_normalizers(self, part: Sequence[Any], phase: int) -> int:
-        """How many means in the losses divide by something other than the number of samples, in a step on `part`.
+        """Returns how many means in the losses of a step on `part` do not divide by the number of samples.
 
         Traces the function that trains on such a part, if that was not done yet.
         """
@@ -121,12 +121,12 @@ class WorkerFunctions:
             "is_last": tf.constant(result.is_last),
         }
 
-    def _update(self, used: tf.Tensor, weights: tf.Tensor, phase: int = 0) -> None:
+    def _update(self, used_buffers: tf.Tensor, weights: tf.Tensor, phase: int = 0) -> None:
         buffers = self._buffers
         if buffers is None:
             raise RuntimeError("no gradient buffers in asynchronous mode")
         with tf.device(_FIRST_SERVER):
-            self._strategy.run(lambda: buffers.update(used, weights, self._model.optimizer, phase))
+            self._strategy.run(lambda: buffers.update(used_buffers, weights, self._model.optimizer, phase))
 
     def _test(self, batch: Any) -> list[tf.Tensor]:
         def step() -> Results:

@@ -77,7 +77,7 @@ class WorkerScope(keras.StatelessScope):
 
         Args:
             metrics: The variables of the model's metrics.
-            number: Of the step in this training, an int64 scalar.
+            number: The number of the step in this training, an int64 scalar.
             pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
             jit_compile: Whether XLA compiles the calls of layers and losses.
             updates: Makes the updates of phases; `None`: they are not made.
@@ -108,12 +108,12 @@ class WorkerScope(keras.StatelessScope):
 
     @staticmethod
     def current() -> "WorkerScope | None":
-        """The scope of the step that is being traced, if there is one."""
+        """Returns the scope of the step that is being traced, if there is one."""
         return _current.get()
 
     @staticmethod
     def compiles_calls() -> bool:
-        """Whether XLA compiles the calls of layers and losses here: in a step, not in a loop or branch of it."""
+        """Returns whether XLA compiles calls of layers and losses here: in a step, not in a loop or branch of it."""
         scope = _current.get()
         return scope is not None and scope._jit_compile and scope._graph is tf.compat.v1.get_default_graph()
 
@@ -125,7 +125,7 @@ class WorkerScope(keras.StatelessScope):
         self.losses: list[Any] = []  # what layers add by `add_loss`
         self._read = set()
         # Micro-steps are one step: each begins with the trainable variables of the servers.
-        self._updated |= {known for known, variable in self._changed.items() if variable.trainable}
+        self._updated |= {key for key, variable in self._changed.items() if variable.trainable}
         self._forget_assigned()
         self._phase, self._stale, self._updated = 0, set(), set()
         self._started_at = len(self._graph.get_operations())
@@ -140,12 +140,12 @@ class WorkerScope(keras.StatelessScope):
     @contextmanager
     def in_update(self) -> Iterator[None]:
         """Encloses the call of an optimizer, which may read the variables that it updates."""
-        was, self._is_in_update = self._is_in_update, True
+        was_in_update, self._is_in_update = self._is_in_update, True
         try:
             yield
         finally:
-            self._is_in_update = was
-            if not was:
+            self._is_in_update = was_in_update
+            if not was_in_update:
                 self._constrained = set()
 
     # What Keras and the optimizers call during a step.
@@ -161,9 +161,9 @@ class WorkerScope(keras.StatelessScope):
                 "compile its layers."
             )
         self._end_phase_before_reading(variable)
-        known = super().get_current_value(variable)
-        if known is not None:
-            return known
+        value_in_scope = super().get_current_value(variable)
+        if value_in_scope is not None:
+            return value_in_scope
         if is_seed_state(variable):
             value = tf.convert_to_tensor(server_variable(variable))
             seed = tf.cast(tf.bitwise.bitwise_and(self._number * _SEED_STEP, 0xFFFFFFFF), value.dtype)
@@ -211,7 +211,7 @@ class WorkerScope(keras.StatelessScope):
         self._constrained |= {id(variable) for variable in optimizer.constrained_variables}
 
     def version_of(self, variable: keras.Variable) -> tf.Variable | None:
-        """The server's variable that has the value of `variable` in this phase; `None`: its own one."""
+        """Returns the server's variable with the value of `variable` in this phase; `None`: that is its own one."""
         self._end_phase_before_reading(variable)
         server = server_variable(variable)
         if self._updates is None or server is None:
@@ -242,24 +242,24 @@ class WorkerScope(keras.StatelessScope):
     def changes(
         self, excluded: Sequence[tf.Variable] = (), *, of_phase: bool = False
     ) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """The servers' variables that the steps would change, and by how much.
+        """Returns the servers' variables that the steps would change, and by how much.
 
         Args:
             excluded: Variables of servers to leave out, beside the optimizers' counts of updates.
             of_phase: Whether to return only what optimizers update, too, which is changed at the end of each phase.
         """
-        known = {*map(id, excluded), *self._counters}
-        found = []
+        excluded_ids = {*map(id, excluded), *self._counters}
+        differences = []
         for variable in self._changed.values():
             server = server_variable(variable)
-            if id(server) not in known and (id(variable) in self._updated or not of_phase):
+            if id(server) not in excluded_ids and (id(variable) in self._updated or not of_phase):
                 after = tf.cast(self.state_mapping[id(variable)], server.dtype)
                 _, before = self._before.get(id(variable), (variable, None))
-                found.append((server, after - (server.read_value() if before is None else before)))
-        return found
+                differences.append((server, after - (server.read_value() if before is None else before)))
+        return differences
 
     def mean_values(self, means: Sequence[tuple[keras.Variable, keras.Variable]]) -> list[Any]:
-        """The values of the variables (total, count) of means."""
+        """Returns the values of the variables (total, count) of means."""
         return [tuple(tf.convert_to_tensor(self.get_current_value(variable)) for variable in mean) for mean in means]
 
     def weigh_means(
@@ -287,28 +287,28 @@ class WorkerScope(keras.StatelessScope):
             self._end_phase()
 
     def _end_phase(self) -> None:
-        """Has the updates made on which the rest of the step depends, so that it reads the new values."""
+        """Makes the updates on which the rest of the step depends, so that it reads the new values."""
         if self._updates is None:
             return
         self._check_calls()
         pushed = self._pushed[-1]
-        stop, self._is_in_update = self._is_in_update, True
+        was_in_update, self._is_in_update = self._is_in_update, True
         super().__exit__(None, None, None)  # updates change variables
         try:
             with stop_recording(), self._graph.as_default():
                 self._updates.end_phase(self._phase, pushed, self.changes(of_phase=True))
         finally:
             super().__enter__()
-            self._is_in_update = stop
+            self._is_in_update = was_in_update
         self._phase += 1
         self._started_at = len(self._graph.get_operations())
         self._read -= self._stale
         self._pushed[-1], self._stale = [], set()
         self._forget_assigned()
         changed = {id(variable) for optimizer, _ in pushed for variable in optimizer.changed_variables}
-        for known, (variable, _) in list(self._before.items()):
-            if id(server_variable(variable)) in changed and known not in self._changed:
-                del self.state_mapping[known], self._before[known]
+        for key, (variable, _) in list(self._before.items()):
+            if id(server_variable(variable)) in changed and key not in self._changed:
+                del self.state_mapping[key], self._before[key]
 
     def _check_calls(self) -> None:
         """Checks that functions which keep what they read do not read other values than the phase has."""
@@ -328,9 +328,9 @@ class WorkerScope(keras.StatelessScope):
 
     def _forget_assigned(self) -> None:
         """Forgets what was assigned to variables that optimizers update: they are read again."""
-        for known in list(self._changed):
-            if known in self._updated:
-                del self._changed[known], self.state_mapping[known]
+        for key in list(self._changed):
+            if key in self._updated:
+                del self._changed[key], self.state_mapping[key]
 
     def _pulled_dtype(self, variable: keras.Variable) -> tf.DType:
         return self.pull_dtype if self._is_pulled_as_less(variable) else _dtype_of(variable)
@@ -354,6 +354,6 @@ def _dtype_of(variable: keras.Variable) -> tf.DType:
 
 
 def current_loss_step() -> LossStep | None:
-    """How the losses of the step that is being traced are scaled; `None` outside of a step."""
+    """Returns how the losses of the step that is being traced are scaled; `None` outside of a step."""
     scope = _current.get()
     return None if scope is None else scope.loss_step

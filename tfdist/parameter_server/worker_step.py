@@ -1,4 +1,4 @@
-"""What a worker computes for the batches that it is given: gradients, metrics, changes of other variables."""
+"""Computes gradients, metrics and changes of other variables for the batches of a worker."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -62,10 +62,10 @@ def compute(
 
     Args:
         model: Compiled and built.
-        batches: Of micro-steps: inputs, targets, weights, as `train_step` takes them.
+        batches: The batches of micro-steps: inputs, targets, weights, as `train_step` takes them.
         part: Describes these batches as a part of a push or a round.
         pull_dtype: As which dtype trainable variables cross the network.
-        total_samples: Given the number of samples in `batches`, returns the number in all parts; both are int64
+        total_samples: Returns the number of samples in all parts from that in `batches`; both are int64
             scalars. `None`: `batches` is one batch and the only part.
         divided: How the rows of a batch are divided.
         updates: Makes the updates of all phases but the last one.
@@ -140,7 +140,7 @@ def _floats(*numbers: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _mean(gradients: Sequence[Any], sizes: Sequence[tf.Tensor], total: tf.Tensor) -> Any:
-    """The mean of micro-steps' gradients, weighted by their samples."""
+    """Returns the mean of micro-steps' gradients, weighted by their samples."""
     if len(gradients) == 1:
         return gradients[0]
     weights = [tf.cast(size / total, gradients[0].dtype) for size in sizes]

@@ -111,19 +111,41 @@ def _apply(held: HeldUpdate, sums: Sequence[Any], micro_steps: int, around: Arou
     update = held.update
 
     def apply() -> None:
-        if update.loss_scale is None:
-            return held.clip_and_apply(sums)
-        finite = held.all_finite(sums)
-        cond_over_replicas(
-            finite,
+        apply_if_finite(
+            update,
+            lambda: held.all_finite(sums),
             lambda: held.clip_and_apply(sums),
             # Micro-steps are counted after the update; those of a skipped update must not count.
             lambda: update.take_back(micro_steps),
         )
-        update.loss_scale.update(finite)
-        return None
 
     around(apply, sums)
+
+
+def apply_if_finite(
+    update: OptimizerUpdate,
+    all_finite: Callable[[], tf.Tensor],
+    apply: Callable[[], None],
+    skip: Callable[[], None] = lambda: None,
+) -> tf.Tensor | bool:
+    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead.
+
+    Args:
+        update: The optimizer. Without a loss scale it always updates.
+        all_finite: Returns whether all values of all means are finite.
+        apply: Updates the variables.
+        skip: Called in place of `apply`.
+
+    Returns:
+        Whether the variables are updated, a bool scalar.
+    """
+    if update.loss_scale is None:
+        apply()
+        return True
+    finite = all_finite()
+    cond_over_replicas(finite, apply, skip)
+    update.loss_scale.update(finite)
+    return finite
 
 
 def _divisor(update: OptimizerUpdate, micro_steps: int) -> Any:
