@@ -18,13 +18,12 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
-from tfdist.model_parallel.column_run import ColumnRun, added
+from tfdist.model_parallel.column_run import ColumnRun, CopyRun, added
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
 from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
-from tfdist.model_parallel.sharded_run import ShardedColumnRun
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction
 from tfdist.model_parallel.stage_functions import StageFunction, StageKind
 from tfdist.model_parallel.stages import ModelStages
@@ -148,8 +147,8 @@ class _Batch:
         self._parts = micro_batches_of([self._inputs, self._data], parts)
         self._seeds = seed_states(model)
         self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
-        self.runs: list[Any] = []
-        self._accuracies: list[Any] = []
+        self.runs: list[ColumnRun] = []
+        self._accuracies: Sequence[Any] = ()
         self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
@@ -172,16 +171,11 @@ class _Batch:
             first = group * pipeline.micro_batches
             parts = self._parts[first : first + pipeline.micro_batches]
             devices = [self.devices[column] for column in columns]
+            run = CopyRun(functions, devices, values, parts, loss_scale)
             with independent_calls():
-                if self._ways == 1:
-                    run = ColumnRun(functions, devices[0], values[0], parts, loss_scale)
-                    run.run(orders, self._inputs, self._data)
-                    self.runs.append(run)
-                else:
-                    shared = ShardedColumnRun(functions, devices, values, parts, loss_scale)
-                    shared.run(orders, self._inputs, self._data)
-                    self.runs += shared.runs
-                    self._accuracies = shared.accuracies
+                run.run(orders, self._inputs, self._data)
+            self.runs += run.columns
+            self._accuracies = run.accuracies
         if self._kind.has_loss and not self._has_loss():
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
@@ -203,7 +197,7 @@ class _Batch:
             ]
 
     @property
-    def _whole_runs(self) -> list[Any]:
+    def _whole_runs(self) -> list[ColumnRun]:
         """Of each group of columns that share a copy of the model, the first one's run."""
         return self.runs[:: self._ways]
 

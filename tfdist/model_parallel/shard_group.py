@@ -18,14 +18,10 @@ import tensorflow as tf
 
 from tfdist.model_parallel.column_program import Exchange
 from tfdist.model_parallel.micro_batch_loss import current_stage_loss
+from tfdist.model_parallel.stage_functions import is_differentiable
 from tfdist.tensorflow_internals.split_variables import part_size
 
 SUM, GATHER, SEED = "sum", "gather", "seed"
-
-
-def is_differentiable(tensor: Any) -> bool:
-    """Whether a tensor may have a gradient."""
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 @dataclass(frozen=True)

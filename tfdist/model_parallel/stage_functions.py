@@ -79,6 +79,9 @@ class StageFunction:
     micro-batch. It takes the values of variables as arguments, so that calls on different stages are independent.
 
     Attributes:
+        stage: The stage.
+        weights: The positions of the variables whose gradients the backward pass returns.
+        inputs: The positions of the inputs whose gradients it returns after those: earlier stages want them.
         changed: The variables whose new values are the result's `states`.
         num_divisors: How many divisors of the batch its losses use.
         fixed_tables: The positions of variables of which each micro-batch looks up the same rows.
@@ -96,24 +99,85 @@ class StageFunction:
         self.changed: Sequence[keras.Variable] = ()
         self.num_divisors = 0
         self.fixed_tables: set[int] = set()
-        self._model, self._stages, self._stage, self._kind = model, stages, stage, kind
+        self._model, self._stages, self.stage, self._kind = model, stages, stage, kind
+        trained = {id(variable) for variable in model.trainable_variables} if kind.training else set()
+        self.weights = [position for position, variable in enumerate(stage.variables) if id(variable) in trained]
+        self.inputs = [
+            position
+            for position, (symbolic, tensor) in enumerate(zip(stage.inputs, example.tensors, strict=True))
+            if trained and is_differentiable(tensor) and stages.maker(symbolic) >= 0
+        ]
         self._function = self._traced(_specs(stages, stage, example, kind))
         _check_captures(self._function, stage)
 
-    def __call__(self, inputs: StageInputs) -> StageResult:
-        """Computes the stage on a micro-batch."""
-        return self._function(inputs)
+    def forward(
+        self, arguments: Sequence[StageInputs], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any
+    ) -> tuple[Sequence[StageResult], Any]:
+        """Adds the forward pass of a micro-batch to the graph.
+
+        Args:
+            arguments: By device, on it.
+            devices: The full names of the devices that compute the stage together; here one.
+            after: By device, the operations for which it waits.
+            rows: The number of samples, if it is not static.
+
+        Returns:
+            By device the results, and what the backward pass needs.
+        """
+        [inputs], [device] = arguments, devices
+        sources = self._sources(inputs)
+        with tf.device(device), tf.control_dependencies(after[0]):
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(sources)
+                result = self._function(inputs)
+        return [result], (tape, sources, result, device)
+
+    def complete_result(self, results: Sequence[StageResult], device: str, rows: Any) -> StageResult:
+        """Returns the result of the first device, whose outputs are complete, as metrics and the program take them."""
+        return results[0]
+
+    @property
+    def accuracies(self) -> Sequence[Any]:
+        """Metrics that take `StageResult.choices` as outputs."""
+        return ()
+
+    def backward(
+        self, to_differentiate: Any, seeds: Sequence[Sequence[Any]], after: Sequence[list[tf.Operation]]
+    ) -> list[list[Any]]:
+        """Adds the backward pass of a micro-batch to the graph.
+
+        Args:
+            to_differentiate: What `forward` has returned.
+            seeds: By device, the gradients of the outputs and of the stage's loss; None without one.
+            after: By device, the operations for which it waits.
+
+        Returns:
+            By device the gradients of `weights` and `inputs`, dense, `tf.IndexedSlices` or None; none at all if
+            nothing is differentiated.
+        """
+        tape, sources, result, device = to_differentiate
+        pairs = zip([*result.tensors, result.loss], seeds[0], strict=True)
+        targets = [(target, seed) for target, seed in pairs if seed is not None]
+        if not targets or not sources:
+            return [[]]
+        with tf.device(device), tf.control_dependencies(after[0]):
+            return [tape.gradient([target for target, _ in targets], sources, [seed for _, seed in targets])]
+
+    def _sources(self, given: StageInputs) -> list[tf.Tensor]:
+        """Returns what a stage is differentiated by."""
+        weights = [given.values[position] for position in self.weights]
+        return [*weights, *(given.tensors[position] for position in self.inputs)]
 
     def _traced(self, specs: StageInputs) -> Any:
         """Returns the traced function, which has a `graph`."""
         traced = tf.function(self._run, autograph=False, experimental_attributes={"_noinline": True})
         with tf.init_scope(), tf.device(None):
             function = traced.get_concrete_function(specs)
-        self.fixed_tables = tables_of_fixed_rows(function, len(self._stage.variables))
+        self.fixed_tables = tables_of_fixed_rows(function, len(self.stage.variables))
         return function
 
     def _run(self, given: StageInputs) -> StageResult:
-        stage = self._stage
+        stage = self.stage
         samples = _samples(self._stages, stage, given)
         loss = MicroBatchLoss(given.fraction, given.is_real, samples[0], given.divisors)
         loss.recomputes = self.recomputes
@@ -149,7 +213,7 @@ class StageFunction:
     def _received(self, given: StageInputs) -> dict[int, Any]:
         """Returns the inputs of the stage with their masks, by the ids of the symbolic tensors."""
         values: dict[int, Any] = {}
-        for symbolic, tensor, mask in zip(self._stage.inputs, given.tensors, given.masks, strict=True):
+        for symbolic, tensor, mask in zip(self.stage.inputs, given.tensors, given.masks, strict=True):
             values[id(symbolic)] = tf.identity(tensor)
             if mask is not None:
                 set_mask(values[id(symbolic)], mask)
@@ -158,7 +222,7 @@ class StageFunction:
     def _computed(self, given: StageInputs) -> dict[int, Any]:
         """Returns the inputs and all results of the layer calls, by the ids of the symbolic tensors."""
         values = self._received(given)
-        for call in self._stage.calls:
+        for call in self.stage.calls:
             results = call(values, training=self._kind.training)
             values |= {id(symbolic): result for symbolic, result in zip(call.outputs, results, strict=True)}
         return values
@@ -174,6 +238,11 @@ class StageFunction:
                 "scalar. Give the losses of `compile` a `reduction` other than None."
             )
         return tf.cast(loss, tf.float32), of_outputs
+
+
+def is_differentiable(tensor: Any) -> bool:
+    """Whether a tensor may have a gradient."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _samples(stages: ModelStages, stage: Stage, given: StageInputs) -> tuple[Any, list[tf.Tensor]]:

@@ -59,10 +59,6 @@ class StepFunctions:
                     self._divisors = divisors_of(self._model, self.stages.graph, self._batch, self._kind, number)
         return function, given._replace(divisors=self._divisors) if function.num_divisors else given
 
-    def fixed_tables(self, index: int) -> set[int]:
-        """Returns the positions of variables of a stage of which each micro-batch looks up the same rows."""
-        return self._functions[index].fixed_tables
-
 
 def divisors_of(model: Any, graph: FunctionalGraph, batch: Any, kind: StageKind, number: int) -> tf.Tensor:
     """Returns the divisors of a batch, a float32 vector, in the order in which the losses use them.
