@@ -1,5 +1,6 @@
 """Sums the gradients of columns: compressed as the policy says, with a state for each variable and column."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from tfdist.collectives.compressed_all_reduce import ENCODED_DTYPES
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices
 from tfdist.compression import Compressor, Dense, Group, Policy, WarmUp
 from tfdist.compression.gradient_tensors import all_finite, values_of
-from tfdist.model_parallel.column_program import ColumnProgram
-from tfdist.model_parallel.columns import summed_over_columns
-from tfdist.model_parallel.transfers import DENSE, record_transfer, unrecorded
+from tfdist.model_parallel.device_exchanges import exchanged_slices, gathered_from_columns, summed_over_columns
+from tfdist.model_parallel.device_program import DeviceProgram, ExchangeRecord
+from tfdist.model_parallel.transfers import DENSE, WEIGHT_GRADIENT, record_transfer, unrecorded
 
 
 class StateWrites:
@@ -182,7 +183,7 @@ class ColumnReduction:
             for one, gradient in zip(of_column, gradients, strict=True):
                 one.set_shape(gradient.shape)
         states = [_read([of_columns[c] for of_columns in variables], device) for c, device in enumerate(devices)]
-        results = _program(reduce, own, states)([list(pair) for pair in zip(own, states, strict=True)], devices)
+        results = _on_columns(reduce, [list(pair) for pair in zip(own, states, strict=True)], devices)
         _record_uncompressed([gradient.of_columns for gradient in gradients], devices)
         for column, (_, new_states, _) in enumerate(results):
             for of_columns, new_state in zip(variables, new_states, strict=True):
@@ -207,9 +208,7 @@ class ColumnReduction:
         _record_uncompressed([slices], gradient.devices)
         own = [[one.values, one.indices] for one in slices]
         states = [_read([entries], device)[0] for entries, device in zip(variables, gradient.devices, strict=True)]
-        results = _program(reduce, own, states)(
-            [list(pair) for pair in zip(own, states, strict=True)], gradient.devices
-        )
+        results = _on_columns(reduce, [list(pair) for pair in zip(own, states, strict=True)], gradient.devices)
         sums = []
         for entries, one, ((values, indices, rows), new_state, _) in zip(variables, slices, results, strict=True):
             sums.append(tf.IndexedSlices(values, indices, one.dense_shape))
@@ -245,10 +244,53 @@ def _read(variables: Sequence[dict[str, tf.Variable]], device: str) -> list[dict
         return [{name: one.read_value() for name, one in entries.items()} for entries in variables]
 
 
-def _program(function: Callable[..., Any], *by_column: Sequence[Any]) -> ColumnProgram:
-    """Returns the program of a function for the arguments of the columns, by argument and column."""
-    specs = tf.nest.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), [given[0] for given in by_column])
-    return ColumnProgram(function, specs, len(by_column[0]))
+def _on_columns(reduce: Callable[..., Any], arguments: Sequence[list[Any]], devices: Sequence[str]) -> list[Any]:
+    """Returns by column what a function of a group and arguments returns, for the arguments of each column."""
+    specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), arguments[0])
+
+    def without_gradients(group: Group, *given: Any) -> tuple[Any, Any]:
+        return reduce(group, *given), []
+
+    return DeviceProgram(without_gradients, specs, len(devices), ColumnGroup).forward(arguments, devices)[0]
+
+
+class ColumnGroup(ExchangeRecord, Group):
+    """Records the exchanges of a reduction that is being traced."""
+
+    def __init__(self, size: int, graph: Any) -> None:
+        """Records those of `size` columns in `graph`."""
+        super().__init__(graph)
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """See `Group`."""
+        return self._size
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Group`."""
+        send = functools.partial(summed_over_columns, kinds=[WEIGHT_GRADIENT])
+        return self._record("sum", tensor, tensor.shape, send)
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Group`."""
+        length = tensor.shape[0]
+        of_all = [length and length * self._size, *tensor.shape[1:]]
+        return self._record("gather", tensor, of_all, gathered_from_columns)
+
+    def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Group`."""
+        return self._record("exchange", slices, slices.shape, exchanged_slices), self.own_rank()
+
+    def _record(self, kind: str, tensor: tf.Tensor, of_received: Any, send: Callable[..., list[tf.Tensor]]) -> Any:
+        return self.add(
+            tensor,
+            tensor.shape,
+            of_received,
+            lambda sent, devices, rows: send(sent, devices),
+            "Columns cannot exchange gradients within a condition or a loop. Received: a compressor whose `reduce` "
+            f"calls `group.{kind}` there. Expected: exchanges outside of `tf.cond` and `tf.while_loop`.",
+        )
 
 
 def _finite_on_devices(sums: Sequence[Any]) -> list[tf.Tensor]:

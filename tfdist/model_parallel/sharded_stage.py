@@ -14,8 +14,8 @@ from tfdist.keras_internals.layer_attributes import kernel_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.composite_layers import aware_layers_of
+from tfdist.model_parallel.device_program import DeviceProgram
 from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
-from tfdist.model_parallel.shard_program import ShardProgram
 from tfdist.model_parallel.sharded_layers import (
     aware_call,
     dropped,
@@ -126,12 +126,12 @@ class ShardedStageFunction(StageFunction):
         return by_device
 
     def _traced(self, specs: StageInputs) -> Any:
-        self.program = ShardProgram(self._differentiable, specs, self._ways)
+        self.program = DeviceProgram(self._differentiable, [specs], self._ways, ShardGroup)
         traced, received = self.program.traced, self.program.received
         self.fixed_tables = tables_of_fixed_rows(traced, len(self.stage.variables), received)
         return self.program
 
-    def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:
+    def _differentiable(self, group: ShardGroup, given: StageInputs) -> tuple[StageResult, list[Any]]:
         self._group, self.exchanges = group, group.made
         self._of_losses: dict[int, SplitCrossentropy] = {}
         stage, sources = self.stage, self._sources(given)
@@ -144,16 +144,12 @@ class ShardedStageFunction(StageFunction):
             for position, (symbolic, tensor) in enumerate(zip(stage.outputs, result.tensors, strict=True))
             if id(symbolic) in wanted and is_differentiable(tensor)
         ]
-
-        def differentiate() -> list[Any]:
-            targets = [result.tensors[position] for position in self._targets]
-            targets += [] if result.loss is None else [result.loss]
-            if not targets or not sources:
-                return []
-            found = tf.gradients(targets, sources, [group.seed(target) for target in targets])
-            return [_as_tensors(gradient) for gradient in found]
-
-        return result, differentiate
+        targets = [result.tensors[position] for position in self._targets]
+        targets += [] if result.loss is None else [result.loss]
+        if not targets or not sources:
+            return result, []
+        gradients = tf.gradients(targets, sources, [group.seed(target) for target in targets])
+        return result, [_as_tensors(gradient) for gradient in gradients]
 
     def _computed(self, given: StageInputs) -> dict[int, Any]:
         """Returns the results of the layer calls; whole are those of inputs, and outputs that are not in `split`."""
