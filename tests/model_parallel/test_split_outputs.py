@@ -15,7 +15,7 @@ from tfdist.keras_internals.compiled_outputs import crossentropy_options
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper, get_mask
 from tfdist.model_parallel.device_program import DeviceProgram
 from tfdist.model_parallel.shard_group import ShardGroup
-from tfdist.model_parallel.split_softmax import SplitCrossentropy, split_softmax
+from tfdist.model_parallel.split_outputs import SplitCrossentropy, split_softmax
 
 layers = keras.layers
 pytestmark = pytest.mark.usefixtures("cpus")

@@ -9,8 +9,7 @@ import tensorflow as tf
 from tfdist.model_parallel.batch_rows import MicroBatch
 from tfdist.model_parallel.layer_states import StageValues
 from tfdist.model_parallel.pipeline_schedule import Task, execution_order
-from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageResult
-from tfdist.model_parallel.step_functions import StepFunctions
+from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageResult, StepFunctions
 from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, record_transfer
 
 

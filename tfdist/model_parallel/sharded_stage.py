@@ -25,8 +25,15 @@ from tfdist.model_parallel.sharded_layers import (
     is_softmax,
     takes_parts,
 )
-from tfdist.model_parallel.split_outputs import CHOICES, WHOLE, SplitOutput, split_outputs
-from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
+from tfdist.model_parallel.split_outputs import (
+    CHOICES,
+    WHOLE,
+    SplitCrossentropy,
+    SplitOutput,
+    choices_of_parts,
+    split_outputs,
+    split_softmax,
+)
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind, StageResult, is_differentiable
 from tfdist.model_parallel.stages import ModelStages, Stage
 from tfdist.model_parallel.transfers import PREDICTION, record_transfer
@@ -111,18 +118,18 @@ class ShardedStageFunction(StageFunction):
         results, state, arguments = to_differentiate
         of_targets = []
         for result, (*of_outputs, of_loss), device in zip(results, seeds, state.devices, strict=True):
-            own = [] if of_loss is None else [of_loss]
             with tf.device(device):
                 pairs = [(of_outputs[position], result.tensors[position]) for position in self._targets]
-                of_targets.append([tf.zeros_like(one) if seed is None else seed for seed, one in pairs] + own)
+                of_device = [tf.zeros_like(output) if seed is None else seed for seed, output in pairs]
+            of_targets.append(of_device if of_loss is None else [*of_device, of_loss])
         if not of_targets[0]:
             return [[] for _ in results]
         by_device = []
         gradients = self.program.backward(state, of_targets, after)
-        for of_device, given, device in zip(gradients, arguments, state.devices, strict=True):
+        for of_sources, inputs, device in zip(gradients, arguments, state.devices, strict=True):
             with tf.device(device):
-                sources = zip(of_device, self._sources(given), strict=True) if of_device else ()
-                by_device.append([_as_on_tape(gradient, source) for gradient, source in sources])
+                pairs = zip(of_sources, self._sources(inputs), strict=True) if of_sources else ()
+                by_device.append([_as_on_tape(gradient, source) for gradient, source in pairs])
         return by_device
 
     def _traced(self, specs: StageInputs) -> Any:
@@ -131,11 +138,11 @@ class ShardedStageFunction(StageFunction):
         self.fixed_tables = tables_of_fixed_rows(traced, len(self.stage.variables), received)
         return self.program
 
-    def _differentiable(self, group: ShardGroup, given: StageInputs) -> tuple[StageResult, list[Any]]:
+    def _differentiable(self, group: ShardGroup, arguments: StageInputs) -> tuple[StageResult, list[Any]]:
         self._group, self.exchanges = group, group.made
         self._of_losses: dict[int, SplitCrossentropy] = {}
-        stage, sources = self.stage, self._sources(given)
-        result = self._run(given)
+        stage, sources = self.stage, self._sources(arguments)
+        result = self._run(arguments)
         wanted = {id(tensor) for other in self._stages.stages[stage.index + 1 :] for tensor in other.inputs}
         if not self._kind.has_loss:  # which would differentiate the outputs of the model
             wanted |= {id(tensor) for tensor in self._stages.graph.outputs}
@@ -151,10 +158,10 @@ class ShardedStageFunction(StageFunction):
         gradients = tf.gradients(targets, sources, [group.seed(target) for target in targets])
         return result, [_as_tensors(gradient) for gradient in gradients]
 
-    def _computed(self, given: StageInputs) -> dict[int, Any]:
+    def _computed(self, arguments: StageInputs) -> dict[int, Any]:
         """Returns the results of the layer calls; whole are those of inputs, and outputs that are not in `split`."""
         stage = self.stage
-        values = self._received(given)
+        values = self._received(arguments)
         symbols: dict[int, str] = {}
         for call in stage.calls:
             results = self._called(call, values)
@@ -170,19 +177,19 @@ class ShardedStageFunction(StageFunction):
 
     def _split_outputs(self, values: Mapping[int, Any]) -> dict[int, SplitOutput]:
         """Returns the outputs that stay split: those of the model whose losses are computed from parts."""
-        stage, found = self.stage, {}
+        stage, kept = self.stage, {}
         if stage.index < len(self._stages.stages) - 1:
             return {}
         numbers = [id(symbolic) for symbolic in self._stages.graph.outputs]
         for output in split_outputs(self._model, self._stages.graph):
             symbolic = self._stages.graph.outputs[output.number]
-            position = next((index for index, one in enumerate(stage.outputs) if one is symbolic), None)
+            position = next((index for index, tensor in enumerate(stage.outputs) if tensor is symbolic), None)
             is_needed = self._kind.has_loss and output.reason
             if position is None or is_needed or numbers.count(id(symbolic)) > 1 or len(symbolic.shape) < 2:
                 continue
             if self._split_axis(values[id(symbolic)], symbolic) == len(symbolic.shape) - 1:
-                found[position] = output
-        return found
+                kept[position] = output
+        return kept
 
     def _compiled_loss(self, step: Any, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
         calls: dict[int, SplitCrossentropy] = {}
@@ -197,38 +204,39 @@ class ShardedStageFunction(StageFunction):
             return super()._compiled_loss(step, data, values)
 
     def _choices(self, values: dict[int, Any]) -> list[tf.Tensor]:
-        found = []
+        choices = []
         for position, output in self.split.items():
             if output.metrics == CHOICES and self._kind.has_loss:
                 of_loss, part = self._of_losses.get(position), values[id(self.stage.outputs[position])]
-                known = None if of_loss is None else of_loss.choices
-                size = self.stage.outputs[position].shape[-1]
-                found.append(choices_of_parts(part, self._known_group, size) if known is None else known)
-        return found
+                of_output = None if of_loss is None else of_loss.choices
+                if of_output is None:
+                    of_output = choices_of_parts(part, self._known_group, self.stage.outputs[position].shape[-1])
+                choices.append(of_output)
+        return choices
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
         group = self._known_group
         group.layer = call.name
         known = aware_layers_of(call, self._axes, training=self._kind.training)
         aware = known.layers
-        own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
+        inputs = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
         replaced |= {layer: self._dropped(layer, axis, size) for layer, axis, size in known.dropouts}
-        for layer in [one for one in aware if id(one) in known.whole]:
+        for layer in [layer for layer in aware if id(layer) in known.whole]:
             replaced[layer] = self._with_whole_result(layer, replaced[layer])
         if drops_parts(call.operation) and len(splits) == 1 and splits != {None}:
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis, call.inputs[0].shape[axis])
-        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
+        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(inputs):
             size = call.inputs[0].shape[-1]
             replaced[call.operation] = lambda x, mask=None: split_softmax(x, group, size)
         elif not _takes_parts(call, aware, splits):
-            own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
-        others = [one for one in call.variables if id(one) not in known.variables]
+            inputs = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        others = [variable for variable in call.variables if id(variable) not in known.variables]
         with self._gathered(others), replaced_calls(replaced):
-            return list(call(own, training=self._kind.training))
+            return list(call(inputs, training=self._kind.training))
 
     def _dropped(self, layer: Any, axis: int, size: int | None) -> Any:
         call = type(layer).call.__get__(layer)
@@ -249,7 +257,8 @@ class ShardedStageFunction(StageFunction):
     def _gathered(self, variables: Any) -> Any:
         """In the body, split variables have their complete values."""
         scope = stateless_scope()
-        parts = [(one, scope.get_current_value(one)) for one in variables if id(one) in self._axes]
+        split = [variable for variable in variables if id(variable) in self._axes]
+        parts = [(variable, scope.get_current_value(variable)) for variable in split]
         for variable, part in parts:
             axis = self._axes[id(variable)]
             whole_value = self._known_group.gather(part, axis, variable.shape[axis], has_samples=False)
@@ -287,8 +296,8 @@ class ShardedStageFunction(StageFunction):
     @functools.cached_property
     def _padded_sizes(self) -> dict[int, int]:
         """By the size of a split axis that is padded, the size with padding."""
-        pairs = [(one, self._axes.get(id(one))) for one in self._stages.variables]
-        sizes = [int(one.shape[axis]) for one, axis in pairs if axis is not None]
+        pairs = [(variable, self._axes.get(id(variable))) for variable in self._stages.variables]
+        sizes = [int(variable.shape[axis]) for variable, axis in pairs if axis is not None]
         return {size: part_size(size, self._ways) * self._ways for size in sizes if size % self._ways}
 
     @property
