@@ -32,7 +32,8 @@ class Columns:
             layout: Which variables neighbouring columns split, or None.
         """
         self.devices = devices
-        self._layout, self.ways = (layout, layout.ways) if layout is not None and layout.ways > 1 else (None, 1)
+        self._layout = layout if layout is not None and layout.ways > 1 else None
+        self.ways = 1 if self._layout is None else self._layout.ways
         self.axes: Mapping[int, int] = {}
         self.weight_of_slot: Mapping[str, str] = {}
         self._variables: list[keras.Variable] = []

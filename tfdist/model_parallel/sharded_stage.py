@@ -128,8 +128,8 @@ class ShardedStageFunction(StageFunction):
         gradients = self.program.backward(state, of_targets, after)
         for of_sources, inputs, device in zip(gradients, arguments, state.devices, strict=True):
             with tf.device(device):
-                pairs = zip(of_sources, self._sources(inputs), strict=True) if of_sources else ()
-                by_device.append([_as_on_tape(gradient, source) for gradient, source in pairs])
+                sources = self._sources(inputs) if of_sources else []
+                by_device.append([_as_on_tape(*pair) for pair in zip(of_sources, sources, strict=True)])
         return by_device
 
     def _traced(self, specs: StageInputs) -> Any:
