@@ -15,16 +15,13 @@ from tfdist.keras_internals.model_introspection import bound_step, is_predict_st
 from tfdist.keras_internals.strategy_patches import patch_keras
 from tfdist.model_parallel.column_reduction import ColumnReduction
 from tfdist.model_parallel.layer_costs import measured_costs
-from tfdist.model_parallel.link_counters import UPDATES, LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import schedule_picture
 from tfdist.model_parallel.placed_models import PlacedModels
-from tfdist.model_parallel.shard_creation import ShardCreation
-from tfdist.model_parallel.shard_layout import ShardLayout
-from tfdist.model_parallel.shard_table import shard_table
-from tfdist.model_parallel.stage_table import stage_table, variable_bytes_by_device
+from tfdist.model_parallel.shard_layout import ShardCreation, ShardLayout
+from tfdist.model_parallel.stage_table import shard_table, stage_table, variable_bytes_by_device
 from tfdist.model_parallel.stages import stages_of
-from tfdist.model_parallel.transfers import DENSE
+from tfdist.model_parallel.transfers import DENSE, UPDATES, LinkCounters
 from tfdist.model_parallel.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve

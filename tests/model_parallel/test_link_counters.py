@@ -5,6 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 import keras
+import layout_models as models
 import numpy as np
 import pipeline_runs as runs
 import pytest
@@ -13,8 +14,7 @@ import tensorflow as tf
 from tfdist.callbacks import CommunicationReport
 from tfdist.collectives import LinkStats
 from tfdist.compression import Policy
-from tfdist.model_parallel.link_counters import LinkCounters
-from tfdist.model_parallel.transfers import DENSE
+from tfdist.model_parallel.transfers import DENSE, LinkCounters
 from tfdist.strategies import ModelParallelStrategy
 
 layers = keras.layers
@@ -203,3 +203,18 @@ def bytes_between_devices(graph: Any) -> dict[tuple[str, str], int]:
             if source and target and source != target and tensor.shape.rank and tensor.dtype != tf.resource:
                 sent[source, target][tensor.ref()] = tensor.shape.num_elements() * tensor.dtype.size
     return {link: sum(tensors.values()) for link, tensors in sent.items()}
+
+
+def test_moving_statistics_of_copies_that_devices_share() -> None:
+    """The second copy sends its share to the device that holds the variable, which sends the sum to all others."""
+    strategy = models.strategy_of(2, columns=2)
+    with strategy.scope():
+        x = keras.Input((12,))
+        hidden = layers.Dense(8, name="down")(layers.Dense(16, "gelu", name="up")(x))
+        model = keras.Model(x, layers.Dense(5, name="head")(layers.BatchNormalization()(hidden)))
+        runs.compile_classifier(model, keras.optimizers.SGD(0.1))
+    model.fit(runs.X[:16], runs.CLASSES[:16], batch_size=16, verbose=0)
+    weights = {link: stats.weight_bytes for link, stats in links(strategy, "train_step").items()}
+    of_statistics = 2 * 8 * 4  # mean and variance
+    expected = dict.fromkeys([(2, 0), (0, 1), (0, 2), (0, 3)], of_statistics)
+    assert {link: sent for link, sent in weights.items() if sent} == expected

@@ -13,8 +13,9 @@ from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.compiled_outputs import crossentropy_options
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper, get_mask
-from tfdist.model_parallel.shard_program import ShardProgram
-from tfdist.model_parallel.split_softmax import SplitCrossentropy, split_softmax
+from tfdist.model_parallel.device_program import DeviceProgram
+from tfdist.model_parallel.shard_group import ShardGroup
+from tfdist.model_parallel.split_outputs import SplitCrossentropy, split_softmax
 
 layers = keras.layers
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -35,13 +36,13 @@ def _on_devices(function: Any, ways: int, *arguments: Any) -> list[tuple[list[An
     specs = [tf.TensorSpec([None, *one.shape[1:-1], one.shape[-1]], one.dtype) for one in arguments]
     specs[0] = tf.TensorSpec([None, *arguments[0].shape[1:-1], (WORDS + padding) // ways], arguments[0].dtype)
 
-    def computed(group: Any, given: Any) -> Any:
+    def computed(group: Any, *given: Any) -> Any:
         target, *others = function(group, *given)
-        return [target, *others], lambda: list(tf.gradients(target, [given[0]], group.seed(target)))
+        return [target, *others], tf.gradients(target, [given[0]], group.seed(target))
 
     @tf.function
     def run(seed: Any) -> Any:
-        program = ShardProgram(computed, specs, ways)
+        program = DeviceProgram(computed, specs, ways, ShardGroup)
         parts = tf.split(tf.pad(arguments[0], [[0, 0], [0, 0], [0, padding]], constant_values=99), ways, -1)
         results, state = program.forward(
             [[part, *arguments[1:]] for part in parts], names, [[] for _ in names], tf.constant(ROWS)

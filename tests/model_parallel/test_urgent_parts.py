@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.model_parallel.shard_program import ShardProgram
+from tfdist.model_parallel.device_program import DeviceProgram
+from tfdist.model_parallel.shard_group import ShardGroup
 
 pytestmark = pytest.mark.usefixtures("cpus")
 rng = np.random.default_rng(0)
 X, KERNEL = (rng.normal(size=shape).astype("float32") for shape in ((5, 4), (4, 6)))
 
 
-def _dense(group: Any, given: Any) -> Any:
+def _dense(group: Any, x: Any, kernel: Any) -> Any:
     """A Dense by columns: its gradient is sent, that of its weights is not."""
-    x, kernel = given
     result = tf.tanh(tf.matmul(group.enter(tf.sin(x)), kernel))
-    return [result], lambda: tf.gradients(result, [x, kernel], group.seed(result))
+    return [result], tf.gradients(result, [x, kernel], group.seed(result))
 
 
 def test_gradients_of_weights_follow_what_is_sent() -> None:
     devices = [one.name for one in tf.config.list_logical_devices("CPU")[:2]]
     specs = [tf.TensorSpec([None, 4]), tf.TensorSpec([4, 3])]
-    program = ShardProgram(_dense, specs, 2)
+    program = DeviceProgram(_dense, specs, 2, ShardGroup)
     assert [len(parts) for parts in program.calls] == [1, 2, 1]
     first, second = program.calls[1]
     types = [{one.type for one in part.function.graph.get_operations()} for part in (first, second)]

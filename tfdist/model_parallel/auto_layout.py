@@ -11,8 +11,15 @@ from tfdist.keras_internals.inner_calls import InnerCalls, inner_calls
 from tfdist.keras_internals.layer_attributes import kernel_of, output_projection_of, projections_of, table_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.model_parallel.composite_layers import hidden_values_of, inner_layers_of
-from tfdist.model_parallel.sharded_layers import aware_layers, drops_parts, is_attention, is_dense, is_elementwise
-from tfdist.model_parallel.split_embeddings import is_embedding, is_reversible
+from tfdist.model_parallel.sharded_layers import (
+    aware_layers,
+    drops_parts,
+    is_attention,
+    is_dense,
+    is_elementwise,
+    is_embedding,
+    is_reversible,
+)
 from tfdist.tensorflow_internals.split_variables import part_size
 from tfdist.utils.argument_checks import check_whole_number
 

@@ -1,5 +1,6 @@
 """Sums the gradients of columns: compressed as the policy says, with a state for each variable and column."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from tfdist.collectives.compressed_all_reduce import ENCODED_DTYPES
 from tfdist.collectives.sparse_all_reduce import sum_encoded_slices
 from tfdist.compression import Compressor, Dense, Group, Policy, WarmUp
 from tfdist.compression.gradient_tensors import all_finite, values_of
-from tfdist.model_parallel.column_program import ColumnProgram
-from tfdist.model_parallel.columns import summed_over_columns
-from tfdist.model_parallel.transfers import DENSE, record_transfer, unrecorded
+from tfdist.model_parallel.device_exchanges import exchanged_slices, gathered_from_columns, summed_over_columns
+from tfdist.model_parallel.device_program import DeviceProgram, ExchangeRecord
+from tfdist.model_parallel.transfers import DENSE, WEIGHT_GRADIENT, record_transfer, unrecorded
 
 
 class StateWrites:
@@ -130,9 +131,9 @@ class ColumnReduction:
                 results[position] = summed_over_columns(gradient.of_columns, gradient.devices)
                 exact.append(results[position][0])
         for (compressor, *_), positions in together.items():
-            for bucket in fill_buckets([gradients[one].of_columns[0] for one in positions], DEFAULT_BUCKET_BYTES):
+            for bucket in fill_buckets([gradients[index].of_columns[0] for index in positions], DEFAULT_BUCKET_BYTES):
                 chosen = [positions[index] for index in bucket.positions]
-                sums, flag = self._sum_bucket([gradients[one] for one in chosen], compressor, writes, is_warm_up)
+                sums, flag = self._sum_bucket([gradients[index] for index in chosen], compressor, writes, is_warm_up)
                 finite.append(flag)
                 for position, of_columns in zip(chosen, zip(*sums, strict=True), strict=True):
                     results[position] = list(of_columns)
@@ -142,8 +143,8 @@ class ColumnReduction:
 
     def _resolve(self, gradient: ColumnGradient) -> tuple[Compressor, bool]:
         """Returns the compressor of a variable, and whether it needs its state."""
-        for one in gradient.of_columns:
-            if one is None or values_of(one).dtype not in ENCODED_DTYPES or len(gradient.devices) == 1:
+        for of_column in gradient.of_columns:
+            if of_column is None or values_of(of_column).dtype not in ENCODED_DTYPES or len(gradient.devices) == 1:
                 return Dense(), False
         return self._policy.resolve(gradient.path, gradient.shape)
 
@@ -171,18 +172,18 @@ class ColumnReduction:
             for gradient, has in zip(gradients, has_state, strict=True)
         ]
 
-        def reduce(group: Group, own: list[tf.Tensor], states: list[dict[str, tf.Tensor]]) -> Any:
-            given = [_inner(state) if has else None for state, has in zip(states, has_state, strict=True)]
-            reduced = method.reduce([tf.cast(one, tf.float32) for one in own], group, given)
-            sums = [tf.cast(summed, one.dtype) for summed, one in zip(reduced.sums, own, strict=True)]
+        def reduce(group: Group, tensors: list[tf.Tensor], states: list[dict[str, tf.Tensor]]) -> Any:
+            of_method = [_inner(state) if has else None for state, has in zip(states, has_state, strict=True)]
+            reduced = method.reduce([tf.cast(tensor, tf.float32) for tensor in tensors], group, of_method)
+            sums = [tf.cast(summed, tensor.dtype) for summed, tensor in zip(reduced.sums, tensors, strict=True)]
             return sums, [_counted(*pair) for pair in zip(states, reduced.states, strict=True)], reduced.finite
 
-        own = [[gradient.of_columns[column] for gradient in gradients] for column in range(len(devices))]
-        for of_column in own:
-            for one, gradient in zip(of_column, gradients, strict=True):
-                one.set_shape(gradient.shape)
+        tensors = [[gradient.of_columns[column] for gradient in gradients] for column in range(len(devices))]
+        for of_column in tensors:
+            for tensor, gradient in zip(of_column, gradients, strict=True):
+                tensor.set_shape(gradient.shape)
         states = [_read([of_columns[c] for of_columns in variables], device) for c, device in enumerate(devices)]
-        results = _program(reduce, own, states)([list(pair) for pair in zip(own, states, strict=True)], devices)
+        results = _on_columns(reduce, [list(pair) for pair in zip(tensors, states, strict=True)], devices)
         _record_uncompressed([gradient.of_columns for gradient in gradients], devices)
         for column, (_, new_states, _) in enumerate(results):
             for of_columns, new_state in zip(variables, new_states, strict=True):
@@ -198,21 +199,19 @@ class ColumnReduction:
         variables = self._states(gradient)
         slices = list(gradient.of_columns)
 
-        def reduce(group: Group, own: list[tf.Tensor], state: dict[str, tf.Tensor]) -> Any:
-            values, indices = own
+        def reduce(group: Group, tensors: list[tf.Tensor], state: dict[str, tf.Tensor]) -> Any:
+            values, indices = tensors
             rows = tf.IndexedSlices(tf.cast(values, tf.float32), indices, tf.constant(gradient.shape))
             summed, new_state, changed, finite = sum_encoded_slices(rows, method, group, _inner(state))
             return [tf.cast(summed.values, values.dtype), summed.indices, changed], _counted(state, new_state), finite
 
         _record_uncompressed([slices], gradient.devices)
-        own = [[one.values, one.indices] for one in slices]
+        tensors = [[of_column.values, of_column.indices] for of_column in slices]
         states = [_read([entries], device)[0] for entries, device in zip(variables, gradient.devices, strict=True)]
-        results = _program(reduce, own, states)(
-            [list(pair) for pair in zip(own, states, strict=True)], gradient.devices
-        )
+        results = _on_columns(reduce, [list(pair) for pair in zip(tensors, states, strict=True)], gradient.devices)
         sums = []
-        for entries, one, ((values, indices, rows), new_state, _) in zip(variables, slices, results, strict=True):
-            sums.append(tf.IndexedSlices(values, indices, one.dense_shape))
+        for entries, of_column, ((values, indices, rows), new_state, _) in zip(variables, slices, results, strict=True):
+            sums.append(tf.IndexedSlices(values, indices, of_column.dense_shape))
             for name, value in new_state.items():
                 writes.add(entries[name], value, rows if value.shape.rank else None)
         return sums, results[0][2]
@@ -242,19 +241,62 @@ def _counted(state: dict[str, tf.Tensor], new_state: dict[str, tf.Tensor]) -> di
 
 def _read(variables: Sequence[dict[str, tf.Variable]], device: str) -> list[dict[str, tf.Tensor]]:
     with tf.device(device):
-        return [{name: one.read_value() for name, one in entries.items()} for entries in variables]
+        return [{name: variable.read_value() for name, variable in entries.items()} for entries in variables]
 
 
-def _program(function: Callable[..., Any], *by_column: Sequence[Any]) -> ColumnProgram:
-    """Returns the program of a function for the arguments of the columns, by argument and column."""
-    specs = tf.nest.map_structure(lambda one: tf.TensorSpec(one.shape, one.dtype), [given[0] for given in by_column])
-    return ColumnProgram(function, specs, len(by_column[0]))
+def _on_columns(reduce: Callable[..., Any], arguments: Sequence[list[Any]], devices: Sequence[str]) -> list[Any]:
+    """Returns by column what a function of a group and arguments returns, for the arguments of each column."""
+    specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), arguments[0])
+
+    def without_gradients(group: Group, *of_column: Any) -> tuple[Any, Any]:
+        return reduce(group, *of_column), []
+
+    return DeviceProgram(without_gradients, specs, len(devices), ColumnGroup).forward(arguments, devices)[0]
+
+
+class ColumnGroup(ExchangeRecord, Group):
+    """Records the exchanges of a reduction that is being traced."""
+
+    def __init__(self, size: int, graph: Any) -> None:
+        """Records those of `size` columns in `graph`."""
+        super().__init__(graph)
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """See `Group`."""
+        return self._size
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Group`."""
+        send = functools.partial(summed_over_columns, kinds=[WEIGHT_GRADIENT])
+        return self._record("sum", tensor, tensor.shape, send)
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Group`."""
+        length = tensor.shape[0]
+        of_all = [length and length * self._size, *tensor.shape[1:]]
+        return self._record("gather", tensor, of_all, gathered_from_columns)
+
+    def exchange(self, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Group`."""
+        return self._record("exchange", slices, slices.shape, exchanged_slices), self.own_rank()
+
+    def _record(self, kind: str, tensor: tf.Tensor, of_received: Any, send: Callable[..., list[tf.Tensor]]) -> Any:
+        return self.add(
+            tensor,
+            tensor.shape,
+            of_received,
+            lambda sent, devices, rows: send(sent, devices),
+            "Columns cannot exchange gradients within a condition or a loop. Received: a compressor whose `reduce` "
+            f"calls `group.{kind}` there. Expected: exchanges outside of `tf.cond` and `tf.while_loop`.",
+        )
 
 
 def _finite_on_devices(sums: Sequence[Any]) -> list[tf.Tensor]:
     """Returns for each sum that there is whether it is finite."""
     flags = []
-    for values in [values_of(one) for one in sums if one is not None]:
+    for values in [values_of(summed) for summed in sums if summed is not None]:
         with tf.device(values.device):
             flags.append(all_finite([values]))
     return flags

@@ -1,20 +1,17 @@
-"""Columns of stages: copies of the model on other devices, and the sums of their gradients."""
+"""Columns of stages: their devices have copies of the model, or parts of variables that neighbouring columns share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tfdist.keras_internals.placed_variables import held_variable, holding
-from tfdist.model_parallel.placement import copied_variables, copy_to
+from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, holding, identity_of
+from tfdist.model_parallel.placement import MovedVariables, copied_variables, copy_to, optimizer_variables
+from tfdist.model_parallel.shard_layout import ShardLayout
 from tfdist.model_parallel.stages import ModelStages
-from tfdist.model_parallel.transfers import DENSE, WEIGHT_GRADIENT, record_transfer
-from tfdist.tensorflow_internals.placed_strategy import ColumnVariable
-from tfdist.tensorflow_internals.split_variables import part_size
-
-_SLICED_FROM = 1 << 14  # elements; the slices of a smaller gradient cost more than they save
+from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
+from tfdist.tensorflow_internals.split_variables import ShardedVariable, part_size
 
 
 class Columns:
@@ -22,36 +19,90 @@ class Columns:
 
     Attributes:
         devices: By column and stage.
-        ways: How many neighbouring columns share one copy of the model; here 1.
+        ways: How many neighbouring columns share one copy of the model: those with numbers from `g * ways` on.
         axes: By the id of a variable that such columns split, its axis.
         weight_of_slot: By the id of a slot that is not split yet, the id of its weight.
     """
 
-    ways = 1
-    axes: Mapping[int, int] = {}
+    def __init__(self, devices: Sequence[Sequence[str]], layout: ShardLayout | None = None) -> None:
+        """Creates the columns.
 
-    def __init__(self, devices: Sequence[Sequence[str]]) -> None:
+        Args:
+            devices: By column and stage.
+            layout: Which variables neighbouring columns split, or None.
+        """
         self.devices = devices
+        self._layout = layout if layout is not None and layout.ways > 1 else None
+        self.ways = 1 if self._layout is None else self._layout.ways
+        self.axes: Mapping[int, int] = {}
         self.weight_of_slot: Mapping[str, str] = {}
         self._variables: list[keras.Variable] = []
 
     def __len__(self) -> int:
         return len(self.devices)
 
+    def move_parts(self, model: Any, stages: ModelStages) -> None:
+        """Moves variables that were created in parts, and their slots, to the devices of their stages."""
+        if self._layout is None:
+            return
+        calls = [call for stage in stages.stages for call in stage.calls]  # not what only the loss uses
+        self.axes = self._layout.axes_of(variable for call in calls for variable in call.variables)
+        self._layout.warn_of_unused_keys()
+        moved, stage_of = MovedVariables(), {}
+        for variable in stages.variables:
+            weight = identity_of(held_variable(variable))
+            stage_of[weight] = stages.owner[id(variable)] if id(variable) in self.axes else None
+            self._move(variable, stage_of[weight], moved)
+        for slot, weight in self._slots(model):
+            self._move(slot, stage_of.get(weight), moved)
+        moved.warn_if_used()
+
+    def _slots(self, model: Any) -> list[tuple[Any, str]]:
+        """Returns the variables of the optimizer, each with the id of its weight if it is a new slot."""
+        optimizer = compiled_optimizer(model)
+        slots = optimizer_variables(optimizer) if optimizer is not None else []
+        return [(slot, self.weight_of_slot.get(identity_of(held_variable(slot)), "")) for slot in slots]
+
+    def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
+        held = held_variable(variable)
+        if not isinstance(held, ShardedVariable) or held.is_placed:
+            return
+        if stage is None:  # no layer of a stage uses it: it is complete, as others
+            moved.add(variable, *held.shards)
+            hold(variable, variable_like(held, held.device))
+        else:
+            moved.add(variable, *held.place(self._groups(stage)))
+
     def copy(self, model: Any, stages: ModelStages) -> None:
-        """Creates the missing copies of the model's placed variables."""
+        """Splits variables and their slots, and creates the missing copies of others."""
+        to_split = [variable for variable in stages.variables if id(variable) in self.axes]
+        split = {identity_of(held_variable(variable)): variable for variable in to_split}
+        for variable in split.values():
+            self._split(variable, self.axes[id(variable)])
+        for slot, weight in self._slots(model):
+            beside = split.get(weight)
+            if beside is not None and tuple(slot.shape) == tuple(beside.shape):
+                self._split(slot, self.axes[id(beside)], is_slot=True)
         self._variables = copied_variables(model, stages)
         for variable in self._variables:
             if not held_variable(variable).copies:
                 for device in self.devices_of(variable)[1:]:
                     copy_to(variable, device)
 
+    def _split(self, variable: Any, axis: int, *, is_slot: bool = False) -> None:
+        held = held_variable(variable)
+        if isinstance(held, ShardedVariable):
+            return
+        groups = self._groups(self.devices[0].index(held.device))
+        hold(variable, ShardedVariable(held, axis, groups, is_slot=is_slot))
+
+    def _groups(self, stage: int) -> list[list[str]]:
+        of_stage = [devices[stage] for devices in self.devices]
+        return [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
+
     def holds(self, variable: keras.Variable) -> bool:
         """Whether each column has a copy or a part of a variable."""
-        return any(variable is one for one in self._variables)
-
-    def move_parts(self, model: Any, stages: ModelStages) -> None:
-        """Moves variables that were created in parts, which other columns than these share, to their stages."""
+        return any(variable is held for held in self._variables)
 
     def devices_of(self, variable: keras.Variable) -> tuple[str, ...]:
         """Returns by column the device that holds a variable: mostly, but not always, that of its stage."""
@@ -66,9 +117,15 @@ class Columns:
 
     @contextmanager
     def entered(self, column: int) -> Iterator[None]:
-        """In the body, variables are held by their copy in a column."""
-        held = [(variable, held_variable(variable)) for variable in self._variables] if column else []
-        with holding({id(variable): (variable, one.copies[column - 1]) for variable, one in held}):
+        """In the body, variables are held by their part or copy in a column."""
+        held_in_column: dict[int, tuple[Any, Any]] = {}
+        for variable in self._variables:
+            held = held_variable(variable)
+            if isinstance(held, ShardedVariable):
+                held_in_column[id(variable)] = variable, held.shards[column]
+            elif column:
+                held_in_column[id(variable)] = variable, held.copies[column - 1]
+        with holding(held_in_column):
             yield
 
     @contextmanager
@@ -79,82 +136,3 @@ class Columns:
             yield
         finally:
             ColumnVariable.follows = True
-
-
-def summed_over_columns(
-    gradients: Sequence[Any], devices: Sequence[str], kinds: Sequence[str] = (WEIGHT_GRADIENT, DENSE)
-) -> list[Any]:
-    """Returns for each column the sum of all columns' gradients of a variable, bit-identical.
-
-    Args:
-        gradients: By column, dense or `tf.IndexedSlices`; None if a column has none.
-        devices: By column, where the variable is.
-        kinds: As what the transfers are recorded.
-    """
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    if not present:
-        return [None] * len(devices)
-    if len(devices) == 1:
-        return list(gradients)
-    given = [gradients[index] for index in present]
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in given):
-        return _gathered_rows(given, devices, kinds)
-    own = [devices[index] for index in present]
-    dense = []
-    for gradient, device in zip(given, own, strict=True):
-        with tf.device(device):
-            dense.append(tf.convert_to_tensor(gradient))
-    elements = dense[0].shape.num_elements()
-    if len(devices) == 2 or elements is None or elements < _SLICED_FROM:
-        return _sums_of_all(dense, devices, kinds)
-    return _sums_of_slices(dense, own, devices, kinds)
-
-
-def _sums_of_all(tensors: Sequence[tf.Tensor], devices: Sequence[str], kinds: Sequence[str]) -> list[Any]:
-    """Each column receives the gradients of all others, and adds them in the same order."""
-    sums = []
-    for device in devices:
-        _record(tensors, device, kinds)
-        with tf.device(device):
-            sums.append(tf.add_n(list(tensors)))
-    return sums
-
-
-def _sums_of_slices(
-    tensors: Sequence[tf.Tensor], own: Sequence[str], devices: Sequence[str], kinds: Sequence[str]
-) -> list[Any]:
-    """Each column adds one slice of all gradients and sends the sum to the others: 2 (K - 1) / K of the size."""
-    count, shape, elements = len(devices), tensors[0].shape, int(tensors[0].shape.num_elements())
-    sizes = [elements * (index + 1) // count - elements * index // count for index in range(count)]
-    slices = []
-    for tensor, device in zip(tensors, own, strict=True):
-        with tf.device(device):
-            slices.append(tf.split(tf.reshape(tensor, [-1]), sizes))
-    partial = []
-    for index, device in enumerate(devices):
-        received = [of_column[index] for of_column in slices]
-        _record(received, device, kinds)
-        with tf.device(device):
-            partial.append(tf.add_n(received))
-    sums = []
-    for device in devices:
-        _record(partial, device, kinds)
-        with tf.device(device):
-            sums.append(tf.reshape(tf.concat(partial, 0), shape))
-    return sums
-
-
-def _gathered_rows(rows: Sequence[Any], devices: Sequence[str], kinds: Sequence[str]) -> list[Any]:
-    """Each column receives the rows of all others."""
-    gathered = []
-    for device in devices:
-        _record(rows, device, kinds)
-        with tf.device(device):
-            values, indices = (tf.concat([getattr(one, name) for one in rows], 0) for name in ("values", "indices"))
-            gathered.append(tf.IndexedSlices(values, indices, rows[0].dense_shape))
-    return gathered
-
-
-def _record(tensors: Sequence[Any], device: str, kinds: Sequence[str]) -> None:
-    for kind in kinds:
-        record_transfer(kind, tensors, device)

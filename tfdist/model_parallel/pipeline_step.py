@@ -18,18 +18,23 @@ from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.model_parallel.batch_rows import MicroBatch, are_even, micro_batches_of
 from tfdist.model_parallel.column_reduction import ColumnGradient, ColumnReduction
-from tfdist.model_parallel.column_run import ColumnRun, added
+from tfdist.model_parallel.column_run import ColumnRun, CopyRun, added
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.layer_states import StageValues, changed_states, combined, read_values
-from tfdist.model_parallel.link_counters import LinkCounters
 from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.model_parallel.pipeline_schedule import tasks_of_stage
-from tfdist.model_parallel.sharded_run import ShardedColumnRun
 from tfdist.model_parallel.sharded_stage import ShardedStageFunction
-from tfdist.model_parallel.stage_functions import StageFunction, StageKind
+from tfdist.model_parallel.stage_functions import StageFunction, StageKind, StepFunctions
 from tfdist.model_parallel.stages import ModelStages
-from tfdist.model_parallel.step_functions import StepFunctions
-from tfdist.model_parallel.transfers import BATCH, PREDICTION, WEIGHT, WEIGHT_GRADIENT, Transfers, record_transfer
+from tfdist.model_parallel.transfers import (
+    BATCH,
+    PREDICTION,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    LinkCounters,
+    Transfers,
+    record_transfer,
+)
 from tfdist.model_parallel.update import loss_scale_of, unscaling_of, update_columns, updates_weights
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
@@ -124,11 +129,11 @@ class PipelineStep:
         of_columns: list[list[tuple[int, Any]]] = []
         for column in range(len(self._columns)):
             with self._columns.entered(column):
-                found = list(regularization_losses(variables, tf.ones([])))
-            is_part = [id(variables[index]) in self._columns.axes for index, _, _ in found]
+                losses = list(regularization_losses(variables, tf.ones([])))
+            is_part = [id(variables[index]) in self._columns.axes for index, _, _ in losses]
             known = [column == 0 or (column < self._columns.ways and part) for part in is_part]
-            penalties += [loss for (_, loss, _), counts in zip(found, known, strict=True) if counts]
-            of_columns.append([(index, gradient) for index, _, gradient in found if gradient is not None])
+            penalties += [loss for (_, loss, _), counts in zip(losses, known, strict=True) if counts]
+            of_columns.append([(index, gradient) for index, _, gradient in losses if gradient is not None])
         return penalties, of_columns
 
 
@@ -147,9 +152,9 @@ class _Batch:
         parts = step._pipeline.micro_batches * (len(self.devices) // self._ways)
         self._parts = micro_batches_of([self._inputs, self._data], parts)
         self._seeds = seed_states(model)
-        self._averaged = {id(one) for one in batch_statistics(model)} if kind.training else set()
-        self.runs: list[Any] = []
-        self._accuracies: list[Any] = []
+        self._averaged = {id(variable) for variable in batch_statistics(model)} if kind.training else set()
+        self.runs: list[ColumnRun] = []
+        self._accuracies: Sequence[Any] = ()
         self._joined = JoinedRows(self._parts, self._inputs[0].shape[0], self.devices[0][-1])
 
     def run(self, loss_scale: tf.Tensor | None) -> None:
@@ -165,23 +170,18 @@ class _Batch:
             tasks_of_stage(pipeline.schedule, index, count, pipeline.micro_batches, training=loss_scale is not None)
             for index in range(count)
         ]
-        trainable = {id(one) for one in self._model.trainable_variables}
+        trainable = {id(variable) for variable in self._model.trainable_variables}
         for group in range(len(self.devices) // self._ways):
             columns = range(group * self._ways, (group + 1) * self._ways)
             values = [self._values(column, group, trainable if loss_scale is not None else ()) for column in columns]
             first = group * pipeline.micro_batches
             parts = self._parts[first : first + pipeline.micro_batches]
             devices = [self.devices[column] for column in columns]
+            run = CopyRun(functions, devices, values, parts, loss_scale)
             with independent_calls():
-                if self._ways == 1:
-                    run = ColumnRun(functions, devices[0], values[0], parts, loss_scale)
-                    run.run(orders, self._inputs, self._data)
-                    self.runs.append(run)
-                else:
-                    shared = ShardedColumnRun(functions, devices, values, parts, loss_scale)
-                    shared.run(orders, self._inputs, self._data)
-                    self.runs += shared.runs
-                    self._accuracies = shared.accuracies
+                run.run(orders, self._inputs, self._data)
+            self.runs += run.columns
+            self._accuracies = run.accuracies
         if self._kind.has_loss and not self._has_loss():
             raise ValueError(
                 "A step in stages has no loss. Received: loss=None in `compile`, and layers without losses. Expected: "
@@ -203,19 +203,19 @@ class _Batch:
             ]
 
     @property
-    def _whole_runs(self) -> list[Any]:
+    def _whole_runs(self) -> list[ColumnRun]:
         """Of each group of columns that share a copy of the model, the first one's run."""
         return self.runs[:: self._ways]
 
     def _has_loss(self) -> bool:
-        regularized = any(getattr(one, "regularizer", None) for one in self._model.trainable_variables)
-        return regularized or any(one.loss is not None for run in self.runs for one in run.results.values())
+        regularized = any(getattr(variable, "regularizer", None) for variable in self._model.trainable_variables)
+        return regularized or any(result.loss is not None for run in self.runs for result in run.results.values())
 
     def assign_states(self) -> None:
         """Assigns what layers have changed in a step, such as moving statistics and the counts of generators."""
         of_columns = [run.values for run in self._whole_runs]
         states = changed_states(self._stages, of_columns, self._seeds, self._averaged)
-        variables = {id(one): one for one in self._stages.variables}
+        variables = {id(variable): variable for variable in self._stages.variables}
         with self._columns.updating():
             for key, values in states.items():
                 variable, before = variables[key], held_variable(variables[key])
@@ -242,7 +242,7 @@ class _Batch:
         index = self._stages.maker(symbolic)
         if index < 0:
             inputs = zip(self._stages.graph.inputs, self._inputs, strict=True)
-            return next(given for one, given in inputs if one is symbolic)
+            return next(tensor for of_model, tensor in inputs if of_model is symbolic)
         if not self._stages.has_samples(symbolic):
             raise ValueError(
                 f"An output of a model in stages has no axis of samples. Received: {symbolic.name!r} of shape "
@@ -298,8 +298,7 @@ def regularization_losses(
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(value)
                 loss = tf.reduce_sum(variable.regularizer(value))  # Keras adds the elements of other shapes
-            given = None if scale is None else tf.cast(scale, loss.dtype)
-            gradient = None if scale is None else tape.gradient(loss, value, given)
+            gradient = None if scale is None else tape.gradient(loss, value, tf.cast(scale, loss.dtype))
             loss = tf.cast(loss, tf.float32)
         yield index, loss, gradient
 
@@ -328,8 +327,8 @@ class JoinedRows:
         if of_micro_batches[0] is None:
             return None
         with tf.device(self._device):
-            own = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
-            tensor = tf.concat(own, 0)
+            rows = [part.results(tensor) for part, tensor in zip(self._parts, of_micro_batches, strict=True)]
+            tensor = tf.concat(rows, 0)
             if tensor.shape[0] is None and self._rows is not None:
                 tensor = tf.ensure_shape(tensor, [self._rows, *tensor.shape[1:]])
         self._joined.append((kind, tensor, of_micro_batches))
@@ -340,8 +339,8 @@ class JoinedRows:
         kept = {tensor.ref() for tensor in returned}
         for kind, tensor, of_micro_batches in self._joined:
             if tensor.ref() in kept or any(user.type != "Shape" for user in tensor.consumers()):
-                for part, one in zip(self._parts, of_micro_batches, strict=True):
-                    record_transfer(kind, [one], self._device, rows=part.num_rows)
+                for part, result in zip(self._parts, of_micro_batches, strict=True):
+                    record_transfer(kind, [result], self._device, rows=part.num_rows)
 
 
 def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequence[Any]) -> list[ColumnGradient]:
@@ -362,14 +361,14 @@ def gradients_of(model: Any, stages: ModelStages, columns: Columns, runs: Sequen
     for place in range(columns.ways):
         for variable, path in zip(model.trainable_variables, paths, strict=True):
             devices = columns.devices_of(variable)[place :: columns.ways]
-            found: list[Any] = []
+            unscaled: list[Any] = []
             for totals, device in zip(of_columns[place :: columns.ways], devices, strict=True):
                 with tf.device(device):
                     total = totals.get(id(variable))
-                    found.append(None if total is None else unscale(total))
+                    unscaled.append(None if total is None else unscale(total))
             replicas, is_split = tuple(range(place, len(columns), columns.ways)), id(variable) in columns.axes
             shape = columns.shape_of_part(variable)
-            gradients.append(ColumnGradient(path, shape, is_split, replicas, devices, found))
+            gradients.append(ColumnGradient(path, shape, is_split, replicas, devices, unscaled))
     return gradients
 
 

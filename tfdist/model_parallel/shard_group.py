@@ -11,21 +11,21 @@ changes one into the other, and its backward pass is the transposed rule (Shoeyb
 | `part`: whole to split | own part | all parts |
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.model_parallel.column_program import Exchange
+from tfdist.model_parallel.device_exchanges import gathered_from_shards, summed_over_shards
+from tfdist.model_parallel.device_program import ExchangeRecord
 from tfdist.model_parallel.micro_batch_loss import current_stage_loss
+from tfdist.model_parallel.stage_functions import is_differentiable
+from tfdist.model_parallel.transfers import ACTIVATION, ACTIVATION_GRADIENT
 from tfdist.tensorflow_internals.split_variables import part_size
 
-SUM, GATHER, SEED = "sum", "gather", "seed"
-
-
-def is_differentiable(tensor: Any) -> bool:
-    """Whether a tensor may have a gradient."""
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+SUM, GATHER, _SEED = "sum", "gather", "seed"
+_SENDS = {SUM: summed_over_shards, GATHER: gathered_from_shards}
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,18 @@ class ShardExchange:
     dtype: tf.DType
 
 
-class ShardGroup:
+class ShardGroup(ExchangeRecord):
     """Records the exchanges of a stage that is being traced. Each is cut there, and made by the step.
 
     Attributes:
         ways: The number of devices.
-        exchanges: What was recorded so far.
-        sent_shapes: By the name of a tensor that is sent, its shape.
-        rank: The number of the device, an int32 scalar; None if nothing uses it.
         layer: The name of the layer call that is being traced.
         made: The exchanges of layers, without the seeds.
     """
 
     def __init__(self, ways: int, graph: Any) -> None:
-        self.ways, self._graph = ways, graph
-        self.exchanges: list[Exchange] = []
-        self.sent_shapes: dict[str, tf.TensorShape] = {}
-        self.rank: tf.Tensor | None = None
+        super().__init__(graph)
+        self.ways = ways
         self.layer = ""
         self.made: list[ShardExchange] = []
         self._is_backward = False
@@ -141,16 +136,9 @@ class ShardGroup:
         is_real = tf.reshape(self.own_rank() * own + tf.range(own) < size, shape)
         return tf.where(is_real, tensor, tf.constant(fill, tensor.dtype))
 
-    def own_rank(self) -> tf.Tensor:
-        """Returns the number of this device, an int32 scalar."""
-        if self.rank is None:
-            with self._graph.as_default(), tf.control_dependencies(None):
-                self.rank = tf.compat.v1.placeholder(tf.int32, [], name="rank")
-        return self.rank
-
     def seed(self, target: tf.Tensor) -> tf.Tensor:
         """Returns the gradient of the loss with respect to `target`, which the backward pass is given."""
-        return self._record(SEED, target, target.shape, target.shape)
+        return self._record(_SEED, target, target.shape, target.shape)
 
     def _gathered(
         self, tensor: tf.Tensor, axis: int, size: int | None = None, shape: Any = None, layer: str = ""
@@ -175,20 +163,22 @@ class ShardGroup:
         return result
 
     def _record(self, kind: str, tensor: tf.Tensor, shape: Any, of_received: Any, layer: str = "") -> tf.Tensor:
-        if tf.compat.v1.get_default_graph() is not self._graph:
-            raise ValueError(
-                "Devices of a stage cannot exchange tensors within a condition, a loop or a rematerialized layer. "
-                f"Received: a split layer whose {kind} is there. Expected: split layers outside of them. Remove the "
-                "variables of this layer from the layout map."
-            )
-        sent = tf.identity(tf.convert_to_tensor(tensor))
-        received = tf.compat.v1.placeholder(sent.dtype, of_received, name="received")
-        self.sent_shapes[sent.name] = tf.TensorShape(shape)
-        self._is_backward |= kind == SEED
-        if kind != SEED:
-            made = ShardExchange(layer or self.layer, kind, self._is_backward, tf.TensorShape(shape), sent.dtype)
-            self.made.append(made)
-        self.exchanges.append(Exchange(kind, sent.name, received.name))
+        self._is_backward |= kind == _SEED
+        send = None
+        if kind != _SEED:
+            send = functools.partial(_SENDS[kind], kind=ACTIVATION_GRADIENT if self._is_backward else ACTIVATION)
+        received = self.add(
+            tensor,
+            shape,
+            of_received,
+            send,
+            "Devices of a stage cannot exchange tensors within a condition, a loop or a rematerialized layer. "
+            f"Received: a split layer whose {kind} is there. Expected: split layers outside of them. Remove the "
+            "variables of this layer from the layout map.",
+        )
+        if send is not None:
+            name = layer or self.layer
+            self.made.append(ShardExchange(name, kind, self._is_backward, tf.TensorShape(shape), received.dtype))
         return received
 
 

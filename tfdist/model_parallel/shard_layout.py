@@ -1,14 +1,18 @@
-"""Which axis of each variable is split over the devices of a stage, as a `keras.distribution.LayoutMap` says."""
+"""Variables that are split over the devices of a stage: their axes, as a `LayoutMap` says, and their creation."""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.keras_internals.created_parts import NewValue
+from tfdist.keras_internals.placed_variables import identity_of
+from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
+from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable, part_size
 
 
 class ShardLayout:
@@ -67,20 +71,20 @@ class ShardLayout:
         Raises:
             ValueError: The layout has another rank than the variable, or no axis that it names can be split.
         """
-        found = self._layout_map[path]
-        self._unused.pop(id(found), None)
-        if found is None or not set(found.axes) & set(self._preferred):
+        layout = self._layout_map[path]
+        self._unused.pop(id(layout), None)
+        if layout is None or not set(layout.axes) & set(self._preferred):
             return None
-        named = [axis for axis in found.axes if axis is not None]
-        candidates = [found.axes.index(axis) for axis in self._preferred if axis in named]
-        if len(found.axes) == len(shape) and len(set(named)) == len(named):
+        named = [axis for axis in layout.axes if axis is not None]
+        candidates = [layout.axes.index(axis) for axis in self._preferred if axis in named]
+        if len(layout.axes) == len(shape) and len(set(named)) == len(named):
             divisible = [index for index in candidates if shape[index] % self.ways == 0]
             if divisible:
                 return divisible[0]
             if candidates and len(shape) <= 2 and shape[candidates[0]] >= self.ways:
                 return candidates[0]  # whose last parts are padded
         raise ValueError(
-            f"A layout does not fit its variable. Received: {tuple(found.axes)} for {path!r} of shape {shape}, over "
+            f"A layout does not fit its variable. Received: {tuple(layout.axes)} for {path!r} of shape {shape}, over "
             f"{self.ways} devices. Expected: a layout with an entry for each of the {len(shape)} axes, which names an "
             f"axis of the mesh at most once, and a split axis whose size is at least {self.ways}, the product of all "
             "axes of the mesh that layouts use, and divisible by it if the variable has more than two axes. Change the "
@@ -107,5 +111,51 @@ class ShardLayout:
 
     def axes_of(self, variables: Iterable[Any]) -> dict[int, int]:
         """Returns by the id of each split variable its axis."""
-        found = {id(variable): self.axis_of(variable) for variable in variables}
-        return {key: axis for key, axis in found.items() if axis is not None}
+        axes = {id(variable): self.axis_of(variable) for variable in variables}
+        return {key: axis for key, axis in axes.items() if axis is not None}
+
+
+class ShardCreation:
+    """Creates the variables that a layout splits on the devices of one stage. `Columns` moves them later.
+
+    The initial value of a variable is computed once, on one of these devices, and sent in parts; constants, as those of
+    slots, are computed in parts. So a device holds one complete variable at most, while it is created.
+    """
+
+    def __init__(self, layout: ShardLayout, devices: Sequence[Sequence[str]], extended: PlacedExtended) -> None:
+        """Prepares the creation.
+
+        Args:
+            layout: Which variables are split.
+            devices: By column and stage.
+            extended: Where other variables are created.
+        """
+        self._layout, self._extended = layout, extended
+        self._groups = {stages[0]: list(stages) for stages in zip(*devices[: layout.ways], strict=True)}
+
+    def __call__(self, new: NewValue) -> ShardedVariable | None:
+        """Returns a new variable in parts, or None if it is not split."""
+        beside = self._extended.beside
+        if beside is not None:
+            if not isinstance(beside, ShardedVariable) or tuple(beside.shape) != new.shape:
+                return None
+            group, axis = [shard.device for shard in beside.shards[: self._layout.ways]], beside.axis
+        else:
+            of_layout = self._axis(new)
+            if of_layout is None:
+                return None
+            group, axis = self._groups[self._extended.device_of_next()], of_layout
+        whole = NewVariable(new.shape, group[0], new.value, new.is_constant, **new.options)
+        with tf.init_scope():
+            variable = ShardedVariable(whole, axis, [group], is_slot=beside is not None)
+        if beside is not None:
+            self._extended.colocated_with[identity_of(variable)] = identity_of(beside)
+        elif (size := variable.shards[0].shape.num_elements()) is not None:
+            self._extended.count_bytes(group[0], size * variable.dtype.size)
+        return variable
+
+    def _axis(self, new: NewValue) -> int | None:
+        try:
+            return self._layout.axis_at(new.path, new.shape)
+        except ValueError:  # which the first step raises if a stage uses the variable
+            return None

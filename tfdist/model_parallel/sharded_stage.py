@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,8 +14,8 @@ from tfdist.keras_internals.layer_attributes import kernel_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.model_parallel.composite_layers import aware_layers_of
-from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup, is_differentiable
-from tfdist.model_parallel.shard_program import ShardProgram
+from tfdist.model_parallel.device_program import DeviceProgram
+from tfdist.model_parallel.shard_group import ShardExchange, ShardGroup
 from tfdist.model_parallel.sharded_layers import (
     aware_call,
     dropped,
@@ -25,10 +25,18 @@ from tfdist.model_parallel.sharded_layers import (
     is_softmax,
     takes_parts,
 )
-from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outputs
-from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
-from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
+from tfdist.model_parallel.split_outputs import (
+    CHOICES,
+    WHOLE,
+    SplitCrossentropy,
+    SplitOutput,
+    choices_of_parts,
+    split_outputs,
+    split_softmax,
+)
+from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind, StageResult, is_differentiable
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.model_parallel.transfers import PREDICTION, record_transfer
 from tfdist.tensorflow_internals.split_variables import part_size
 from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
@@ -38,8 +46,6 @@ class ShardedStageFunction(StageFunction):
 
     Attributes:
         program: Calls it on the devices.
-        targets: The positions of the stage's outputs whose gradients the backward pass takes. That of the loss, if
-            there is one, follows them.
         exchanges: What its layers exchange.
         split: By the position among the stage's outputs, the outputs of the model that stay split.
     """
@@ -72,53 +78,90 @@ class ShardedStageFunction(StageFunction):
         """
         self._axes, self._ways = axes, ways
         self._group: ShardGroup | None = None
-        self.targets: list[int] = []
+        self._targets: list[int] = []  # outputs whose gradients the backward pass takes; that of the loss follows them
         self.exchanges: list[ShardExchange] = []
         self.split: dict[int, SplitOutput] = {}
         super().__init__(model, stages, stage, kind, example)
 
+    def forward(
+        self, arguments: Sequence[StageInputs], devices: Sequence[str], after: Sequence[list[tf.Operation]], rows: Any
+    ) -> tuple[Sequence[StageResult], Any]:
+        """See `StageFunction`."""
+        results, state = self.program.forward(arguments, devices, after, rows)
+        return results, (results, state, arguments)
+
+    def complete_result(self, results: Sequence[StageResult], device: str, rows: Any) -> StageResult:
+        """See `StageFunction`."""
+        outputs, choices = list(results[0].tensors), iter(results[0].choices)
+        for position, output in self.split.items():
+            shape = self.stage.outputs[position].shape
+            parts = [result.tensors[position] for result in results]
+            if not self._kind.has_loss or output.metrics == WHOLE:
+                record_transfer(PREDICTION, parts, device, rows=rows)
+                with tf.device(device):
+                    outputs[position] = tf.concat(parts, -1)[..., : shape[-1]]  # without padding
+                outputs[position].set_shape([outputs[position].shape[0], *shape[1:]])
+            elif output.metrics == CHOICES:
+                outputs[position] = next(choices)
+        return results[0]._replace(tensors=outputs)
+
     @property
-    def has_loss(self) -> bool:
-        """Whether it computes losses."""
-        return self._kind.has_loss
+    def accuracies(self) -> Sequence[Any]:
+        """See `StageFunction`."""
+        chosen = [output for output in self.split.values() if self._kind.has_loss and output.metrics == CHOICES]
+        return [metric for output in chosen for metric in output.accuracies]
+
+    def backward(
+        self, to_differentiate: Any, seeds: Sequence[Sequence[Any]], after: Sequence[list[tf.Operation]]
+    ) -> list[list[Any]]:
+        """See `StageFunction`."""
+        results, state, arguments = to_differentiate
+        of_targets = []
+        for result, (*of_outputs, of_loss), device in zip(results, seeds, state.devices, strict=True):
+            with tf.device(device):
+                pairs = [(of_outputs[position], result.tensors[position]) for position in self._targets]
+                of_device = [tf.zeros_like(output) if seed is None else seed for seed, output in pairs]
+            of_targets.append(of_device if of_loss is None else [*of_device, of_loss])
+        if not of_targets[0]:
+            return [[] for _ in results]
+        by_device = []
+        gradients = self.program.backward(state, of_targets, after)
+        for of_sources, inputs, device in zip(gradients, arguments, state.devices, strict=True):
+            with tf.device(device):
+                sources = self._sources(inputs) if of_sources else []
+                by_device.append([_as_on_tape(*pair) for pair in zip(of_sources, sources, strict=True)])
+        return by_device
 
     def _traced(self, specs: StageInputs) -> Any:
-        self.program = ShardProgram(self._differentiable, specs, self._ways)
+        self.program = DeviceProgram(self._differentiable, [specs], self._ways, ShardGroup)
         traced, received = self.program.traced, self.program.received
-        self.fixed_tables = tables_of_fixed_rows(traced, len(self._stage.variables), received)
+        self.fixed_tables = tables_of_fixed_rows(traced, len(self.stage.variables), received)
         return self.program
 
-    def _differentiable(self, group: ShardGroup, given: StageInputs) -> Any:
+    def _differentiable(self, group: ShardGroup, arguments: StageInputs) -> tuple[StageResult, list[Any]]:
         self._group, self.exchanges = group, group.made
         self._of_losses: dict[int, SplitCrossentropy] = {}
-        stage = self._stage
-        trainable = {id(one) for one in self._model.trainable_variables}
-        sources = [value for one, value in zip(stage.variables, given.values, strict=True) if id(one) in trainable]
-        sources += [given.tensors[position] for position in differentiable_inputs(self._stages, stage, given.tensors)]
-        result = self._run(given)
+        stage, sources = self.stage, self._sources(arguments)
+        result = self._run(arguments)
         wanted = {id(tensor) for other in self._stages.stages[stage.index + 1 :] for tensor in other.inputs}
         if not self._kind.has_loss:  # which would differentiate the outputs of the model
             wanted |= {id(tensor) for tensor in self._stages.graph.outputs}
-        self.targets = [
+        self._targets = [
             position
             for position, (symbolic, tensor) in enumerate(zip(stage.outputs, result.tensors, strict=True))
             if id(symbolic) in wanted and is_differentiable(tensor)
         ]
+        targets = [result.tensors[position] for position in self._targets]
+        targets += [] if result.loss is None else [result.loss]
+        if not targets or not sources:
+            return result, []
+        gradients = tf.gradients(targets, sources, [group.seed(target) for target in targets])
+        return result, [_as_tensors(gradient) for gradient in gradients]
 
-        def differentiate() -> list[Any]:
-            targets = [result.tensors[position] for position in self.targets]
-            targets += [] if result.loss is None else [result.loss]
-            if not self._kind.training or not targets or not sources:
-                return []
-            found = tf.gradients(targets, sources, [group.seed(target) for target in targets])
-            return [_flat(gradient) for gradient in found]
-
-        return result, differentiate
-
-    def _computed(self, given: StageInputs) -> dict[int, Any]:
+    def _computed(self, arguments: StageInputs) -> dict[int, Any]:
         """Returns the results of the layer calls; whole are those of inputs, and outputs that are not in `split`."""
-        stage = self._stage
-        values = self._received(given)
+        stage = self.stage
+        values = self._received(arguments)
         symbols: dict[int, str] = {}
         for call in stage.calls:
             results = self._called(call, values)
@@ -134,19 +177,19 @@ class ShardedStageFunction(StageFunction):
 
     def _split_outputs(self, values: Mapping[int, Any]) -> dict[int, SplitOutput]:
         """Returns the outputs that stay split: those of the model whose losses are computed from parts."""
-        stage, found = self._stage, {}
+        stage, kept = self.stage, {}
         if stage.index < len(self._stages.stages) - 1:
             return {}
         numbers = [id(symbolic) for symbolic in self._stages.graph.outputs]
         for output in split_outputs(self._model, self._stages.graph):
             symbolic = self._stages.graph.outputs[output.number]
-            position = next((index for index, one in enumerate(stage.outputs) if one is symbolic), None)
+            position = next((index for index, tensor in enumerate(stage.outputs) if tensor is symbolic), None)
             is_needed = self._kind.has_loss and output.reason
             if position is None or is_needed or numbers.count(id(symbolic)) > 1 or len(symbolic.shape) < 2:
                 continue
             if self._split_axis(values[id(symbolic)], symbolic) == len(symbolic.shape) - 1:
-                found[position] = output
-        return found
+                kept[position] = output
+        return kept
 
     def _compiled_loss(self, step: Any, data: Any, values: dict[int, Any]) -> tuple[Any, list[Any]]:
         calls: dict[int, SplitCrossentropy] = {}
@@ -154,45 +197,46 @@ class ShardedStageFunction(StageFunction):
             self._known_group.layer = f"loss {output.number}"
             for index, options in output.losses.items():
                 with_choices = output.metrics == CHOICES and position not in self._of_losses
-                size = self._stage.outputs[position].shape[-1]
+                size = self.stage.outputs[position].shape[-1]
                 calls[index] = SplitCrossentropy(self._known_group, size=size, **options, with_choices=with_choices)
                 self._of_losses.setdefault(position, calls[index])
         with replaced_losses(self._model, calls):
             return super()._compiled_loss(step, data, values)
 
     def _choices(self, values: dict[int, Any]) -> list[tf.Tensor]:
-        found = []
+        choices = []
         for position, output in self.split.items():
             if output.metrics == CHOICES and self._kind.has_loss:
-                of_loss, part = self._of_losses.get(position), values[id(self._stage.outputs[position])]
-                known = None if of_loss is None else of_loss.choices
-                size = self._stage.outputs[position].shape[-1]
-                found.append(choices_of_parts(part, self._known_group, size) if known is None else known)
-        return found
+                of_loss, part = self._of_losses.get(position), values[id(self.stage.outputs[position])]
+                of_output = None if of_loss is None else of_loss.choices
+                if of_output is None:
+                    of_output = choices_of_parts(part, self._known_group, self.stage.outputs[position].shape[-1])
+                choices.append(of_output)
+        return choices
 
     def _called(self, call: LayerCall, values: Mapping[int, Any]) -> list[Any]:
         group = self._known_group
         group.layer = call.name
         known = aware_layers_of(call, self._axes, training=self._kind.training)
         aware = known.layers
-        own = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
+        inputs = {id(symbolic): values[id(symbolic)] for symbolic in call.inputs}
         splits = {self._split_axis(values[id(symbolic)], symbolic) for symbolic in call.inputs}
         replaced = {layer: aware_call(layer, group, self._axes) for layer in aware}
         replaced |= {layer: self._dropped(layer, axis, size) for layer, axis, size in known.dropouts}
-        for layer in [one for one in aware if id(one) in known.whole]:
+        for layer in [layer for layer in aware if id(layer) in known.whole]:
             replaced[layer] = self._with_whole_result(layer, replaced[layer])
         if drops_parts(call.operation) and len(splits) == 1 and splits != {None}:
             layer, axis = call.operation, splits.copy().pop()
             assert axis is not None
             replaced[layer] = self._dropped(layer, axis, call.inputs[0].shape[axis])
-        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(own):
+        elif is_softmax(call.operation) and splits == {len(call.inputs[0].shape) - 1} and not _has_mask(inputs):
             size = call.inputs[0].shape[-1]
             replaced[call.operation] = lambda x, mask=None: split_softmax(x, group, size)
         elif not _takes_parts(call, aware, splits):
-            own = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
-        others = [one for one in call.variables if id(one) not in known.variables]
+            inputs = {id(symbolic): self._whole(values[id(symbolic)], symbolic) for symbolic in call.inputs}
+        others = [variable for variable in call.variables if id(variable) not in known.variables]
         with self._gathered(others), replaced_calls(replaced):
-            return list(call(own, training=self._kind.training))
+            return list(call(inputs, training=self._kind.training))
 
     def _dropped(self, layer: Any, axis: int, size: int | None) -> Any:
         call = type(layer).call.__get__(layer)
@@ -213,7 +257,8 @@ class ShardedStageFunction(StageFunction):
     def _gathered(self, variables: Any) -> Any:
         """In the body, split variables have their complete values."""
         scope = stateless_scope()
-        parts = [(one, scope.get_current_value(one)) for one in variables if id(one) in self._axes]
+        split = [variable for variable in variables if id(variable) in self._axes]
+        parts = [(variable, scope.get_current_value(variable)) for variable in split]
         for variable, part in parts:
             axis = self._axes[id(variable)]
             whole_value = self._known_group.gather(part, axis, variable.shape[axis], has_samples=False)
@@ -251,20 +296,14 @@ class ShardedStageFunction(StageFunction):
     @functools.cached_property
     def _padded_sizes(self) -> dict[int, int]:
         """By the size of a split axis that is padded, the size with padding."""
-        pairs = [(one, self._axes.get(id(one))) for one in self._stages.variables]
-        sizes = [int(one.shape[axis]) for one, axis in pairs if axis is not None]
+        pairs = [(variable, self._axes.get(id(variable))) for variable in self._stages.variables]
+        sizes = [int(variable.shape[axis]) for variable, axis in pairs if axis is not None]
         return {size: part_size(size, self._ways) * self._ways for size in sizes if size % self._ways}
 
     @property
     def _known_group(self) -> ShardGroup:
         assert self._group is not None
         return self._group
-
-
-def differentiable_inputs(stages: ModelStages, stage: Stage, tensors: Any) -> list[int]:
-    """Returns the positions of the inputs of a stage that earlier stages want the gradients of."""
-    pairs = enumerate(zip(stage.inputs, tensors, strict=True))
-    return [index for index, (symbolic, one) in pairs if is_differentiable(one) and stages.maker(symbolic) >= 0]
 
 
 def _takes_parts(call: LayerCall, aware: Any, splits: set[int | None]) -> bool:
@@ -280,5 +319,10 @@ def _has_mask(tensors: Mapping[int, Any]) -> bool:
     return any(get_mask(tensor) is not None for tensor in tensors.values())
 
 
-def _flat(gradient: Any) -> Any:
+def _as_tensors(gradient: Any) -> Any:
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _as_on_tape(gradient: Any, source: tf.Tensor) -> Any:
+    """Returns a gradient as a tape has it, of what `_as_tensors` has made of it."""
+    return tf.IndexedSlices(*gradient, tf.shape(source)) if isinstance(gradient, tuple) else gradient

@@ -17,8 +17,7 @@ from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
 from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.model_parallel.columns import Columns
 from tfdist.model_parallel.device_updates import apply_by_device, average_by_device
-from tfdist.model_parallel.gathered_updates import update_by_gathering
-from tfdist.model_parallel.lamb_of_shards import update_by_lamb
+from tfdist.model_parallel.split_updates import update_by_gathering, update_by_lamb
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
 from tfdist.updates.update_engine import run_micro_step
 

@@ -9,7 +9,8 @@ from methods import KINDS, METHODS
 from replica_threads import on_replicas
 
 from tfdist.compression import Compressor, Dense, ErrorFeedback, Group, MomentumCorrection, TopK, WarmUp
-from tfdist.model_parallel.column_program import ColumnProgram
+from tfdist.model_parallel.column_reduction import ColumnGroup
+from tfdist.model_parallel.device_program import DeviceProgram
 
 pytestmark = pytest.mark.usefixtures("cpus")
 SHAPES = [(33, 65), (40, 40), (7,)]  # the last one is sent uncompressed
@@ -39,7 +40,9 @@ def on_columns(compressor: Compressor, count: int, steps: int) -> list[list[Any]
 
     @tf.function(autograph=False)
     def step(arguments: Any) -> Any:
-        return ColumnProgram(reduction(compressor), specs, count)(arguments, devices)
+        reduce = reduction(compressor)
+        program = DeviceProgram(lambda *given: (reduce(*given), []), specs, count, ColumnGroup)
+        return program.forward(arguments, devices)[0]
 
     states, results = [initial(compressor)] * count, []
     for number in range(steps):
