@@ -29,8 +29,8 @@ from tfdist.model_parallel.split_outputs import CHOICES, SplitOutput, split_outp
 from tfdist.model_parallel.split_softmax import SplitCrossentropy, choices_of_parts, split_softmax
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.model_parallel.table_lookups import tables_of_fixed_rows
 from tfdist.tensorflow_internals.split_variables import part_size
-from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class ShardedStageFunction(StageFunction):
