@@ -22,7 +22,7 @@ class Store:
     def __init__(self):
         self.values, self.changed, self.for_all = {}, threading.Condition(), []
 
-    def set(self, key, value, only_for=None):
+    def publish(self, key, value, only_for=None):
         with self.changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
@@ -30,17 +30,17 @@ class Store:
             self.for_all += [key] * (only_for is None)
             self.changed.notify_all()
 
-    def wait(self, key):
+    def wait_for(self, key):
         with self.changed:
             assert self.changed.wait_for(lambda: key in self.values, LIMIT_SECONDS), key
             return self.values[key]
 
-    def wait_until(self, key, seconds):
+    def is_published(self, key, seconds):
         with self.changed:
             return self.changed.wait_for(lambda: key in self.values, seconds)
 
     def take(self, key):
-        self.wait(key)
+        self.wait_for(key)
         with self.changed:
             return self.values.pop(key)
 
@@ -48,10 +48,7 @@ class Store:
 @pytest.fixture
 def workers(monkeypatch):
     store = Store()
-    monkeypatch.setattr(batch_comparison, "set_key_value", store.set)
-    monkeypatch.setattr(batch_comparison, "wait_for_key_value", store.wait)
-    monkeypatch.setattr(batch_comparison, "wait_for_key_until", store.wait_until)
-    monkeypatch.setattr(batch_comparison, "take_key_value", store.take)
+    monkeypatch.setattr(batch_comparison, "key_values", store)
     monkeypatch.setattr(batch_comparison.atexit, "register", lambda function: None)
     both = [BatchComparison(rank, 2, "batches") for rank in range(2)]
     yield both

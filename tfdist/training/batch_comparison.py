@@ -27,12 +27,7 @@ import tensorflow as tf
 
 from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
 from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
-from tfdist.tensorflow_internals.runtime import (
-    set_key_value,
-    take_key_value,
-    wait_for_key_until,
-    wait_for_key_value,
-)
+from tfdist.tensorflow_internals.key_values import key_values
 
 Fingerprint = list[Any]  # of one input: shape, hash or projections, whether its rows differ
 Fingerprints = dict[str, Fingerprint]
@@ -238,8 +233,8 @@ class BatchComparison:
         self._sent.put({"end": number})
         key = f"{self._name}/ended/{number}"
         with contextlib.suppress(tf.errors.OpError):  # a worker is lost, and the next exchange says so
-            if wait_for_key_until(key, _ANSWER_SECONDS):
-                error = wait_for_key_value(key)
+            if key_values.is_published(key, _ANSWER_SECONDS):
+                error = key_values.wait_for(key)
                 self._error = self._error or error
             else:
                 _log.warning(
@@ -272,14 +267,14 @@ class BatchComparison:
                 if self._rank == 0:
                     self._take(0, record)
                 else:
-                    set_key_value(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
+                    key_values.publish(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
                 count += 1
 
     def _receive(self, rank: int) -> None:
         with contextlib.suppress(tf.errors.OpError):
             while not self._closed.is_set():
                 key = f"{self._name}/sent/{rank}/{self._received[rank]}"
-                text = take_key_value(key)
+                text = key_values.take(key)
                 if self._closed.is_set():
                     return
                 self._received[rank] += 1
@@ -287,7 +282,7 @@ class BatchComparison:
 
     def _wait_for_difference(self) -> None:
         with contextlib.suppress(tf.errors.OpError):
-            error = wait_for_key_value(f"{self._name}/different/{self._rank}")
+            error = key_values.wait_for(f"{self._name}/different/{self._rank}")
             self._error = self._error or error
 
     def _take(self, rank: int, record: dict[str, Any]) -> None:
@@ -301,7 +296,7 @@ class BatchComparison:
                 return
             del self._waiting[key]
             if "end" in record:
-                set_key_value(f"{self._name}/ended/{record['end']}", self._error)
+                key_values.publish(f"{self._name}/ended/{record['end']}", self._error)
                 return
             prints: list[Fingerprints] = [found[worker]["prints"] for worker in range(self._num_workers)]
             difference = compare(prints)
@@ -326,7 +321,7 @@ class BatchComparison:
             f"{_CAUSES.format(unordered=unordered)}."
         )
         for worker in range(self._num_workers):
-            set_key_value(f"{self._name}/different/{worker}", self._error, only_for=worker)
+            key_values.publish(f"{self._name}/different/{worker}", self._error, only_for=worker)
 
     def _close(self) -> None:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
@@ -340,7 +335,7 @@ class BatchComparison:
         def wake() -> None:
             for key in keys:
                 with contextlib.suppress(tf.errors.OpError):
-                    set_key_value(key, "", only_for=self._rank)
+                    key_values.publish(key, "", only_for=self._rank)
 
         # In another thread: the process of the chief, which holds the store, may be gone. Then nothing returns.
         waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
