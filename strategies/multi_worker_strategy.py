@@ -32,8 +32,8 @@ from tfdist.strategies.worker_start import (
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
 from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
-from tfdist.tensorflow_internals.complete_batches import mark_complete
 from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
+from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
     cluster_is_running,
     exit_on_timeout,

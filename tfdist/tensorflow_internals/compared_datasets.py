@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.input_pipeline import is_per_worker, pipeline_nodes, random_operations
+from tfdist.tensorflow_internals.input_pipeline import calls_shard, is_per_worker, random_operations
 from tfdist.tensorflow_internals.runtime import global_seed_for_functions
 
 _Distributed = private(
@@ -32,8 +32,7 @@ Show = Callable[[int, int, list[np.ndarray]], None]
 def draws_common_batches(dataset: tf.data.Dataset) -> bool:
     """Whether all workers draw the same batches of a dataset that is distributed, of which each takes its rows."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    has_shard = any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
-    return policy in (_Policy.AUTO, _Policy.DATA) and not has_shard and not is_per_worker(dataset)
+    return policy in (_Policy.AUTO, _Policy.DATA) and not calls_shard(dataset) and not is_per_worker(dataset)
 
 
 def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.counted_batches import tensorflow_spec
 from tfdist.tensorflow_internals.input_pipeline import parts_of_dataset
+from tfdist.tensorflow_internals.rows_per_replica import tensorflow_spec
 
 _INPUT = "tensorflow.python.distribute.input_lib"
 

@@ -148,6 +148,16 @@ def pipeline_nodes(datasets: Iterable[Any]) -> Iterator[Any]:
             waiting += node._inputs()
 
 
+def calls_shard(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline calls `shard`, so that workers may draw different batches.
+
+    >>> numbers = tf.data.Dataset.range(9)
+    >>> calls_shard(numbers.batch(3)), calls_shard(numbers.shard(2, 0).batch(3))
+    (False, True)
+    """
+    return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
+
+
 def is_unordered(dataset: Any) -> bool:
     """Whether elements may come in the order in which threads finish them: `deterministic=False`.
 
@@ -235,7 +245,7 @@ def is_per_worker(dataset: Any) -> bool:
             continue
         policy = end.options().experimental_distribute.auto_shard_policy
         if policy == tf.data.experimental.AutoShardPolicy.OFF:
-            return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([end]))
+            return calls_shard(end)
         if policy in (tf.data.experimental.AutoShardPolicy.FILE, tf.data.experimental.AutoShardPolicy.HINT):
             return True
         if policy == tf.data.experimental.AutoShardPolicy.AUTO:
