@@ -31,7 +31,6 @@ from tfdist.strategies.worker_start import (
     default_micro_batches,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
 from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
 from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
@@ -47,6 +46,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 )
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
+from tfdist.training.shown_batches import draws_common_batches
 from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 

@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
-from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
+from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches, distribute_worker_batches
 from tfdist.tensorflow_internals.replica_order import OrdersReplicas
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
@@ -234,7 +233,7 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return distribute_worker_batches(dataset, batches, self._container_strategy(), context, workers, options)
 
     def distribute_shown_batches(self, dataset: Any, shown: Any, options: Any) -> Any:
-        """Returns the distributed dataset whose batches are drawn from `shown`; see `compared_datasets`."""
+        """Returns the distributed dataset whose batches are drawn from `shown`; see `distributed_datasets`."""
         workers = self._input_workers_with_options(options)
         context, strategy = self._make_input_context(), self._container_strategy()
         return distribute_shown_batches(dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options)

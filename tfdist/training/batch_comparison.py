@@ -2,7 +2,7 @@
 
 Where Python code draws the batches, nothing but its random numbers, files and clocks makes them equal. If they are not,
 samples are seen twice or never, and labels may contradict each other, without an error in any step. So a pipeline shows
-some of its batches (`compared_datasets.py`), each worker sends their fingerprints to the chief through the key-value
+some of its batches (`shown_batches.py`), each worker sends their fingerprints to the chief through the key-value
 store of the cluster, and the chief reports a difference to all workers, whose main threads raise it.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
 from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
 from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.training.shown_batches import common_inputs, shown_batches
 
 Fingerprint = list[Any]  # of one input: shape, hash or projections, whether its rows differ
 Fingerprints = dict[str, Fingerprint]
