@@ -207,11 +207,12 @@ def test_a_replica_whose_complete_batches_end_before_others_is_an_error(strategy
         next(iterator)
 
 
-def test_kinds_of_batches_are_traced_separately(strategy):
+def test_each_kind_of_batches_is_traced_separately(strategy):
     traced, data = [], tf.data.Dataset.range(8).batch(4, drop_remainder=True)
     own = strategy.distribute_datasets_from_function(lambda _: data)
     own._enable_get_next_as_optional = True
-    kinds = (own, mark_complete(own), carry_static_counts(own, 2), keep_static_sizes(own))
+    with_counts = carry_counts(own, own._element_spec)
+    kinds = (own, mark_complete(own), carry_static_counts(own, 2), with_counts, keep_static_sizes(own))
     step = tf.function(lambda batch: traced.append(batch._type_spec), reduce_retracing=True)
     for _ in range(2):
         for batches in kinds:
