@@ -8,7 +8,6 @@ from tfdist.strategies.local_update_patches import patch_local_updates
 from tfdist.strategies.replicated_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
-from tfdist.tensorflow_internals.complete_batches import patch_marked_iterators
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.shared_operations import patch_graphs
 
@@ -16,7 +15,7 @@ from tfdist.tensorflow_internals.shared_operations import patch_graphs
 def main() -> None:
     """Installs all of it in this process, and prints it."""
     patch_keras(ReplicatedStrategy, HOOKS)
-    for install in (exclude_from_autograph, patch_graphs, patch_marked_iterators, patch_files, patch_local_updates):
+    for install in (exclude_from_autograph, patch_graphs, patch_files, patch_local_updates):
         install()
     sys.stdout.write(f"{table()}\n")
 

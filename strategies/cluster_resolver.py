@@ -92,12 +92,12 @@ def check_parameter_server_cluster(spec: dict[str, Any], task_type: str | None, 
 
 def peer_addresses(spec: dict[str, list[str]], resolver: Any) -> dict[str, str]:
     """Returns the addresses of the other tasks that train, by name (`worker 1`)."""
-    own = (resolver.task_type, resolver.task_id)
+    own_task = (resolver.task_type, resolver.task_id)
     return {
         f"{job} {index}": address
         for job, addresses in spec.items()
         for index, address in enumerate(addresses)
-        if (job, index) != own and job in ("chief", "worker")
+        if (job, index) != own_task and job in ("chief", "worker")
     }
 
 

@@ -18,7 +18,7 @@ from tfdist.exchange.joining import Encryption
 from tfdist.exchange.worker_exchange import Exchange
 from tfdist.strategies.cluster_resolver import silence_limit_of_environment
 from tfdist.tensorflow_internals.aborted_collectives import can_join_again, watch_exchange
-from tfdist.tensorflow_internals.runtime import use_key_values
+from tfdist.tensorflow_internals.key_values import key_values
 
 TOKEN_VARIABLE = "TFDIST_TOKEN"
 _TLS_VARIABLES = ("TFDIST_TLS_CERT", "TFDIST_TLS_KEY", "TFDIST_TLS_CA")
@@ -75,7 +75,7 @@ def workers_boundary(spec: dict[str, list[str]], resolver: Any, timeout_seconds:
             check_missing=check_names if cluster.is_slurm_step() else None,
         )
         _boundary = ExchangeBoundary(exchange)
-        use_key_values(exchange.control)
+        key_values.use(exchange.control)
         watch_exchange(lambda: exchange.failure)
         atexit.register(_close_in_process, exchange, os.getpid())
     elif (_boundary.exchange.rank, _boundary.exchange.addresses) != (rank, addresses):

@@ -7,7 +7,7 @@ from tfdist.keras_internals.local_epochs import patch_local_epochs
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode, LocalSGD
 from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
-from tfdist.tensorflow_internals.counted_batches import patch_agreement_on_end
+from tfdist.tensorflow_internals.rows_per_replica import patch_agreement_on_end
 from tfdist.training.sample_shares import current_step
 from tfdist.training.strategy_protocol import training_strategy
 

@@ -275,20 +275,20 @@ def _columns(devices: Sequence[str], stages: int, ways: int) -> tuple[tuple[str,
 
 def _checked_devices(devices: Sequence[str] | None, stages: int, columns: int, ways: int) -> list[str]:
     """Returns the full names of the devices."""
-    given = default_devices() if devices is None else devices
+    chosen_devices = default_devices() if devices is None else devices
     needed = stages * columns * ways
-    if isinstance(given, str) or len(given) != needed:
+    if isinstance(chosen_devices, str) or len(chosen_devices) != needed:
         raise ValueError(
             f"The number of devices differs from stages times columns. Received: {stages} stages, data_parallel="
-            f"{columns}, {ways} devices for each stage, and the devices {given!r}"
+            f"{columns}, {ways} devices for each stage, and the devices {chosen_devices!r}"
             f"{'' if devices is not None else ', all that there are'}. Expected: {needed} devices. Start as many "
             f"workers (tfdist run --chief --workers {needed}), change the stages, `data_parallel` or the mesh of "
             "`layout_map`, or name the `devices`."
         )
-    resolved = [resolved_device(device) for device in given]
+    resolved = [resolved_device(device) for device in chosen_devices]
     if len(set(resolved)) != len(resolved):
         raise ValueError(
-            f"Two stages have the same device. Received: devices={list(given)}. Expected: different devices. "
+            f"Two stages have the same device. Received: devices={list(chosen_devices)}. Expected: different devices. "
             "Several CPU devices of one process are created by `tf.config.set_logical_device_configuration`."
         )
     existing = {resolved_device(device.name) for device in tf.config.list_logical_devices()}
@@ -316,8 +316,8 @@ def compare_cpus_of_columns(columns: Sequence[Sequence[str]]) -> None:
         return
     numbers = {task: cpu_instructions_of(host) for task, host in tasks.items()}
     first = next(iter(numbers.values()))
-    if others := [task or 0 for (_, task), number in numbers.items() if number != first]:
-        leave_xla_to_users(others)
+    if other_tasks := [task or 0 for (_, task), number in numbers.items() if number != first]:
+        leave_xla_to_users(other_tasks)
 
 
 _connected: tuple[cluster.ClusterSpec, ServerMonitor] | None = None
@@ -373,8 +373,8 @@ def default_devices() -> list[str]:
         spec = specs[device.name]
         if device.device_type in ("CPU", "GPU") and (spec.job == "worker" or not is_connected):
             by_task.setdefault(spec.task or 0, []).append(device)
-    found = []
+    device_names = []
     for _, of_task in sorted(by_task.items()):
         gpus = [device.name for device in of_task if device.device_type == "GPU"]
-        found += gpus or [device.name for device in of_task]
-    return found
+        device_names += gpus or [device.name for device in of_task]
+    return device_names

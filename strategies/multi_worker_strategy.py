@@ -24,22 +24,20 @@ from tfdist.strategies.local_update_patches import local_mode_of, local_updates_
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.strategies.worker_devices import devices_of_workers
 from tfdist.strategies.worker_start import (
     agree_on_random_seed,
     compare_cpus,
     default_micro_batches,
 )
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.compared_datasets import draws_common_batches
-from tfdist.tensorflow_internals.complete_batches import mark_complete
+from tfdist.tensorflow_internals.key_values import ClusterKeyValues, key_values
+from tfdist.tensorflow_internals.rows_per_replica import mark_complete
 from tfdist.tensorflow_internals.runtime import (
-    ClusterKeyValues,
     cluster_is_running,
     exit_on_timeout,
-    limit_start,
     silence_limit,
     tensorflow_has_started,
-    use_key_values,
 )
 from tfdist.tensorflow_internals.strategy_extended import (
     ReplicaMultiWorkerExtended,
@@ -48,6 +46,7 @@ from tfdist.tensorflow_internals.strategy_extended import (
 )
 from tfdist.training.balanced_batches import complete_batches
 from tfdist.training.batch_comparison import BatchComparison
+from tfdist.training.shown_batches import draws_common_batches
 from tfdist.training.worker_batches import batch_traits, counted_batches, worker_batches
 from tfdist.utils.argument_checks import check_whole_number
 
@@ -135,13 +134,13 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         limit_seconds = start_timeout_of(start_timeout_seconds)
         if micro_batches is not None:
             check_whole_number("micro_batches", micro_batches, at_least=1)
-        limit_start(limit_seconds)
+        key_values.limit_start(limit_seconds)
         if options.implementation == _NCCL:
             with _tensorflow_cluster(spec, resolver, limit_seconds):
-                extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction)
+                extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, devices_of_workers)
         else:
             boundary = workers_boundary(spec, resolver, limit_seconds)
-            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, boundary)
+            extended = ReplicaMultiWorkerExtended(self, resolver, options, reduction, devices_of_workers, boundary)
         tf.distribute.Strategy.__init__(self, extended)
         self._split_state()
         self._micro_batches = default_micro_batches(self.num_workers) if micro_batches is None else micro_batches
@@ -318,5 +317,5 @@ def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_secon
         own_address, is_fixed = spec[resolver.task_type][resolver.task_id], cluster.is_slurm_step()
         cluster.wait_for_peers(own_address, peers, timeout_seconds, names_are_fixed=is_fixed)
     with exit_on_timeout(timeout_seconds), silence_limit(silence_limit_of_environment()):
-        use_key_values(ClusterKeyValues())
+        key_values.use(ClusterKeyValues())
         yield

@@ -79,12 +79,12 @@ def planned(path: str | os.PathLike[str] | None = None) -> Any:
     if os.environ.get(_PROBE_VARIABLE, "").strip() == "1":
         return MultiWorkerMirroredStrategy()
     config = cluster.detect()
-    given = os.environ.get(PLAN_VARIABLE, "").strip() if path is None else os.fspath(path)
+    plan_path = os.environ.get(PLAN_VARIABLE, "").strip() if path is None else os.fspath(path)
     plan = None
-    if given:
-        file = PlanFile.read(Path(given))
-        plan = None if config is None else _plan_of_cluster(file, given, config)
-        strategy = MultiWorkerMirroredStrategy() if plan is None else _create(plan, given)
+    if plan_path:
+        file = PlanFile.read(Path(plan_path))
+        plan = None if config is None else _plan_of_cluster(file, plan_path, config)
+        strategy = MultiWorkerMirroredStrategy() if plan is None else _create(plan, plan_path)
     else:
         strategy = _without_plan(config)
     strategy.plan = plan
@@ -175,11 +175,13 @@ def _call(known: Mapping[str, Callable[..., Any]], name: Any, arguments: Any, pa
     accepted = None if kind is None else list(inspect.signature(kind).parameters)
     is_mapping = isinstance(arguments, Mapping)
     if kind is None or accepted is None or not is_mapping or (unknown := sorted(set(arguments) - set(accepted))):
-        what = f"the class {name!r}" if accepted is None else f"{name} with {unknown if is_mapping else arguments!r}"
+        received = (
+            f"the class {name!r}" if accepted is None else f"{name} with {unknown if is_mapping else arguments!r}"
+        )
         expected = f"one of {', '.join(sorted(known))}" if accepted is None else f"arguments among {accepted}"
         raise ValueError(
-            f"The plan has a strategy that this version of tfdist cannot create. Received: {what} in {path}. Expected: "
-            f"{expected}. Write the plan again by the `tfdist plan` of this version."
+            f"The plan has a strategy that this version of tfdist cannot create. Received: {received} in {path}. "
+            f"Expected: {expected}. Write the plan again by the `tfdist plan` of this version."
         )
     return kind(**{key: _value(value, path) for key, value in arguments.items()})
 
@@ -189,7 +191,7 @@ def _value(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and "class" in value and set(value) <= {"class", "arguments"}:
         return _call(_OPTIONS, value["class"], value.get("arguments", {}), path)
     if isinstance(value, list):
-        return [_value(one, path) for one in value]
+        return [_value(item, path) for item in value]
     return value
 
 

@@ -36,8 +36,8 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
     if tf.executing_eagerly():
         return
     with tf.init_scope():
-        held = [one.value if isinstance(one, keras.Variable) else one for one in variables]
-        have_values = all(bool(one.is_initialized()) for one in held)
+        held = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        have_values = all(bool(variable.is_initialized()) for variable in held)
     if have_values:
         build_outside_trace(optimizer, variables)
 

@@ -54,9 +54,12 @@ def compare_starts(strategy: Any, epoch: int, updates: int) -> None:
         ValueError: They do not begin in the same epoch, after the same number of updates.
     """
     starts = {rank: tuple(start) for rank, *start in _rows_of_workers(strategy, [[epoch, updates]])}
-    others = [rank for rank, start in sorted(starts.items()) if start != starts[0]]
-    if others:
-        texts = [f"epoch {starts[rank][0]} after {starts[rank][1]} updates on worker {rank}" for rank in (0, others[0])]
+    different_ranks = [rank for rank, start in sorted(starts.items()) if start != starts[0]]
+    if different_ranks:
+        texts = [
+            f"epoch {starts[rank][0]} after {starts[rank][1]} updates on worker {rank}"
+            for rank in (0, different_ranks[0])
+        ]
         raise ValueError(
             f"The workers have different backups of BackupAndRestore. Received: {texts[0]}, {texts[1]}. Expected: the "
             "same on all workers. Use a directory that they share, or FailureRecovery; if each worker has its own "
@@ -66,5 +69,5 @@ def compare_starts(strategy: Any, epoch: int, updates: int) -> None:
 
 def _rows_of_workers(strategy: Any, rows: list[list[int]]) -> list[list[int]]:
     """Returns the rows of all workers, each with the rank before it; workers may have different numbers of them."""
-    own = tf.constant([[strategy.rank, *row] for row in rows], tf.int64)
-    return strategy.gather(own, axis=0).numpy().tolist()
+    own_rows = tf.constant([[strategy.rank, *row] for row in rows], tf.int64)
+    return strategy.gather(own_rows, axis=0).numpy().tolist()

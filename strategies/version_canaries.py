@@ -76,10 +76,10 @@ def _check_once(is_chief: bool) -> None:
     if child.returncode == _MISSING_SYMBOL:
         raise MissingPrivateSymbolError(child.stdout.splitlines()[-1])
     if child.returncode:
-        found = "; ".join(child.stdout.splitlines()) or "; ".join(child.stderr.splitlines()[-1:]) or child.returncode
+        errors = "; ".join(child.stdout.splitlines()) or "; ".join(child.stderr.splitlines()[-1:]) or child.returncode
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
         raise IncompatibleVersionError(
-            f"tfdist does not train correctly with the installed versions. Received: {versions}, with which {found}. "
+            f"tfdist does not train correctly with the installed versions. Received: {versions}, with which {errors}. "
             "Expected: versions of the tested ranges (`tfdist.versions.tested_ranges()`). Install these, or a newer "
             "tfdist."
         )
@@ -113,12 +113,16 @@ def canary_failures(devices: list[str]) -> list[str]:
     valid = inputs[inputs != 0]
     expected = float(np.mean(np.square(valid)))
     stats, iterations = strategy.communication, int(model.optimizer.iterations.numpy())
-    found = {
+    comparisons = {
         "optimizer.iterations": (iterations, 4),
         "the last steps that callbacks get": (steps_of_batches, [1, 3]),
         "the collectives of gradients in 4 updates": ((stats.gradient_collectives, stats.updates), (4, 4)),
     }
-    failures = [f"{what} are {seen} instead of {wanted}" for what, (seen, wanted) in found.items() if seen != wanted]
+    failures = [
+        f"{quantity} are {seen} instead of {wanted}"
+        for quantity, (seen, wanted) in comparisons.items()
+        if seen != wanted
+    ]
     if not np.isclose(logs["loss"][0], expected, rtol=1e-5):
         failures.append(f"a masked loss is {logs['loss'][0]} instead of {expected}")
     return failures

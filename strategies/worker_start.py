@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import new_seed
-from tfdist.tensorflow_internals.runtime import exchange_key_values, global_seed
+from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.tensorflow_internals.runtime import global_seed
 from tfdist.tensorflow_internals.xla_functions import cpu_instructions, leave_xla_to_users
 from tfdist.utils.argument_checks import optional_integer_variable
 
@@ -34,7 +35,7 @@ def agree_on_random_seed(rank: int, num_workers: int, name: str) -> None:
     states = _states_of_generators()
     unused = {kind: state == _STATES_AT_IMPORT[kind] for kind, state in states.items()}
     proposed = json.dumps([new_seed(os.environ), states, unused])
-    everyone = [json.loads(found) for found in exchange_key_values(name, proposed, rank, num_workers)]
+    everyone = [json.loads(proposal) for proposal in key_values.exchange(name, proposed, rank, num_workers)]
     seed = everyone[0][0]
     if global_seed() is None:
         tf.random.set_seed(seed)
@@ -52,9 +53,9 @@ def compare_cpus(rank: int, num_workers: int, name: str) -> None:
         num_workers: The number of workers.
         name: Of the CPUs in the key-value store of the cluster.
     """
-    cpus = exchange_key_values(name, str(cpu_instructions()), rank, num_workers)
-    if others := [worker for worker, cpu in enumerate(cpus) if cpu != cpus[0]]:
-        leave_xla_to_users(others)
+    cpus = key_values.exchange(name, str(cpu_instructions()), rank, num_workers)
+    if different_workers := [worker for worker, cpu in enumerate(cpus) if cpu != cpus[0]]:
+        leave_xla_to_users(different_workers)
 
 
 def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
@@ -69,12 +70,12 @@ def compare_plans(rank: int, num_workers: int, name: str, plan: str) -> None:
     Raises:
         ValueError: Another worker has another plan.
     """
-    plans = exchange_key_values(name, plan, rank, num_workers)
-    if others := [worker for worker, other in enumerate(plans) if other != plans[0]]:
+    plans = key_values.exchange(name, plan, rank, num_workers)
+    if different_workers := [worker for worker, worker_plan in enumerate(plans) if worker_plan != plans[0]]:
         raise ValueError(
-            f"The workers have different plans. Received: {plans[0]} on worker 0, and {plans[others[0]]} on worker "
-            f"{others[0]}. Expected: the same file on every host. Copy the plan of one host to all, or write it to a "
-            "directory that they share."
+            f"The workers have different plans. Received: {plans[0]} on worker 0, and {plans[different_workers[0]]} on "
+            f"worker {different_workers[0]}. Expected: the same file on every host. Copy the plan of one host to all, "
+            "or write it to a directory that they share."
         )
 
 

@@ -93,8 +93,11 @@ def register_hooks(strategy_class: type, hooks: StrategyHooks) -> None:
 
 
 def hooks_of(strategy: Any) -> StrategyHooks:
-    """Returns the hooks of a strategy; those without effect for strategies of TensorFlow, and for `None`."""
-    return next((hooks for kind, hooks in tuple(_hooks.items()) if isinstance(strategy, kind)), _STOCK)
+    """Returns the hooks of a strategy's most specific registered class.
+
+    Strategies of TensorFlow, and `None`, have hooks without effect.
+    """
+    return next((_hooks[kind] for kind in strategy.__class__.__mro__ if kind in _hooks), _STOCK)
 
 
 def has_hooks(strategy: Any) -> bool:

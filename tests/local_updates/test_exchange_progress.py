@@ -10,9 +10,9 @@ from tfdist.local_updates.local_updates import ExchangeProgress
 def store(monkeypatch):
     """The key-value store of the cluster."""
     store = {}
-    monkeypatch.setattr(exchange_progress, "set_key_value", store.__setitem__)
-    monkeypatch.setattr(exchange_progress, "delete_key_value", store.__delitem__)
-    monkeypatch.setattr(exchange_progress, "wait_for_key_until", lambda key, seconds: key in store)
+    monkeypatch.setattr(exchange_progress.key_values, "publish", store.__setitem__)
+    monkeypatch.setattr(exchange_progress.key_values, "withdraw", store.__delitem__)
+    monkeypatch.setattr(exchange_progress.key_values, "is_published", lambda key, seconds: key in store)
     return store
 
 

@@ -28,7 +28,7 @@ class KeyValueStore:
         self.is_gone = threading.Event()
         self._changed = threading.Condition()
 
-    def set(self, key, value):
+    def publish(self, key, value):
         with self._changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
@@ -39,7 +39,7 @@ class KeyValueStore:
 
     def propose(self, key, value):
         with contextlib.suppress(tf.errors.AlreadyExistsError):
-            self.set(key, value)
+            self.publish(key, value)
         return self.wait_for(key)
 
     def wait_for(self, key):
@@ -57,9 +57,7 @@ class KeyValueStore:
 @pytest.fixture
 def key_values(monkeypatch):
     store = KeyValueStore()
-    monkeypatch.setattr(worker_coordination, "set_key_value", store.set)
-    monkeypatch.setattr(worker_coordination, "propose_key_value", store.propose)
-    monkeypatch.setattr(worker_coordination, "wait_for_key_value", store.wait_for)
+    monkeypatch.setattr(worker_coordination, "key_values", store)
     return store
 
 

@@ -189,9 +189,9 @@ def test_an_optimizer_that_assigns_slots_when_it_is_built(cpus):
 
 def test_a_worker_that_read_alone_reads_with_the_others_later(monkeypatch):
     published = {}
-    monkeypatch.setattr(part_gathers, "set_key_value", published.__setitem__)
-    monkeypatch.setattr(part_gathers, "delete_key_value", published.pop)
-    monkeypatch.setattr(part_gathers, "wait_for_key_until", lambda key, seconds: key in published)
+    monkeypatch.setattr(part_gathers.key_values, "publish", published.__setitem__)
+    monkeypatch.setattr(part_gathers.key_values, "withdraw", published.pop)
+    monkeypatch.setattr(part_gathers.key_values, "is_published", lambda key, seconds: key in published)
     meeting = part_gathers.Meeting("slots", 0, 2)
     with pytest.raises(RuntimeError, match="not read by all workers"):
         meeting.wait()

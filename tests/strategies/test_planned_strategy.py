@@ -207,7 +207,7 @@ def test_accumulation_is_left_to_the_optimizer(in_cluster, tmp_path, caplog):
 
 def test_workers_with_different_plans(monkeypatch):
     other = "MultiWorkerMirroredStrategy(compression='int8')"
-    monkeypatch.setattr(worker_start, "exchange_key_values", lambda name, own, rank, size: [own, other])
+    monkeypatch.setattr(worker_start.key_values, "exchange", lambda name, own, rank, size: [own, other])
     worker_start.compare_plans(0, 2, "p", other)
     with pytest.raises(ValueError, match=r"different plans. Received: no plan on worker 0, and .*int8.* on worker 1"):
         worker_start.compare_plans(0, 2, "p", "no plan")

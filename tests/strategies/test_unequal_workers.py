@@ -1,7 +1,6 @@
 """Workers with one and with two devices compute what one process computes, under `tfdist run`."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import elastic_programs
 import numpy as np
@@ -10,8 +9,8 @@ import unequal_programs
 from launched_runs import launch_once
 from one_process import in_one_process
 
-from tfdist.tensorflow_internals import strategy_extended
-from tfdist.tensorflow_internals.worker_devices import described
+from tfdist.strategies import worker_devices
+from tfdist.strategies.worker_devices import described
 
 pytestmark = pytest.mark.usefixtures("cpus")
 _SCRIPT = Path(__file__).with_name("on_workers_unequal.py")
@@ -84,10 +83,8 @@ def assert_close(ours, theirs):
 
 def test_devices_of_different_types_are_refused_by_all_workers(monkeypatch):
     others = [described("GPU", 2)]
-    monkeypatch.setattr(strategy_extended, "exchange_key_values", lambda name, own, rank, size: [own, *others])
-    worker = SimpleNamespace(_collective_key_base=7, _id_in_cluster=0, _num_workers=2)
-    exchange = strategy_extended.ReplicaMultiWorkerExtended._exchange_devices
+    monkeypatch.setattr(worker_devices.key_values, "exchange", lambda name, own, rank, size: [own, *others])
     with pytest.raises(ValueError, match=r"devices of one type. Received: worker 0: 1 CPU, worker 1: 2 GPU"):
-        exchange(worker, "CPU", 1)
+        worker_devices.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False)
     others = [described("CPU", 2)]
-    assert exchange(worker, "CPU", 1) == (1, 2)
+    assert worker_devices.devices_of_workers("CPU", 1, 0, 2, "devices", use_nccl=False) == (1, 2)

@@ -38,7 +38,7 @@ def agree(monkeypatch):
             unused = dict.fromkeys(unused, False) if other_has_drawn else unused
             return [json.dumps([SEED, states, unused]), proposed]
 
-        monkeypatch.setattr(worker_start, "exchange_key_values", exchange)
+        monkeypatch.setattr(worker_start.key_values, "exchange", exchange)
         set_seeds.clear()
         worker_start.agree_on_random_seed(1, 2, "seed")
         return [random.random(), np.random.random()], list(set_seeds)

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.exchange.exchange_errors import WorkerLostError
-from tfdist.tensorflow_internals import runtime
+from tfdist.tensorflow_internals.key_values import KeyValues
 
 
 class Store(dict):
@@ -20,22 +20,28 @@ class Store(dict):
 
 
 @pytest.fixture
-def store(monkeypatch):
-    monkeypatch.setattr(runtime, "_key_values", Store())
-    monkeypatch.setattr(runtime, "_start_seconds", 0.5)
-    return runtime._key_values
+def store():
+    return Store()
 
 
-def test_all_workers_get_the_values_of_all(store):
+@pytest.fixture
+def key_values(store):
+    values = KeyValues()
+    values.use(store)
+    values.limit_start(0.5)
+    return values
+
+
+def test_all_workers_get_the_values_of_all(store, key_values):
     store["seed/1"] = "b"
-    assert runtime.exchange_key_values("seed", "a", 0, 2) == ["a", "b"]
+    assert key_values.exchange("seed", "a", 0, 2) == ["a", "b"]
 
 
-def test_a_worker_that_creates_another_strategy_is_named(store):
+def test_a_worker_that_creates_another_strategy_is_named(key_values):
     with pytest.raises(TimeoutError, match=r"Worker 1 does not create the strategy.*no answer for 'seed' in 0.5 s"):
-        runtime.exchange_key_values("seed", "a", 0, 2)
+        key_values.exchange("seed", "a", 0, 2)
 
 
-def test_a_lost_worker_is_an_error_of_tensorflow(store):
+def test_a_lost_worker_is_an_error_of_tensorflow(key_values):
     with pytest.raises(tf.errors.UnavailableError, match="Worker 1 is lost"):
-        runtime.exchange_key_values("lost", "a", 0, 2)
+        key_values.exchange("lost", "a", 0, 2)

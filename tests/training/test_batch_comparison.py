@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals import compared_datasets
-from tfdist.training import batch_comparison
+from tfdist.training import batch_comparison, shown_batches
 from tfdist.training.batch_comparison import BatchComparison, DifferentBatchesError, compare, fingerprint, same
 
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -22,7 +21,7 @@ class Store:
     def __init__(self):
         self.values, self.changed, self.for_all = {}, threading.Condition(), []
 
-    def set(self, key, value, only_for=None):
+    def publish(self, key, value, only_for=None):
         with self.changed:
             if key in self.values:
                 raise tf.errors.AlreadyExistsError(None, None, key)
@@ -30,17 +29,17 @@ class Store:
             self.for_all += [key] * (only_for is None)
             self.changed.notify_all()
 
-    def wait(self, key):
+    def wait_for(self, key):
         with self.changed:
             assert self.changed.wait_for(lambda: key in self.values, LIMIT_SECONDS), key
             return self.values[key]
 
-    def wait_until(self, key, seconds):
+    def is_published(self, key, seconds):
         with self.changed:
             return self.changed.wait_for(lambda: key in self.values, seconds)
 
     def take(self, key):
-        self.wait(key)
+        self.wait_for(key)
         with self.changed:
             return self.values.pop(key)
 
@@ -48,10 +47,7 @@ class Store:
 @pytest.fixture
 def workers(monkeypatch):
     store = Store()
-    monkeypatch.setattr(batch_comparison, "set_key_value", store.set)
-    monkeypatch.setattr(batch_comparison, "wait_for_key_value", store.wait)
-    monkeypatch.setattr(batch_comparison, "wait_for_key_until", store.wait_until)
-    monkeypatch.setattr(batch_comparison, "take_key_value", store.take)
+    monkeypatch.setattr(batch_comparison, "key_values", store)
     monkeypatch.setattr(batch_comparison.atexit, "register", lambda function: None)
     monkeypatch.setattr(batch_comparison, "_CLOSE_SECONDS", LIMIT_SECONDS)  # on a busy host threads end late
     both = [BatchComparison(rank, 2, "batches") for rank in range(2)]
@@ -180,12 +176,12 @@ def test_which_data_is_compared(policy, is_common):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
     data = pairs(np.arange(40), np.arange(40)).with_options(options)
-    assert compared_datasets.draws_common_batches(data) == is_common
-    assert not compared_datasets.draws_common_batches(data.shard(2, 0))
+    assert shown_batches.draws_common_batches(data) == is_common
+    assert not shown_batches.draws_common_batches(data.shard(2, 0))
 
 
 def test_files_are_not_compared():
-    assert not compared_datasets.draws_common_batches(tf.data.TextLineDataset(["one"]).batch(2))
+    assert not shown_batches.draws_common_batches(tf.data.TextLineDataset(["one"]).batch(2))
 
 
 def noisy(x, y):
@@ -205,7 +201,7 @@ def test_what_threads_draw_in_any_order_is_left_out(function):
     data = pairs(np.arange(40), np.arange(40))
     in_turn, parallel = data.map(function), data.map(function, num_parallel_calls=2)
     after = parallel.map(lambda x, y: {"sum": x + tf.cast(y, tf.float32), "y": (y, y)}).prefetch(1)
-    names = [[name for name, _ in compared_datasets.common_inputs(each)] for each in (in_turn, parallel, after)]
+    names = [[name for name, _ in shown_batches.common_inputs(each)] for each in (in_turn, parallel, after)]
     assert names == [["x", "y"], ["y"], ["y/0", "y/1"]]
 
 
@@ -244,15 +240,15 @@ def test_elements_without_values_are_left_out():
     windows = tf.data.Dataset.range(6).window(2).batch(2)
     nothing = tf.data.Dataset.range(6).map(lambda x: (x, None)).batch(2)
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).batch(2)
-    assert [[name for name, _ in compared_datasets.common_inputs(data)] for data in (windows, nothing, ragged)] == [
+    assert [[name for name, _ in shown_batches.common_inputs(data)] for data in (windows, nothing, ragged)] == [
         [],
         ["x"],
         ["x", "x"],
     ]
     shown = []
     for data in (nothing, ragged):
-        numbers = [number for _, number in compared_datasets.common_inputs(data)]
-        drawn = list(compared_datasets.shown_batches(data, numbers, lambda *each: shown.append(each)))
+        numbers = [number for _, number in shown_batches.common_inputs(data)]
+        drawn = list(shown_batches.shown_batches(data, numbers, lambda *each: shown.append(each)))
         assert len(drawn) == len(list(data))
     assert [each[1] for each in shown] == [0, 0]
 

@@ -15,7 +15,7 @@ from tfdist.data_position.py_dataset_source import PyDatasetSource
 from tfdist.keras_internals.epoch_iterator import EpochIteratorMixin, data_kind, extend_epoch_iterator
 from tfdist.keras_internals.running_fit import fit_validating_with, register_training_iterator, track_running_fits
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.counted_batches import batch_spec
+from tfdist.tensorflow_internals.rows_per_replica import batch_spec
 
 _SOURCES: dict[str, type[DatasetSource]] = {
     source.kind: source for source in (ArraySource, DatasetSource, PyDatasetSource)

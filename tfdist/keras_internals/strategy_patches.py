@@ -19,9 +19,9 @@ from tfdist.keras_internals.statements_in_scope import patch_statements_in_scope
 from tfdist.keras_internals.symbolic_build import patch_symbolic_build
 from tfdist.keras_internals.synchronized_moments import patch_synchronized_moments
 from tfdist.strategy_hooks import StrategyHooks, register_hooks
-from tfdist.tensorflow_internals.counted_batches import patch_distributed_iterators
 from tfdist.tensorflow_internals.merge_calls import patch_merge_calls
 from tfdist.tensorflow_internals.python_function_results import copy_results_of_python_functions
+from tfdist.tensorflow_internals.rows_per_replica import patch_distributed_iterators
 from tfdist.tensorflow_internals.runtime import patch_graph_reset
 
 # A later one is around an earlier one of the same attribute: losses around statements in scope.

@@ -16,7 +16,7 @@ from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
-from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
+from tfdist.tensorflow_internals.key_values import key_values
 
 _KEPT_FUNCTIONS = 4
 
@@ -251,13 +251,13 @@ class ExchangeProgress:
     def late_workers(self, exchange: int) -> str:
         """Notes that this worker has started an exchange; called again for it, names the workers that have not."""
         if exchange > self._noted:
-            set_key_value(self._key(exchange, self._rank), "")
+            key_values.publish(self._key(exchange, self._rank), "")
             if self._noted >= 1:  # all have started the exchange before the last one, which this worker has ended
-                delete_key_value(self._key(self._noted - 1, self._rank))
+                key_values.withdraw(self._key(self._noted - 1, self._rank))
             self._noted = exchange
             return ""
         other_ranks = [rank for rank in range(self._num_workers) if rank != self._rank]
-        late = [rank for rank in other_ranks if not wait_for_key_until(self._key(exchange, rank), _LOOK_SECONDS)]
+        late = [rank for rank in other_ranks if not key_values.is_published(self._key(exchange, rank), _LOOK_SECONDS)]
         return ", ".join(f"worker {rank}" for rank in late)
 
     def _key(self, exchange: int, rank: int) -> str:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.losses.sample_axes import Rule, grows
 from tfdist.losses.sample_kinds import ZERO, Kind, sum_of, unknown
-from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
 CALLS = PLAIN_CALLS | CONDITIONS | LOOPS
 _MOST_TURNS = 4  # After these, the kinds of a loop's values are unknown if they still change.

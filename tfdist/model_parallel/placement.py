@@ -19,7 +19,7 @@ from tfdist.keras_internals.placed_variables import (
     shared_optimizer_variables,
 )
 from tfdist.model_parallel.stages import ModelStages
-from tfdist.tensorflow_internals.captured_tensors import captured_handles
+from tfdist.tensorflow_internals.function_graphs import captured_handles
 from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
 

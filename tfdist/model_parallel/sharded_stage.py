@@ -36,9 +36,9 @@ from tfdist.model_parallel.split_outputs import (
 )
 from tfdist.model_parallel.stage_functions import StageFunction, StageInputs, StageKind, StageResult, is_differentiable
 from tfdist.model_parallel.stages import ModelStages, Stage
+from tfdist.model_parallel.table_lookups import tables_of_fixed_rows
 from tfdist.model_parallel.transfers import PREDICTION, record_transfer
 from tfdist.tensorflow_internals.split_variables import part_size
-from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
 
 
 class ShardedStageFunction(StageFunction):

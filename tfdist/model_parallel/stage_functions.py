@@ -12,7 +12,7 @@ from tfdist.keras_internals.keras_symbols import get_mask, set_mask
 from tfdist.keras_internals.replaced_calls import initial_scope
 from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss, divisors_of
 from tfdist.model_parallel.stages import ModelStages, Stage
-from tfdist.tensorflow_internals.table_lookups import tables_of_fixed_rows
+from tfdist.model_parallel.table_lookups import tables_of_fixed_rows
 
 
 class StageInputs(NamedTuple):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
 from tfdist.losses.loss_scaling import LossStep
-from tfdist.tensorflow_internals.captured_tensors import call_with
+from tfdist.tensorflow_internals.function_graphs import call_with
 from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import pull_as
 from tfdist.tensorflow_internals.tensorflow_symbols import stop_recording

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.runtime import propose_key_value, set_key_value, wait_for_key_value
+from tfdist.tensorflow_internals.key_values import key_values
 
 _counter = itertools.count()  # counts only those of several workers: the chief may have trained alone before
 
@@ -34,7 +34,7 @@ class WorkerCoordination:
         """Returns the value of the worker that proposes first."""
         if self.num_workers == 1:
             return value
-        return json.loads(propose_key_value(f"{self._prefix}/{name}", json.dumps(value)))
+        return json.loads(key_values.propose(f"{self._prefix}/{name}", json.dumps(value)))
 
     def wait_to_exit(self) -> None:
         """Waits until this worker may exit: no worker before the chief has called this, and the chief last.
@@ -68,8 +68,8 @@ class WorkerCoordination:
         Raises:
             tf.errors.AlreadyExistsError: If a worker has published a value under this name.
         """
-        set_key_value(f"{self._prefix}/{name}", json.dumps(value))
+        key_values.publish(f"{self._prefix}/{name}", json.dumps(value))
 
     def wait_for(self, name: str) -> Any:
         """Waits until a worker publishes `name` and returns the value. Other threads keep running."""
-        return json.loads(wait_for_key_value(f"{self._prefix}/{name}"))
+        return json.loads(key_values.wait_for(f"{self._prefix}/{name}"))

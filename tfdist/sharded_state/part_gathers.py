@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import ReplicaLauncher
-from tfdist.tensorflow_internals.runtime import delete_key_value, set_key_value, wait_for_key_until
+from tfdist.tensorflow_internals.key_values import key_values
 from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 # Longer than a worker should be busy elsewhere, such as with the callbacks of an epoch.
@@ -33,14 +33,14 @@ class Meeting:
         """
         self._met += 1
         key = f"{self._name}/{self._met}"
-        set_key_value(f"{key}/{self._rank}", "here")
+        key_values.publish(f"{key}/{self._rank}", "here")
         other_ranks = [rank for rank in range(self._workers) if rank != self._rank]
         ends = time.monotonic() + TIMEOUT_SECONDS
         for rank in other_ranks:
-            if not wait_for_key_until(f"{key}/{rank}", ends - time.monotonic()):
+            if not key_values.is_published(f"{key}/{rank}", ends - time.monotonic()):
                 # The next read has this number again: a worker that comes late waits for it, not for one after it.
                 self._met -= 1
-                delete_key_value(f"{key}/{self._rank}")
+                key_values.withdraw(f"{key}/{self._rank}")
                 raise RuntimeError(
                     "A slot of an optimizer whose state is sharded was not read by all workers. Received: no answer of "
                     f"worker {rank} within {TIMEOUT_SECONDS:g} s. Expected: all workers save the model, or read "
@@ -51,7 +51,7 @@ class Meeting:
 
     def leave(self, key: str) -> None:
         """Removes a key that all workers have read, as they have since met in a collective."""
-        delete_key_value(key)
+        key_values.withdraw(key)
 
 
 def replicas_by_position(launchers: Sequence[ReplicaLauncher], first: int) -> list[int]:

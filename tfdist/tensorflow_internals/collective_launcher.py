@@ -185,10 +185,10 @@ class AllReduce(CollectiveAllReduce):
         self._reductions_within: list[Callable[..., Any]] = []
         group_key = self._collective_keys.get_group_key(self._devices)
         self._boundary = boundary
-        own = counts[rank] if len(counts) > 1 else counts[0]
-        local = [self._launcher(group_key, own, device) for device in self._devices] if own > 1 else []
+        num_devices = counts[rank] if len(counts) > 1 else counts[0]
+        local = [self._launcher(group_key, num_devices, device) for device in self._devices] if num_devices > 1 else []
         if len(counts) == 1:
-            self._local = local or [self._launcher(group_key, own, device) for device in self._devices]
+            self._local = local or [self._launcher(group_key, num_devices, device) for device in self._devices]
             self._launchers = self._local
             self._reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
@@ -215,13 +215,13 @@ class AllReduce(CollectiveAllReduce):
 
     def _reduce_by_collectives(self, group_key: int, rank: int, counts: Sequence[int], reduction: Any) -> None:
         """Creates groups of TensorFlow's collectives, for NCCL; their keys are unique in the cluster."""
-        own = counts[rank]
+        num_devices = counts[rank]
         self._launchers = [self._launcher(group_key, self._group_size, device) for device in self._devices]
         between, local = self._launchers[0], self._local
-        if own > 1:
+        if num_devices > 1:
             between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
             local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
-            local = self._local = [self._launcher(local_key, own, device) for device in self._devices]
+            local = self._local = [self._launcher(local_key, num_devices, device) for device in self._devices]
         self._reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
@@ -230,9 +230,9 @@ class AllReduce(CollectiveAllReduce):
     def join_groups(self) -> None:
         """Joins all groups of this process's replicas; see `ReplicaLauncher.join`."""
         launchers = [
-            one
-            for one in dict.fromkeys([*self._local, *self._launchers])
-            if isinstance(one, ReplicaLauncher) and one.size > 1
+            local_launcher
+            for local_launcher in dict.fromkeys([*self._local, *self._launchers])
+            if isinstance(local_launcher, ReplicaLauncher) and local_launcher.size > 1
         ]
 
         @tf.function(autograph=False)

@@ -1,4 +1,4 @@
-"""Distributed datasets that begin in the middle, or have the batches of one worker."""
+"""Distributed datasets that begin in the middle, have the batches of one worker, or draw from another pipeline."""
 
 from typing import Any
 
@@ -6,13 +6,17 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.batch_selection import selectable
-from tfdist.tensorflow_internals.counted_batches import tensorflow_spec
 from tfdist.tensorflow_internals.input_pipeline import parts_of_dataset
+from tfdist.tensorflow_internals.rows_per_replica import tensorflow_spec
 
 _INPUT = "tensorflow.python.distribute.input_lib"
 
 _Distributed = private(f"{_INPUT}:DistributedDataset", "is rebuilt to skip on each worker, after sharding")
 _FromFunction = private(f"{_INPUT}:DistributedDatasetsFromFunction", "is rebuilt in the same way")
+private(
+    f"{_INPUT}:DistributedDataset._make_rebatch_fn",
+    "sees the batch size of a dataset, but not beyond a function that is mapped",
+)
 
 
 def skip_steps(dataset: Any, steps: int) -> Any | None:
@@ -64,6 +68,36 @@ def distribute_worker_batches(
     return distributed
 
 
+def distribute_shown_batches(
+    dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
+) -> Any:
+    """Returns the distributed dataset of `dataset`, divided as TensorFlow does, whose batches are drawn from `shown`.
+
+    Args:
+        dataset: The dataset of global batches.
+        shown: A dataset with the same batches.
+        strategy: The strategy.
+        input_context: A `tf.distribute.InputContext`.
+        workers: TensorFlow's `InputWorkers`.
+        replicas: The number of replicas of all workers.
+        options: A `tf.distribute.InputOptions`, or None.
+    """
+    distributed = _Distributed(
+        workers,
+        strategy,
+        dataset,
+        num_replicas_in_sync=replicas,
+        input_context=input_context,
+        build=False,
+        options=options,
+    )
+    by_size = distributed._make_rebatch_fn
+    distributed._make_rebatch_fn = lambda _, *args: by_size(dataset, *args)
+    distributed.build(shown)
+    del distributed._make_rebatch_fn
+    return distributed
+
+
 def distributed_alike(dataset: Any, batches: tf.data.Dataset) -> Any:
     """Returns other batches, distributed as `dataset` is; `batches` themselves if it is not distributed.
 
@@ -76,12 +110,15 @@ def distributed_alike(dataset: Any, batches: tf.data.Dataset) -> Any:
     return _as_traced(dataset._strategy.experimental_distribute_dataset(batches, dataset._options), dataset)
 
 
-def _as_traced(rest: Any, dataset: Any) -> Any:
-    """Returns `rest` with what Keras' step was traced with; it uses the cardinality only to know if the data ends."""
-    rest._cardinality = dataset._cardinality
-    rest._enable_get_next_as_optional = dataset._enable_get_next_as_optional
-    rest._element_spec = dataset._element_spec
-    return rest
+def _as_traced(distributed: Any, dataset: Any) -> Any:
+    """Returns a distributed dataset with what Keras' step was traced with for another one.
+
+    The step uses the cardinality only to know whether the data ends.
+    """
+    distributed._cardinality = dataset._cardinality
+    distributed._enable_get_next_as_optional = dataset._enable_get_next_as_optional
+    distributed._element_spec = dataset._element_spec
+    return distributed
 
 
 def batch_types(dataset: Any) -> Any:

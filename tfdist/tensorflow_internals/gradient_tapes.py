@@ -24,23 +24,23 @@ def patch_gradient_tapes() -> None:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        found = _parts(target, sources, output_gradients)
-        if found is not None:
-            target, output_gradients = [tensor for tensor, _ in found], [scale for _, scale in found]
+        parts = _parts(target, sources, output_gradients)
+        if parts is not None:
+            target, output_gradients = [tensor for tensor, _ in parts], [scale for _, scale in parts]
         return gradient(self, target, sources, output_gradients, unconnected_gradients)
 
     @replace(tf, "gradients")
     def gradients_of_parts(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **kwargs: Any) -> Any:
-        found = _parts(ys, xs, grad_ys)
-        if found is None:
+        parts = _parts(ys, xs, grad_ys)
+        if parts is None:
             return of_graph(ys, xs, grad_ys, *args, **kwargs)
-        return of_graph([tensor for tensor, _ in found], xs, [scale for _, scale in found], *args, **kwargs)
+        return of_graph([tensor for tensor, _ in parts], xs, [scale for _, scale in parts], *args, **kwargs)
 
 
 def _parts(targets: Any, sources: Any, gradients: Any) -> list[tuple[Any, Any]] | None:
     step = of_running_step(lambda hooks: hooks.current_step()) if _has_variable(sources) else None
-    given = None if gradients is None else tf.nest.flatten(gradients)
-    return None if step is None else step.parts_of_gradient(tf.nest.flatten(targets), given)
+    output_gradients = None if gradients is None else tf.nest.flatten(gradients)
+    return None if step is None else step.parts_of_gradient(tf.nest.flatten(targets), output_gradients)
 
 
 def _has_variable(sources: Any) -> bool:

@@ -31,15 +31,15 @@ def after_clocks(readings: Sequence[tf.Tensor], tensors: Sequence[Any]) -> list[
     """Returns `tensors`, dense or `tf.IndexedSlices`, such that what uses them waits for all `readings`."""
     with tf.control_dependencies(readings):
         return [
-            tf.IndexedSlices(tf.identity(one.values), one.indices, one.dense_shape)
-            if isinstance(one, tf.IndexedSlices)
-            else tf.identity(one)
-            for one in tensors
+            tf.IndexedSlices(tf.identity(tensor.values), tensor.indices, tensor.dense_shape)
+            if isinstance(tensor, tf.IndexedSlices)
+            else tf.identity(tensor)
+            for tensor in tensors
         ]
 
 
 def _values(tensors: Sequence[Any]) -> list[tf.Tensor]:
-    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in tensors]
+    return [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
 
 
 def _seconds() -> tf.Tensor:

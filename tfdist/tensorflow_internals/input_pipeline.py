@@ -148,6 +148,16 @@ def pipeline_nodes(datasets: Iterable[Any]) -> Iterator[Any]:
             waiting += node._inputs()
 
 
+def calls_shard(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline calls `shard`, so that workers may draw different batches.
+
+    >>> numbers = tf.data.Dataset.range(9)
+    >>> calls_shard(numbers.batch(3)), calls_shard(numbers.shard(2, 0).batch(3))
+    (False, True)
+    """
+    return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
+
+
 def is_unordered(dataset: Any) -> bool:
     """Whether elements may come in the order in which threads finish them: `deterministic=False`.
 
@@ -197,6 +207,11 @@ def random_operations(graph: Any) -> set[str]:
     return {node.name for node in definition.node if draws([node], frozenset())}
 
 
+def random_parts(dataset: Any) -> list[bool]:
+    """Returns which parts of the flattened elements depend on random numbers that threads draw in any order."""
+    return _random_parts(dataset, {})
+
+
 def batches_may_be_arrays(dataset: Any) -> bool:
     """Whether batches may be in the memory of arrays that Python code returned. `batch` copies elements.
 
@@ -235,7 +250,7 @@ def is_per_worker(dataset: Any) -> bool:
             continue
         policy = end.options().experimental_distribute.auto_shard_policy
         if policy == tf.data.experimental.AutoShardPolicy.OFF:
-            return any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([end]))
+            return calls_shard(end)
         if policy in (tf.data.experimental.AutoShardPolicy.FILE, tf.data.experimental.AutoShardPolicy.HINT):
             return True
         if policy == tf.data.experimental.AutoShardPolicy.AUTO:
@@ -292,3 +307,40 @@ def _operations_of_graph(pipeline: list[Any]) -> Iterator[Any]:
         yield from tf.compat.v1.GraphDef.FromString(graph.numpy()).node
     except (tf.errors.OpError, TypeError, ValueError):
         return
+
+
+def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:
+    if id(node) not in known:
+        inputs = [_random_parts(input_node, known) for input_node in node._inputs()]
+        known[id(node)] = _of_inputs(node, inputs)
+    return known[id(node)]
+
+
+def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
+    parts = len(tf.nest.flatten(node.element_spec))
+    drawn = [flag for flags in inputs for flag in flags]
+    functions = [wrapper.function.graph for wrapper in node._functions()]
+    if not functions:
+        return drawn if len(drawn) == parts else [any(drawn)] * parts
+    is_parallel = "Parallel" in type(node).__name__
+    graph = functions[0]
+    if len(functions) > 1 or len(graph.outputs) != parts or len(inputs) != 1 or len(graph.inputs) < len(drawn):
+        draws = is_parallel and any(random_operations(function_graph) for function_graph in functions)
+        return [draws or any(drawn)] * parts
+    sources = {id(tensor.op) for tensor, flag in zip(graph.inputs, drawn, strict=False) if flag}
+    if is_parallel:
+        sources |= {id(graph.get_operation_by_name(name)) for name in random_operations(graph)}
+    return [_depends_on(output.op, sources) for output in graph.outputs]
+
+
+def _depends_on(operation: Any, sources: set[int]) -> bool:
+    seen: set[int] = set()
+    waiting = [operation]
+    while waiting and sources:
+        current = waiting.pop()
+        if id(current) in sources:
+            return True
+        if id(current) not in seen:
+            seen.add(id(current))
+            waiting += [tensor.op for tensor in current.inputs]
+    return False

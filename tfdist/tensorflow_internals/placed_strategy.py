@@ -87,9 +87,13 @@ class PlacedExtended(OneDeviceExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        shards = [getattr(one, "shards", ()) for one in (var, *args)]  # of split variables, such as averages of weights
+        shards = [
+            getattr(variable, "shards", ()) for variable in (var, *args)
+        ]  # of split variables, such as averages of weights
         if shards[0] and len({len(parts) for parts in shards}) == 1:
-            return [self._update(part, fn, others, kwargs, group) for part, *others in zip(*shards, strict=True)]
+            return [
+                self._update(part, fn, other_parts, kwargs, group) for part, *other_parts in zip(*shards, strict=True)
+            ]
         with tf.device(var.device), UpdateContext(var.device):
             return fn(var, *args, **kwargs)
 
@@ -156,13 +160,13 @@ def _received(variable: tf.Variable) -> np.ndarray:
     """Returns the value of a variable of another process, as of one time."""
     with tf.device(variable.device):
         flat = tf.reshape(variable.read_value(), [-1])  # shares the memory of the variable
-    found = np.empty(_size(variable), variable.dtype.as_numpy_dtype)
+    values = np.empty(_size(variable), variable.dtype.as_numpy_dtype)
     piece = _PIECE // variable.dtype.size
-    for begin in range(0, found.size, piece):
+    for begin in range(0, values.size, piece):
         with tf.device(variable.device):
             part = flat[begin : begin + piece]
-        found[begin : begin + piece] = part.numpy()
-    return found.reshape(variable.shape)
+        values[begin : begin + piece] = part.numpy()
+    return values.reshape(variable.shape)
 
 
 def _followed(method: Callable[..., Any]) -> Callable[..., Any]:

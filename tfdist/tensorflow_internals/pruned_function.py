@@ -57,10 +57,10 @@ def needed_operations(operation: Any, ends: Collection[str] = ()) -> dict[str, s
 
     Control inputs do not count: through them a function's outputs wait for assertions and reads elsewhere in it.
     """
-    found, waiting = {}, [operation]
+    types, waiting = {}, [operation]
     while waiting:
-        one = waiting.pop()
-        if one.name not in found:
-            found[one.name] = one.type
-            waiting += [] if one.type in ends else [tensor.op for tensor in one.inputs]
-    return found
+        needed = waiting.pop()
+        if needed.name not in types:
+            types[needed.name] = needed.type
+            waiting += [] if needed.type in ends else [tensor.op for tensor in needed.inputs]
+    return types

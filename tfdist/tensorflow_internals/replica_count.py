@@ -66,8 +66,8 @@ def is_read_by_user() -> bool:
 
 def power_of_count(tensor: tf.Tensor) -> int:
     """Returns the power of the number of replicas that a constant of a graph is a multiple of, else 0."""
-    _, found, power = tensor.op.name.rpartition("/")[2].partition(_NAME)
-    return int(power.partition("_")[0]) if found else 0
+    _, prefix, power = tensor.op.name.rpartition("/")[2].partition(_NAME)
+    return int(power.partition("_")[0]) if prefix else 0
 
 
 def _multiple(value: Any, power: int) -> Any:

@@ -167,5 +167,7 @@ class _Replica:
         self._tracing.take_turn(_BETWEEN_REPLICAS)
 
 
-def _run_after(operation: Any, others: Any) -> None:
-    operation._add_control_inputs([other for other in dict.fromkeys(others) if other is not None])
+def _run_after(operation: Any, earlier: Any) -> None:
+    operation._add_control_inputs(
+        [earlier_operation for earlier_operation in dict.fromkeys(earlier) if earlier_operation is not None]
+    )

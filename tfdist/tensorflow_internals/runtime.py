@@ -1,12 +1,10 @@
-"""TensorFlow's runtime in this process: server, key-value store, global seed and generator, autograph."""
+"""TensorFlow's runtime in this process: server, global seed and generator, autograph."""
 
 import faulthandler
 import functools
-import queue
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -119,138 +117,6 @@ def silence_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         del runtime.configure_coordination_service
-
-
-class ClusterKeyValues:
-    """The key-value store of TensorFlow's cluster."""
-
-    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
-        """Gives all workers a value under a new key, also where only one of them needs it."""
-        context().set_config_key_value(key, value)
-
-    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
-        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`."""
-        ended: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
-
-        def wait() -> None:
-            try:
-                ended.put(str(context().get_config_key_value(key)))
-            except BaseException as error:
-                ended.put(error)
-
-        threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
-        try:
-            value = ended.get(timeout=timeout_seconds)
-        except queue.Empty:
-            return None
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    def propose(self, key: str, value: str) -> str:
-        """Gives all workers a value under a key unless a worker has done so before; returns what is there."""
-        with suppress(tf.errors.AlreadyExistsError):
-            self.publish(key, value)
-        return str(self.wait_for(key))
-
-    def take(self, key: str) -> str:
-        """Waits for the value under a key, and removes it."""
-        value = str(self.wait_for(key))
-        self.withdraw(key)
-        return value
-
-    def withdraw(self, key: str) -> None:
-        """Removes what was published under a key."""
-        context().delete_config_key_value(key)
-
-
-_key_values: Any = None
-_start_seconds = 300.0
-
-
-def use_key_values(store: Any) -> None:
-    """Makes `store`, with `publish`, `wait_for` and `withdraw`, what workers agree by from now on."""
-    global _key_values
-    _key_values = store
-
-
-def limit_start(seconds: float) -> None:
-    """Sets how long a worker waits for the others while they create the same strategy."""
-    global _start_seconds
-    _start_seconds = seconds
-
-
-@contextmanager
-def _as_unavailable() -> Iterator[None]:
-    """Raises the error of a lost worker as TensorFlow's store does."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise tf.errors.UnavailableError(None, None, str(error)) from error
-
-
-def set_key_value(key: str, value: str, *, only_for: int | None = None) -> None:
-    """Publishes `value` to all workers, or to the one of a rank, under `key`, which must be new."""
-    _key_values.publish(key, value, only_for=only_for)
-
-
-def propose_key_value(key: str, value: str) -> str:
-    """Publishes `value` under `key` unless a worker has done so before; returns what all workers find there.
-
-    Raises:
-        tf.errors.OpError: A worker is lost. The same holds for the waits below.
-    """
-    with _as_unavailable():
-        return str(_key_values.propose(key, value))
-
-
-def wait_for_key_value(key: str) -> str:
-    """Waits until a worker has published `key` and returns its value."""
-    with _as_unavailable():
-        return str(_key_values.wait_for(key))
-
-
-def take_key_value(key: str) -> str:
-    """Waits like `wait_for_key_value`, and removes what was published for this worker only."""
-    with _as_unavailable():
-        return str(_key_values.take(key))
-
-
-def exchange_key_values(name: str, value: str, rank: int, num_workers: int) -> list[str]:
-    """Returns the values of all workers, by rank, each of which calls this with its own.
-
-    Args:
-        name: Of the values; each name is used once.
-        value: Of this worker.
-        rank: Of this worker.
-        num_workers: The number of workers.
-
-    Raises:
-        TimeoutError: A worker does not call this in the time that workers have to start.
-        tf.errors.OpError: A worker is lost.
-    """
-    set_key_value(f"{name}/{rank}", value)
-    values = []
-    for worker in range(num_workers):
-        if not wait_for_key_until(f"{name}/{worker}", _start_seconds):
-            raise TimeoutError(
-                f"Worker {worker} does not create the strategy that this worker creates. Received: no answer for "
-                f"{name!r} in {_start_seconds:g} s. Expected: the same strategies in the same order on all workers. "
-                "See what that worker does, or allow more time with `start_timeout_seconds`."
-            )
-        values.append(wait_for_key_value(f"{name}/{worker}"))
-    return values
-
-
-def wait_for_key_until(key: str, seconds: float) -> bool:
-    """Waits like `wait_for_key_value`; returns whether a worker has published `key` within `seconds`."""
-    with _as_unavailable():
-        return _key_values.wait_for(key, max(seconds, 0.0)) is not None
-
-
-def delete_key_value(key: str) -> None:
-    """Removes what was published under `key`."""
-    _key_values.withdraw(key)
 
 
 def global_seed() -> int | None:

@@ -87,12 +87,12 @@ def _trace(function: Callable[..., None], tensors: Any, specs: Any, variables: S
             operation._set_device("")  # that of the caller; its variables are on it
 
     device = tf.no_op().device
-    own = {id(variable.handle): variable for variable in variables}
+    by_handle = {id(variable.handle): variable for variable in variables}
     try:
         concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
     except Exception:  # the call without sharing will raise it, too, if it is not about sharing
         return None
-    captured = [own.get(id(handle)) for handle in concrete.captured_inputs]
-    if any(one is None for one in captured):
+    captured = [by_handle.get(id(handle)) for handle in concrete.captured_inputs]
+    if any(captured_variable is None for captured_variable in captured):
         return None
     return _Traced(concrete, captured, (list(variables), held))

@@ -143,9 +143,9 @@ def patch_graphs() -> None:
             operation = new()
         else:
             operation = shared.create(new, op_type, inputs, kwargs.get("name") or op_type, kwargs.get("attrs"))
-        if op_type != _READ and any(getattr(given, "dtype", None) == tf.resource for given in inputs):
-            handles = [given for given in operation.inputs if given.dtype == tf.resource]
-            for one in _active:
-                if one.graph is self:
-                    one.forget_reads(handles)
+        if op_type != _READ and any(getattr(tensor, "dtype", None) == tf.resource for tensor in inputs):
+            handles = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
+            for active in _active:
+                if active.graph is self:
+                    active.forget_reads(handles)
         return operation

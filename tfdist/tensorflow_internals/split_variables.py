@@ -67,7 +67,7 @@ class ShardedVariable:
             for rank, device in enumerate(group)
         )
         self.is_placed = True
-        return [one for one in before if all(one is not other for other in self.shards)]
+        return [part for part in before if all(part is not shard for shard in self.shards)]
 
     @property
     def device(self) -> str:
@@ -92,11 +92,11 @@ class ShardedVariable:
         Returns:
             By part the place, the place of these values in the part, and the part.
         """
-        found = []
+        places = []
         for rank, shard in enumerate(self.shards[: self._ways]):
             begin, end = self.bounds(rank)
-            found.append((self._places(begin, end), self._places(0, end - begin), shard))
-        return found
+            places.append((self._places(begin, end), self._places(0, end - begin), shard))
+        return places
 
     def _places(self, begin: int, end: int) -> tuple[slice, ...]:
         return tuple(slice(begin, end) if axis == self.axis else slice(None) for axis in range(len(self.shape)))
@@ -216,21 +216,21 @@ class NewVariable:
 
 def _shard(whole: Any, axis: int, rank: int, device: str, ways: int, *, is_slot: bool) -> ColumnVariable:
     size, of_part = int(whole.shape[axis]), part_size(int(whole.shape[axis]), ways)
-    own = max(min(of_part, size - rank * of_part), 0)
+    own_size = max(min(of_part, size - rank * of_part), 0)
     shape = [of_part if index == axis else int(length) for index, length in enumerate(whole.shape)]
     if isinstance(whole, NewVariable) and whole.is_constant:
         with tf.init_scope(), tf.device(device):
             value = whole.constant(shape)
-            if own < of_part and not is_slot:
-                value = tf.where(_position(axis, shape) < own, value, tf.zeros([], value.dtype))
+            if own_size < of_part and not is_slot:
+                value = tf.where(_position(axis, shape) < own_size, value, tf.zeros([], value.dtype))
             return variable_like(_Part(whole, value), device)
     with tf.init_scope(), tf.device(whole.device):
         value = whole.read_value()
         begin = [min(rank * of_part, size - 1) if index == axis else 0 for index in range(len(shape))]
-        extent = [max(own, 1) if index == axis else -1 for index in range(len(shape))]
+        extent = [max(own_size, 1) if index == axis else -1 for index in range(len(shape))]
         value = tf.slice(value, begin, extent)  # of a part without values the last one, to pad it
-        if own < of_part:
-            value = _padded(value, axis, own, shape, is_slot=is_slot)
+        if own_size < of_part:
+            value = _padded(value, axis, own_size, shape, is_slot=is_slot)
         part = _Part(whole, value)
     return variable_like(part, device)
 
@@ -240,10 +240,10 @@ def _position(axis: int, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(tf.range(shape[axis]), [-1 if index == axis else 1 for index in range(len(shape))])
 
 
-def _padded(value: tf.Tensor, axis: int, own: int, shape: Sequence[int], *, is_slot: bool) -> tf.Tensor:
-    last = tf.gather(value, [value.shape[axis] - 1] * (shape[axis] - own), axis=axis)
+def _padded(value: tf.Tensor, axis: int, own_size: int, shape: Sequence[int], *, is_slot: bool) -> tf.Tensor:
+    last = tf.gather(value, [value.shape[axis] - 1] * (shape[axis] - own_size), axis=axis)
     padding = last if is_slot else tf.zeros_like(last)
-    return tf.concat([value, padding], axis) if own else padding
+    return tf.concat([value, padding], axis) if own_size else padding
 
 
 class _Part:

@@ -9,10 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce
-from tfdist.tensorflow_internals.compared_datasets import distribute_shown_batches
-from tfdist.tensorflow_internals.distributed_datasets import distribute_worker_batches
+from tfdist.tensorflow_internals.distributed_datasets import distribute_shown_batches, distribute_worker_batches
 from tfdist.tensorflow_internals.replica_order import OrdersReplicas
-from tfdist.tensorflow_internals.runtime import exchange_key_values
 from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     CollectiveAllReduceExtended,
@@ -22,7 +20,6 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     regroup,
     simple_broadcast,
 )
-from tfdist.tensorflow_internals.worker_devices import described, numbers_of_devices, uuids_of_gpus
 
 ReductionFactory = Callable[..., Any]
 
@@ -95,15 +92,32 @@ class ReplicaMirroredExtended(OrdersReplicas, MirroredExtended):
 
 
 class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
-    """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker."""
+    """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker.
+
+    Args:
+        strategy: The strategy.
+        cluster_resolver: The resolver of the cluster.
+        options: A `tf.distribute.experimental.CommunicationOptions`.
+        reduction: Creates what reduces over the replicas.
+        devices_of_workers: Takes the type and number of this worker's devices, its rank, the number of workers, a name,
+            and whether workers `use_nccl`; returns the numbers of devices of all workers.
+        boundary: To the exchange with the other workers; `None` with NCCL, or without other workers.
+    """
 
     _cross_device_ops: Any
     _host_cross_device_ops: Any
 
     def __init__(
-        self, strategy: Any, cluster_resolver: Any, options: Any, reduction: ReductionFactory, boundary: Any = None
+        self,
+        strategy: Any,
+        cluster_resolver: Any,
+        options: Any,
+        reduction: ReductionFactory,
+        devices_of_workers: Callable[..., tuple[int, ...]],
+        boundary: Any = None,
     ) -> None:
         self._reduction, self._boundary = reduction, boundary
+        self._devices_of_workers = devices_of_workers
         self._replicas_of_workers: tuple[int, ...] = ()
         super().__init__(strategy, cluster_resolver=cluster_resolver, communication_options=options)
         self._reduce_by_replicas()
@@ -117,7 +131,8 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         self._cross_device_ops.join_groups()
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        if self._communication_options.implementation == _NCCL:
+        use_nccl = self._communication_options.implementation == _NCCL
+        if use_nccl:
             super()._initialize_strategy(cluster_resolver, devices)
         else:  # TensorFlow in this process is that of one process; `boundary` connects it with the other workers
             self._initialize_local(cluster_resolver, devices)
@@ -128,8 +143,15 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
                 self._is_chief = self._id_in_cluster == 0
         self._replicas_of_workers = (self._num_devices_per_worker,)
         if self._num_workers > 1:
-            self._replicas_of_workers = self._exchange_devices(self._local_device_type, self._num_devices_per_worker)
-        if self._communication_options.implementation == _NCCL and self._workers_are_unequal:
+            self._replicas_of_workers = self._devices_of_workers(
+                self._local_device_type,
+                self._num_devices_per_worker,
+                self._id_in_cluster,
+                self._num_workers,
+                f"tfdist/devices/{self._collective_key_base}",
+                use_nccl=use_nccl,
+            )
+        if use_nccl and self._workers_are_unequal:
             raise ValueError(
                 "With NCCL all workers need as many GPUs. Received: by rank, "
                 f"{list(self._replicas_of_workers)} devices. Expected: equal numbers. Hide GPUs by "
@@ -155,22 +177,15 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
             devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(len(logical)))
         return devices, kind
 
-    def _exchange_devices(self, kind: str, number: int) -> tuple[int, ...]:
-        """Returns the number of devices of each worker."""
-        name = f"tfdist/devices/{self._collective_key_base}"
-        uuids = uuids_of_gpus() if kind == "GPU" and self._communication_options.implementation == _NCCL else ()
-        line = described(kind, number, uuids)
-        return numbers_of_devices(exchange_key_values(name, line, self._id_in_cluster, self._num_workers))
-
     def _get_variable_creator_initial_value(self, replica_id: Any, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """Returns the function that creates the initial value of a replica's copy, which is that of the chief."""
         if replica_id != 0 or self._boundary is None:
             return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        given, dtype = kwargs["initial_value"], kwargs.get("dtype")
+        initial_value, dtype = kwargs["initial_value"], kwargs.get("dtype")
 
         def value_of_chief() -> tf.Tensor:
             with tf.device(device):
-                value = given() if callable(given) else given
+                value = initial_value() if callable(initial_value) else initial_value
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
                 return tf.identity(
                     self._boundary.broadcast(value, limit_seconds=self._communication_options.timeout_seconds)
@@ -218,7 +233,7 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
         return distribute_worker_batches(dataset, batches, self._container_strategy(), context, workers, options)
 
     def distribute_shown_batches(self, dataset: Any, shown: Any, options: Any) -> Any:
-        """Returns the distributed dataset whose batches are drawn from `shown`; see `compared_datasets`."""
+        """Returns the distributed dataset whose batches are drawn from `shown`; see `distributed_datasets`."""
         workers = self._input_workers_with_options(options)
         context, strategy = self._make_input_context(), self._container_strategy()
         return distribute_shown_batches(dataset, shown, strategy, context, workers, self._num_replicas_in_sync, options)
@@ -303,8 +318,8 @@ def gather_by_worker(value: Any, destinations: Any, axis: int, workers: Any, opt
     """Returns the values of all workers, concatenated in the order of the replicas; see `reduce_by_worker`."""
     values = _values(value)
     with tf.device(workers.host):
-        own = tf.concat(values, axis) if len(values) > 1 else tf.identity(values[0])
-    return simple_broadcast(_only(workers._gather(own, workers.host, axis, options)), destinations)
+        worker_values = tf.concat(values, axis) if len(values) > 1 else tf.identity(values[0])
+    return simple_broadcast(_only(workers._gather(worker_values, workers.host, axis, options)), destinations)
 
 
 def _sum_over_workers(value: Any, workers: Any, options: Any) -> Any:

@@ -33,12 +33,12 @@ class WrittenVariables:
             return [one.name for one, value in pairs if not np.array_equal(one.numpy(), value, equal_nan=True)]
         handles = {id(part.handle): one.name for one in self._variables for part in _parts(one)}
         new = self._graph.get_operations()[self._operations :]
-        inputs = {id(given) for one in new if one.type not in _CALLS for given in one.inputs}
-        found = []
+        inputs = {id(tensor) for one in new if one.type not in _CALLS for tensor in one.inputs}
+        written = []
         for inner, outer in _captures(self._graph):
             if id(inner) in inputs and id(outer) in handles:
-                found.append(handles[id(outer)])
-        return found
+                written.append(handles[id(outer)])
+        return written
 
 
 def _parts(variable: Any) -> Sequence[Any]:

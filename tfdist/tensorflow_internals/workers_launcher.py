@@ -141,11 +141,11 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
 
     def gather(self, tensor: tf.Tensor, options: Any = None, *, shape_is_fixed: bool = True) -> tf.Tensor:
         local = self._local
-        own = tensor if local is None else local.gather(tensor, None, shape_is_fixed=shape_is_fixed)
+        own_rows = tensor if local is None else local.gather(tensor, None, shape_is_fixed=shape_is_fixed)
         rows, most = tf.shape(tensor)[0], max(self._counts)
         padding = most - (1 if local is None else local.size)
         shape = tf.concat([[rows * padding], tf.shape(tensor)[1:]], axis=0)
-        padded = tf.concat([own, tf.zeros(shape, own.dtype)], axis=0) if padding else own
+        padded = tf.concat([own_rows, tf.zeros(shape, own_rows.dtype)], axis=0) if padding else own_rows
         if self._index:
             shape = tf.concat([[rows * most * len(self._counts)], tf.shape(tensor)[1:]], axis=0)
             gathered = tf.zeros(shape, tensor.dtype)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.called_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
+from tfdist.tensorflow_internals.function_graphs import CONDITIONS, LOOPS, PLAIN_CALLS, called_graph
 
 _random = private(
     "tensorflow.python.ops:random_ops_util",
@@ -172,10 +172,10 @@ def cpu_instructions_of(host: str) -> int:
             return lines.take(1).reduce(tf.constant(""), lambda _, line: line)
 
     try:
-        found = flags.get_concrete_function()().numpy()
+        flags_line = flags.get_concrete_function()().numpy()
     except tf.errors.NotFoundError:
-        found = b""
-    return _number_of(found.decode(errors="replace"))
+        flags_line = b""
+    return _number_of(flags_line.decode(errors="replace"))
 
 
 def _number_of(flags: str) -> int:
@@ -202,21 +202,23 @@ def _reads_variables(graph: Any) -> bool:
     """Whether a function, or a gradient that Python code defines, may read variables of servers."""
     if any(placeholder.dtype == tf.resource for _, placeholder in graph.captures):
         return True
-    return _contains(graph, lambda one: one.type == "IdentityN" and "_gradient_op_type" in one.node_def.attr)
+    return _contains(
+        graph, lambda operation: operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr
+    )
 
 
 def _sources(output: tf.Tensor) -> frozenset[str]:
     """The names of the inputs of a function's graph, among them variables, by which an output can be differentiated."""
-    waiting, seen, found = [output.op], {output.op}, set()
+    waiting, seen, names = [output.op], {output.op}, set()
     while waiting:
         operation = waiting.pop()
         if operation.type == "Placeholder" and operation.outputs[0].dtype in _DIFFERENTIABLE:
-            found.add(operation.name)
-        for given in () if operation.type == "StopGradient" else operation.inputs:
-            if given.op not in seen:
-                seen.add(given.op)
-                waiting.append(given.op)
-    return frozenset(found)
+            names.add(operation.name)
+        for tensor in () if operation.type == "StopGradient" else operation.inputs:
+            if tensor.op not in seen:
+                seen.add(tensor.op)
+                waiting.append(tensor.op)
+    return frozenset(names)
 
 
 @patch

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.model_introspection import first_input
 from tfdist.load_balancing.step_timer import TimedStep
-from tfdist.tensorflow_internals.complete_batches import calls_shard, is_complete, parts_of_complete
-from tfdist.tensorflow_internals.input_pipeline import reads_files
+from tfdist.tensorflow_internals.input_pipeline import calls_shard, reads_files
+from tfdist.tensorflow_internals.rows_per_replica import is_complete, parts_of_complete
 from tfdist.training.sample_shares import ReplicaStep, count_samples, has_rows, rows_between, static_samples
 from tfdist.training.worker_batches import check_has_batches, several_of_each
 

@@ -2,7 +2,7 @@
 
 Where Python code draws the batches, nothing but its random numbers, files and clocks makes them equal. If they are not,
 samples are seen twice or never, and labels may contradict each other, without an error in any step. So a pipeline shows
-some of its batches (`compared_datasets.py`), each worker sends their fingerprints to the chief through the key-value
+some of its batches (`shown_batches.py`), each worker sends their fingerprints to the chief through the key-value
 store of the cluster, and the chief reports a difference to all workers, whose main threads raise it.
 """
 
@@ -25,14 +25,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.compared_datasets import common_inputs, shown_batches
 from tfdist.tensorflow_internals.input_pipeline import is_unordered, runs_python
-from tfdist.tensorflow_internals.runtime import (
-    set_key_value,
-    take_key_value,
-    wait_for_key_until,
-    wait_for_key_value,
-)
+from tfdist.tensorflow_internals.key_values import key_values
+from tfdist.training.shown_batches import common_inputs, shown_batches
 
 Fingerprint = list[Any]  # of one input: shape, hash or projections, whether its rows differ
 Fingerprints = dict[str, Fingerprint]
@@ -241,8 +236,8 @@ class BatchComparison:
         self._sent.put({"end": number})
         key = f"{self._name}/ended/{number}"
         with contextlib.suppress(tf.errors.OpError):  # a worker is lost, and the next exchange says so
-            if wait_for_key_until(key, _ANSWER_SECONDS):
-                error = wait_for_key_value(key)
+            if key_values.is_published(key, _ANSWER_SECONDS):
+                error = key_values.wait_for(key)
                 self._error = self._error or error
             else:
                 _log.warning(
@@ -275,14 +270,14 @@ class BatchComparison:
                 if self._rank == 0:
                     self._take(0, record)
                 else:
-                    set_key_value(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
+                    key_values.publish(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
                 count += 1
 
     def _receive(self, rank: int) -> None:
         with contextlib.suppress(tf.errors.OpError):
             while not self._closed.is_set():
                 key = f"{self._name}/sent/{rank}/{self._received[rank]}"
-                text = take_key_value(key)
+                text = key_values.take(key)
                 if self._closed.is_set():
                     return
                 self._received[rank] += 1
@@ -290,7 +285,7 @@ class BatchComparison:
 
     def _wait_for_difference(self) -> None:
         with contextlib.suppress(tf.errors.OpError):
-            error = wait_for_key_value(f"{self._name}/different/{self._rank}")
+            error = key_values.wait_for(f"{self._name}/different/{self._rank}")
             self._error = self._error or error
 
     def _take(self, rank: int, record: dict[str, Any]) -> None:
@@ -304,7 +299,7 @@ class BatchComparison:
                 return
             del self._waiting[key]
             if "end" in record:
-                set_key_value(f"{self._name}/ended/{record['end']}", self._error)
+                key_values.publish(f"{self._name}/ended/{record['end']}", self._error)
                 return
             prints: list[Fingerprints] = [records[worker]["prints"] for worker in range(self._num_workers)]
             difference = compare(prints)
@@ -329,7 +324,7 @@ class BatchComparison:
             f"{_CAUSES.format(unordered=unordered)}."
         )
         for worker in range(self._num_workers):
-            set_key_value(f"{self._name}/different/{worker}", self._error, only_for=worker)
+            key_values.publish(f"{self._name}/different/{worker}", self._error, only_for=worker)
 
     def _close(self) -> None:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
@@ -343,7 +338,7 @@ class BatchComparison:
         def wake() -> None:
             for key in keys:
                 with contextlib.suppress(tf.errors.OpError):
-                    set_key_value(key, "", only_for=self._rank)
+                    key_values.publish(key, "", only_for=self._rank)
 
         # In another thread: the process of the chief, which holds the store, may be gone. Then nothing returns.
         waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")

@@ -18,9 +18,9 @@ from tfdist.keras_internals.model_introspection import (
     step_states,
 )
 from tfdist.losses.divided_rows import DividedRows
-from tfdist.tensorflow_internals.counted_batches import CountedPerReplica
 from tfdist.tensorflow_internals.function_methods import inlined, is_compiled
 from tfdist.tensorflow_internals.merge_calls import sum_over_replicas
+from tfdist.tensorflow_internals.rows_per_replica import RowsPerReplica
 from tfdist.tensorflow_internals.shared_operations import step_after
 from tfdist.training.balanced_batches import rows_of_shares
 from tfdist.training.empty_batches import filled_if_empty, first_rows, revert_unless
@@ -56,7 +56,7 @@ def step_on_replicas(model: Any, step_function: Callable[[Any], Any], data: Any,
     fillers = parts if shared is None else [*parts, shared.whole]
     replicas = len(parts) if is_within_worker else strategy.num_replicas_in_sync
     carrier = first_input(data) if shared is None else None
-    counted = carrier if isinstance(carrier, CountedPerReplica) else None
+    counted = carrier if isinstance(carrier, RowsPerReplica) else None
     inputs = [first_input(part) for part in parts]
     steps = iter(_static_steps(inputs, counted, replicas) if shared is None else shared.steps)
     micro_batches = strategy.micro_batches if training else 1
@@ -227,7 +227,7 @@ def _is_dense(value: Any) -> bool:
     return not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) and bool(len(value.shape))
 
 
-def _static_steps(inputs: list[Any], counted: CountedPerReplica | None, replicas: int) -> Iterator[ReplicaStep]:
+def _static_steps(inputs: list[Any], counted: RowsPerReplica | None, replicas: int) -> Iterator[ReplicaStep]:
     """Yields the local replicas' steps if the numbers of samples of all replicas are known while tracing."""
     if any(value is None for value in inputs):
         yield from (ReplicaStep(1, 1 / replicas) for _ in inputs)
@@ -240,7 +240,7 @@ def _static_steps(inputs: list[Any], counted: CountedPerReplica | None, replicas
 
 
 def _dynamic_step(
-    inputs: Sequence[Any], replica: int, replicas: int, counted: CountedPerReplica | None, is_within_worker: bool
+    inputs: Sequence[Any], replica: int, replicas: int, counted: RowsPerReplica | None, is_within_worker: bool
 ) -> ReplicaStep:
     """Returns the step of a local replica with one of the `inputs`; `counted` may carry their numbers of samples."""
     value = inputs[replica]

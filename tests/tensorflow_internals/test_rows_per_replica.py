@@ -7,17 +7,20 @@ import tensorflow as tf
 
 from tfdist.keras_internals.symbolic_build import build_for_training
 from tfdist.strategies import MirroredStrategy
-from tfdist.tensorflow_internals.counted_batches import (
-    CountedPerReplica,
+from tfdist.tensorflow_internals.distributed_datasets import skip_steps
+from tfdist.tensorflow_internals.rows_per_replica import (
+    RowsPerReplica,
     batch_spec,
     carry_counts,
     carry_static_counts,
     filled_samples,
     has_static_sizes,
+    is_complete,
     keep_static_sizes,
+    mark_complete,
+    parts_of_complete,
     without_filled_rows,
 )
-from tfdist.tensorflow_internals.distributed_datasets import skip_steps
 
 ROWS = np.arange(24, dtype="float32").reshape(12, 2)
 LABELS = np.arange(12)
@@ -91,8 +94,8 @@ def test_the_steps_of_both_kinds_of_batches_are_traced_separately(strategy):
     data = filled(strategy)
     for batch in [*data, without_filled_rows(next(iter(data)))]:
         step(batch)
-    assert traced[0] is CountedPerReplica
-    assert len(traced) == 2 and not issubclass(traced[1], CountedPerReplica)
+    assert traced[0] is RowsPerReplica
+    assert len(traced) == 2 and not issubclass(traced[1], RowsPerReplica)
 
 
 def test_without_filled_rows_a_replica_without_data_has_no_rows(strategy):
@@ -126,7 +129,7 @@ def test_batches_of_any_size_carry_their_samples_and_the_total(strategy, drawn):
     iterator, steps = iter(counted(strategy)), []
 
     def numbers(batch):
-        assert isinstance(batch[0], CountedPerReplica) and not isinstance(batch[1], CountedPerReplica)
+        assert isinstance(batch[0], RowsPerReplica) and not isinstance(batch[1], RowsPerReplica)
         rows = [tf.shape(part, out_type=tf.int64)[0] for part in batch[0].values]
         return tf.stack([*rows, *batch[0].samples, batch[0].total])
 
@@ -163,18 +166,72 @@ def test_full_batches_carry_numbers_that_are_known_while_tracing(strategy):
     assert batch_spec(full) == full._element_spec != own._element_spec
 
 
+def complete(strategy, parts=4, *, asks):
+    """Steps in which both replicas draw the same four rows, as long as there are `parts` for them."""
+    data = tf.data.Dataset.range(8).batch(4).flat_map(lambda rows: tf.data.Dataset.from_tensors(rows).repeat(2))
+    own = strategy.distribute_datasets_from_function(lambda _: data.take(parts).map(lambda rows: {"rows": rows}))
+    own._enable_get_next_as_optional = asks
+    return mark_complete(own)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("drawn", ["eagerly", "in a function", "in a loop"])
+def test_each_replica_draws_all_rows_of_a_complete_batch(strategy, drawn, asks):
+    iterator, kinds = iter(complete(strategy, asks=asks)), set()
+
+    def rows_of_replicas(batch):
+        kinds.add((type(batch["rows"]), is_complete(batch), filled_samples(batch)))
+        parts = parts_of_complete(batch, lambda leaves, replica: [leaf[2 * replica :][:2] for leaf in leaves])
+        assert not is_complete(parts) and not isinstance(parts["rows"], RowsPerReplica)
+        return tf.stack([*batch["rows"].values, tf.concat(parts["rows"].values, axis=0)])
+
+    if drawn == "eagerly":
+        steps = [rows_of_replicas(batch) for batch in iterator]
+    elif drawn == "in a function":
+        draw = tf.function(lambda iterator: rows_of_replicas(next(iterator)))
+        steps = [draw(iterator) for _ in range(2)]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            draw(iterator)
+    else:
+        steps = []
+        while (optional := iterator.get_next_as_optional()).has_value():
+            steps.append(tf.function(rows_of_replicas)(optional.get_value()))
+    assert [step.numpy().tolist() for step in steps] == [[[0, 1, 2, 3]] * 3, [[4, 5, 6, 7]] * 3]
+    assert kinds == {(RowsPerReplica, True, None)}
+
+
+def test_a_replica_whose_complete_batches_end_before_others_is_an_error(strategy):
+    iterator = iter(complete(strategy, 3, asks=True))
+    next(iterator)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="data of this worker has ended and that of another one"):
+        next(iterator)
+
+
+def test_each_kind_of_batches_is_traced_separately(strategy):
+    traced, data = [], tf.data.Dataset.range(8).batch(4, drop_remainder=True)
+    own = strategy.distribute_datasets_from_function(lambda _: data)
+    own._enable_get_next_as_optional = True
+    with_counts = carry_counts(own, own._element_spec)
+    kinds = (own, mark_complete(own), carry_static_counts(own, 2), with_counts, keep_static_sizes(own))
+    step = tf.function(lambda batch: traced.append(batch._type_spec), reduce_retracing=True)
+    for _ in range(2):
+        for batches in kinds:
+            step(next(iter(batches)))
+    assert len(traced) == len(set(traced)) == len(kinds)
+
+
 def test_what_a_user_computes_from_a_batch_carries_no_numbers(strategy):
     own = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(8).batch(4, drop_remainder=True))
     for batch in (next(iter(carry_static_counts(own, 2))), next(iter(counted(strategy)))[0]):
-        assert isinstance(tf.nest.map_structure(lambda leaf: leaf, batch), CountedPerReplica)
-        assert isinstance(tf.function(lambda leaf: leaf)(batch), CountedPerReplica)
+        assert isinstance(tf.nest.map_structure(lambda leaf: leaf, batch), RowsPerReplica)
+        assert isinstance(tf.function(lambda leaf: leaf)(batch), RowsPerReplica)
         changed = [
             strategy.run(lambda rows: rows[:3], args=(batch,)),
             tf.function(lambda value: strategy.run(lambda rows: rows[::2], args=(value,)))(batch),
             tf.nest.map_structure(lambda rows: rows[:3], batch, expand_composites=True),
         ]
         for value in changed:
-            assert not isinstance(value, CountedPerReplica)
+            assert not isinstance(value, RowsPerReplica)
 
 
 def test_rows_that_changed_behind_their_numbers_are_an_error(strategy):

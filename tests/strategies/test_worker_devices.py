@@ -1,15 +1,12 @@
 import re
-import types
 
 import pytest
 import tensorflow as tf
 
-from tfdist.tensorflow_internals import strategy_extended, worker_devices
-
-_NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
+from tfdist.strategies import worker_devices
 
 
-def _exchange(monkeypatch, kind, uuids, other_line, implementation=_NCCL):
+def _exchange(monkeypatch, kind, uuids, other_line, *, use_nccl=True):
     """Creates the devices of worker 1, whose GPUs have these UUIDs; worker 0 has sent `other_line`."""
     sent = []
 
@@ -17,13 +14,9 @@ def _exchange(monkeypatch, kind, uuids, other_line, implementation=_NCCL):
         sent.append(line)
         return [other_line, line]
 
-    monkeypatch.setattr(strategy_extended, "exchange_key_values", exchanged)
-    monkeypatch.setattr(strategy_extended, "uuids_of_gpus", lambda: uuids)
-    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    worker = types.SimpleNamespace(
-        _collective_key_base=1, _communication_options=options, _id_in_cluster=1, _num_workers=2
-    )
-    numbers = strategy_extended.ReplicaMultiWorkerExtended._exchange_devices(worker, kind, max(len(uuids), 1))
+    monkeypatch.setattr(worker_devices.key_values, "exchange", exchanged)
+    monkeypatch.setattr(worker_devices, "uuids_of_gpus", lambda: uuids)
+    numbers = worker_devices.devices_of_workers(kind, max(len(uuids), 1), 1, 2, "devices", use_nccl=use_nccl)
     return numbers, sent[0]
 
 
@@ -41,8 +34,7 @@ def test_nccl_with_gpus_of_their_own_is_accepted(monkeypatch):
 
 
 def test_workers_share_a_gpu_without_nccl(monkeypatch):
-    automatic = tf.distribute.experimental.CommunicationImplementation.AUTO
-    numbers, line = _exchange(monkeypatch, "GPU", ["GPU-a"], worker_devices.described("GPU", 1), automatic)
+    numbers, line = _exchange(monkeypatch, "GPU", ["GPU-a"], worker_devices.described("GPU", 1), use_nccl=False)
     assert numbers == (1, 1)
     assert "GPU-a" not in line
 

@@ -1,7 +1,8 @@
-"""Which tensors the functions of this process keep."""
+"""The graphs of functions: which of them operations run, and which tensors they keep."""
 
 import gc
 from collections.abc import Collection
+from typing import Any
 
 import tensorflow as tf
 
@@ -9,6 +10,23 @@ from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.operation_origins import user_line
 
 _FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "a graph of a function")
+_get_function = private(
+    "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
+)
+
+CONDITIONS = frozenset({"If", "StatelessIf"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+
+
+def called_graph(graph: Any, name: str) -> Any:
+    """Returns the graph of the function `name` that an operation of `graph` calls, or `None`."""
+    while graph is not None:
+        function = _get_function(graph, name)
+        if function is not None:
+            return getattr(function, "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
 
 
 def captured_handles(ignored: str) -> set[int]:
@@ -17,15 +35,15 @@ def captured_handles(ignored: str) -> set[int]:
     Args:
         ignored: The beginning of the names of graphs that do not count, nor the graphs within them.
     """
-    found: set[int] = set()
-    for graph in [one for one in gc.get_objects() if isinstance(one, _FuncGraph)]:
+    handles: set[int] = set()
+    for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, _FuncGraph)]:
         around, names = graph, []
         while isinstance(around, _FuncGraph):
             names.append(around.name)
             around = around.outer_graph
         if not any(name.startswith(ignored) for name in names):
-            found.update(map(id, graph.external_captures))
-    return found
+            handles.update(map(id, graph.external_captures))
+    return handles
 
 
 def call_with(handles: Collection[tf.Tensor], graph: tf.Graph, first: int) -> str | None:
@@ -42,9 +60,9 @@ def call_with(handles: Collection[tf.Tensor], graph: tf.Graph, first: int) -> st
     wanted = set(map(id, handles))
     inner = {id(inside) for outside, inside in graph.captures if id(outside) in wanted}
     for operation in graph.get_operations()[first:]:
-        if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        if operation.type in PLAIN_CALLS:
             if operation.get_attr("f").name.startswith("__backward"):
                 continue  # of a gradient: it knows the shape of the variable only
-            if any(id(given) in inner for given in operation.inputs):
+            if any(id(tensor) in inner for tensor in operation.inputs):
                 return user_line(operation.outputs[0]) if operation.outputs else operation.name
     return None

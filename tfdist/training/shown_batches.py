@@ -7,17 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.input_pipeline import is_per_worker, pipeline_nodes, random_operations
+from tfdist.tensorflow_internals.input_pipeline import calls_shard, is_per_worker, random_parts
 from tfdist.tensorflow_internals.runtime import global_seed_for_functions
-
-_Distributed = private(
-    "tensorflow.python.distribute.input_lib:DistributedDataset", "is rebuilt to skip on each worker, after sharding"
-)
-private(
-    "tensorflow.python.distribute.input_lib:DistributedDataset._make_rebatch_fn",
-    "sees the batch size of a dataset, but not beyond a function that is mapped",
-)
 
 # The first batch of a pass, and those whose numbers, from 1, are powers of 8. Batches are numbered from 0.
 _SHOWN = [8**exponent - 1 for exponent in range(21)]
@@ -32,8 +23,7 @@ Show = Callable[[int, int, list[np.ndarray]], None]
 def draws_common_batches(dataset: tf.data.Dataset) -> bool:
     """Whether all workers draw the same batches of a dataset that is distributed, of which each takes its rows."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    has_shard = any(type(node).__name__ == "_ShardDataset" for node in pipeline_nodes([dataset]))
-    return policy in (_Policy.AUTO, _Policy.DATA) and not has_shard and not is_per_worker(dataset)
+    return policy in (_Policy.AUTO, _Policy.DATA) and not calls_shard(dataset) and not is_per_worker(dataset)
 
 
 def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:
@@ -49,7 +39,7 @@ def common_inputs(dataset: tf.data.Dataset) -> list[tuple[str, int]]:
     ([('x', 0), ('y', 1)], [('y', 1)])
     """
     found, number = [], 0
-    is_random = _random_parts(dataset, {})
+    is_random = random_parts(dataset)
     is_triple = isinstance(dataset.element_spec, tuple) and len(dataset.element_spec) in (2, 3)
     for leaf, (path, spec) in enumerate(keras.tree.flatten_with_path(dataset.element_spec)):
         steps = [str(step) for step in path]
@@ -96,36 +86,6 @@ def shown_batches(dataset: tf.data.Dataset, numbers: list[int], show: Show) -> t
     return shown if shown.element_spec == dataset.element_spec else dataset
 
 
-def distribute_shown_batches(
-    dataset: Any, shown: tf.data.Dataset, strategy: Any, input_context: Any, workers: Any, replicas: int, options: Any
-) -> Any:
-    """Returns the distributed dataset of `dataset`, divided as TensorFlow does, whose batches are drawn from `shown`.
-
-    Args:
-        dataset: The dataset of global batches.
-        shown: The dataset that `shown_batches` returned for it.
-        strategy: The strategy.
-        input_context: A `tf.distribute.InputContext`.
-        workers: TensorFlow's `InputWorkers`.
-        replicas: The number of replicas of all workers.
-        options: A `tf.distribute.InputOptions`, or None.
-    """
-    distributed = _Distributed(
-        workers,
-        strategy,
-        dataset,
-        num_replicas_in_sync=replicas,
-        input_context=input_context,
-        build=False,
-        options=options,
-    )
-    by_size = distributed._make_rebatch_fn
-    distributed._make_rebatch_fn = lambda _, *args: by_size(dataset, *args)
-    distributed.build(shown)
-    del distributed._make_rebatch_fn
-    return distributed
-
-
 def _has_values(spec: Any) -> bool:
     return isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
 
@@ -136,41 +96,3 @@ def _some_rows(rows: np.ndarray) -> np.ndarray:
         return rows
     wanted = max(_VALUES * len(rows) // max(rows.size, 1), _ROWS_AT_LEAST)
     return rows[:: max(len(rows) // wanted, 1)]
-
-
-def _random_parts(node: Any, known: dict[int, list[bool]]) -> list[bool]:
-    """Returns which parts of the elements depend on random numbers that threads draw in any order."""
-    if id(node) not in known:
-        inputs = [_random_parts(each, known) for each in node._inputs()]
-        known[id(node)] = _of_inputs(node, inputs)
-    return known[id(node)]
-
-
-def _of_inputs(node: Any, inputs: list[list[bool]]) -> list[bool]:
-    parts = len(tf.nest.flatten(node.element_spec))
-    drawn = [flag for flags in inputs for flag in flags]
-    functions = [wrapper.function.graph for wrapper in node._functions()]
-    if not functions:
-        return drawn if len(drawn) == parts else [any(drawn)] * parts
-    is_parallel = "Parallel" in type(node).__name__
-    graph = functions[0]
-    if len(functions) > 1 or len(graph.outputs) != parts or len(inputs) != 1 or len(graph.inputs) < len(drawn):
-        draws = is_parallel and any(random_operations(each) for each in functions)
-        return [draws or any(drawn)] * parts
-    sources = {id(tensor.op) for tensor, flag in zip(graph.inputs, drawn, strict=False) if flag}
-    if is_parallel:
-        sources |= {id(graph.get_operation_by_name(name)) for name in random_operations(graph)}
-    return [_depends_on(output.op, sources) for output in graph.outputs]
-
-
-def _depends_on(operation: Any, sources: set[int]) -> bool:
-    seen: set[int] = set()
-    waiting = [operation]
-    while waiting and sources:
-        each = waiting.pop()
-        if id(each) in sources:
-            return True
-        if id(each) not in seen:
-            seen.add(id(each))
-            waiting += [tensor.op for tensor in each.inputs]
-    return False

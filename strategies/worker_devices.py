@@ -5,17 +5,39 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.key_values import key_values
+
 _DRIVER = "libcuda.so.1"
 _UUID_BYTES = 16
+
+
+def devices_of_workers(
+    kind: str, number: int, rank: int, num_workers: int, name: str, *, use_nccl: bool
+) -> tuple[int, ...]:
+    """Returns the numbers of devices of all workers, by rank, each of which calls this.
+
+    Args:
+        kind: The type of this worker's devices, "CPU" or "GPU".
+        number: Their number.
+        rank: The rank of this worker.
+        num_workers: The number of workers.
+        name: The name of the exchange in the key-value store of the cluster.
+        use_nccl: Whether the workers exchange by NCCL.
+
+    Raises:
+        ValueError: See `numbers_of_devices`.
+    """
+    uuids = uuids_of_gpus() if kind == "GPU" and use_nccl else ()
+    return numbers_of_devices(key_values.exchange(name, described(kind, number, uuids), rank, num_workers))
 
 
 def described(kind: str, number: int, uuids: Sequence[str] = ()) -> str:
     """Returns the line about the devices of a worker.
 
     Args:
-        kind: Of the devices, "CPU" or "GPU".
-        number: Of the devices.
-        uuids: Of the physical GPUs, where no other worker may use them.
+        kind: The type of the devices, "CPU" or "GPU".
+        number: The number of devices.
+        uuids: The identities of the physical GPUs, where no other worker may use them.
     """
     return f"{number} {kind} {','.join(uuids)}"
 
@@ -28,9 +50,9 @@ def numbers_of_devices(lines: Sequence[str]) -> tuple[int, ...]:
     """
     numbers, kinds, uuids = zip(*(line.split(" ") for line in lines), strict=True)
     if len(set(kinds)) > 1:
-        found = ", ".join(f"worker {rank}: {numbers[rank]} {kind}" for rank, kind in enumerate(kinds))
+        described_devices = ", ".join(f"worker {rank}: {numbers[rank]} {kind}" for rank, kind in enumerate(kinds))
         raise ValueError(
-            f"All workers must compute on devices of one type. Received: {found}. Expected: CPUs only "
+            f"All workers must compute on devices of one type. Received: {described_devices}. Expected: CPUs only "
             "or GPUs only. Hide the GPUs by CUDA_VISIBLE_DEVICES='' on all workers, or leave out the workers "
             "without GPUs."
         )
@@ -68,10 +90,10 @@ def _uuids_of_driver() -> list[str]:
     uuid = (ctypes.c_ubyte * _UUID_BYTES)()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    found = []
+    uuids = []
     for index in range(count.value):
         if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device):
             return []
         digits = bytes(uuid).hex()
-        found.append("GPU-" + "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))))
-    return found
+        uuids.append("GPU-" + "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))))
+    return uuids

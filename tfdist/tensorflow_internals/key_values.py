@@ -1,0 +1,137 @@
+"""Values under keys, by which the workers of a cluster agree."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.tensorflow_internals.tensorflow_symbols import context
+
+
+class ClusterKeyValues:
+    """The key-value store of TensorFlow's cluster."""
+
+    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
+        """Gives all workers a value under a new key, also where only one of them needs it."""
+        context().set_config_key_value(key, value)
+
+    def wait_for(self, key: str, timeout_seconds: float | None = None) -> str | None:
+        """Returns the value under a key, once a worker has published it; `None` after `timeout_seconds`."""
+        ended: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                ended.put(str(context().get_config_key_value(key)))
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=wait, daemon=True, name="tfdist waits for a worker").start()
+        try:
+            value = ended.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def propose(self, key: str, value: str) -> str:
+        """Gives all workers a value under a key unless a worker has done so before; returns what is there."""
+        with suppress(tf.errors.AlreadyExistsError):
+            self.publish(key, value)
+        return str(self.wait_for(key))
+
+    def take(self, key: str) -> str:
+        """Waits for the value under a key, and removes it."""
+        value = str(self.wait_for(key))
+        self.withdraw(key)
+        return value
+
+    def withdraw(self, key: str) -> None:
+        """Removes what was published under a key."""
+        context().delete_config_key_value(key)
+
+
+class KeyValues:
+    """What the workers publish, in the store of the cluster that this process has joined.
+
+    A wait raises a `tf.errors.OpError` if a worker is lost.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._start_seconds = 300.0
+
+    def use(self, store: Any) -> None:
+        """Makes `store`, with the methods of `ClusterKeyValues`, what workers agree by from now on."""
+        self._store = store
+
+    def limit_start(self, seconds: float) -> None:
+        """Sets how long a worker waits for the others while they create the same strategy."""
+        self._start_seconds = seconds
+
+    def publish(self, key: str, value: str, *, only_for: int | None = None) -> None:
+        """Publishes `value` to all workers, or to the one of a rank, under `key`, which must be new."""
+        self._store.publish(key, value, only_for=only_for)
+
+    def propose(self, key: str, value: str) -> str:
+        """Publishes `value` unless a worker has published one under `key`; returns the value of all workers."""
+        with _as_unavailable():
+            return str(self._store.propose(key, value))
+
+    def wait_for(self, key: str) -> str:
+        """Waits until a worker has published `key` and returns its value."""
+        with _as_unavailable():
+            return str(self._store.wait_for(key))
+
+    def is_published(self, key: str, within_seconds: float) -> bool:
+        """Waits until a worker has published `key`, or the time is over; returns whether one has."""
+        with _as_unavailable():
+            return self._store.wait_for(key, max(within_seconds, 0.0)) is not None
+
+    def take(self, key: str) -> str:
+        """Waits like `wait_for`, and removes what was published for this worker only."""
+        with _as_unavailable():
+            return str(self._store.take(key))
+
+    def withdraw(self, key: str) -> None:
+        """Removes what was published under `key`."""
+        self._store.withdraw(key)
+
+    def exchange(self, name: str, value: str, rank: int, num_workers: int) -> list[str]:
+        """Returns the values of all workers, by rank, each of which calls this with its own.
+
+        Args:
+            name: The name of the values; each name is used once.
+            value: The value of this worker.
+            rank: The rank of this worker.
+            num_workers: The number of workers.
+
+        Raises:
+            TimeoutError: A worker does not call this in the time that workers have to start.
+        """
+        self.publish(f"{name}/{rank}", value)
+        values = []
+        for worker in range(num_workers):
+            if not self.is_published(f"{name}/{worker}", self._start_seconds):
+                raise TimeoutError(
+                    f"Worker {worker} does not create the strategy that this worker creates. Received: no answer for "
+                    f"{name!r} in {self._start_seconds:g} s. Expected: the same strategies in the same order on all "
+                    "workers. See what that worker does, or allow more time with `start_timeout_seconds`."
+                )
+            values.append(self.wait_for(f"{name}/{worker}"))
+        return values
+
+
+key_values = KeyValues()
+
+
+@contextmanager
+def _as_unavailable() -> Iterator[None]:
+    """Raises the error of a lost worker as TensorFlow's store does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise tf.errors.UnavailableError(None, None, str(error)) from error
