@@ -145,6 +145,9 @@ def test_unpicklable_value_names_rank_and_type_without_a_restart(cell, tmp_path)
     def lock():
         with open(calls, "a") as file:
             file.write("called\n")
+        end = time.monotonic() + LIMIT_SECONDS  # its failure ends the other one
+        while calls.read_text().count("called") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
         return threading.Lock() if rank() == 1 else None
 
     with pytest.raises(WorkerError, match=r"value of worker 1 .* Received: lock \(cannot pickle '_thread.lock'"):
@@ -190,7 +193,7 @@ def test_error_about_a_lost_worker_is_one_line_and_not_the_cause(cell, tmp_path,
         os._exit(7)
 
     with pytest.raises(WorkerError, match="Worker 1 of 2 failed: exit code 7") as caught:
-        from_notebook(lose)
+        from_notebook(lose, grace_seconds=60)
     assert caught.value.rank == 1
     shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[0]")]
     assert shown == [
