@@ -1,5 +1,6 @@
 """The wheel and the sdist contain every source file and nothing else, and the installed wheel works."""
 
+import contextlib
 import email.message
 import email.parser
 import os
@@ -51,8 +52,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clean = tmp_path_factory.mktemp("checkout")
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, run(*git, cwd=ROOT).split("\0")):
-        if os.path.lexists(ROOT / name):
-            (clean / name).parent.mkdir(parents=True, exist_ok=True)
+        (clean / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # deleted, or another test's
             shutil.copy2(ROOT / name, clean / name, follow_symlinks=False)
     return clean
 

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from worker_groups import free_addresses
+
+from tfdist.exchange.group_failure import GroupFailure
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -91,3 +94,13 @@ def test_every_other_worker_raises_one_error(fault: str, error: str, cause: str,
     for printed in survivors:
         assert printed.startswith(error) and cause in printed, printed
         assert float(printed.split()[1]) >= began
+
+
+def test_a_link_may_be_found_closed_before_the_farewell_is_read() -> None:
+    """Another thread reads it, which may have to wait for a core."""
+    failure = GroupFailure()
+    reader = threading.Timer(0.5, failure.left.add, [1])
+    reader.start()
+    failure.lost_link(1, "its process has ended")
+    reader.join()
+    assert "it has ended its training" in str(failure.error)

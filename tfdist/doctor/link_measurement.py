@@ -82,7 +82,7 @@ def measure(
     offset, shortest = 0.0, math.inf
     end = time.monotonic() + _ECHO_SECONDS
     while len(trips) < _ECHOES and (time.monotonic() < end or not trips):
-        clock_before, before = clock(), time.monotonic()
+        before, clock_before = time.monotonic(), clock()  # in this order the trip contains the reading
         answer = connection.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
         trips.append(time.monotonic() - before)
         if trips[-1] < shortest:
