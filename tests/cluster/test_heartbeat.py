@@ -14,7 +14,7 @@ from tfdist.cluster import heartbeat as module
 from tfdist.cluster.heartbeat import VARIABLE, Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT = 30
+TIME_LIMIT = 240
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def note(name, text=""):
     unfinished.rename(HERE / name)
 
 def wait_until(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,19 +11,18 @@ from typing import Any
 
 from child_environment import child_environment
 
+from tfdist.utils.cores_and_ports import ReservedPorts
+
 LIMIT_SECONDS = 120
 
 
 def on_loopback(variables: Mapping[Any, Mapping[str, str]]) -> dict[Any, dict[str, str]]:
     """Returns the variables with each address of TF_CONFIG replaced by a free port of this host."""
     [cluster] = {json.dumps(json.loads(one["TF_CONFIG"])["cluster"]) for one in variables.values()}
-    holders = []
-    moved = {}
-    for job, addresses in json.loads(cluster).items():
-        holders += [socket.create_server(("127.0.0.1", 0)) for _ in addresses]
-        moved[job] = [f"127.0.0.1:{holder.getsockname()[1]}" for holder in holders[-len(addresses) :]]
-    for holder in holders:
-        holder.close()
+    jobs = json.loads(cluster)
+    with ReservedPorts(sum(map(len, jobs.values()))) as reserved:
+        ports = iter(reserved.ports)
+    moved = {job: [f"127.0.0.1:{next(ports)}" for _ in addresses] for job, addresses in jobs.items()}
     return {
         pod: {**one, "TF_CONFIG": json.dumps({**json.loads(one["TF_CONFIG"]), "cluster": moved})}
         for pod, one in variables.items()
