@@ -71,12 +71,6 @@ def _ignores(pid, number):
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def _ignores(pid, number):
-    with open(f"/proc/{pid}/status") as status:
-        (mask,) = [line.split()[1] for line in status if line.startswith("SigIgn:")]
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
 @pytest.mark.parametrize("is_without_input", [False, True], ids=["SIGUSR1", "no standard input"])
 def test_reaper_outlives(start, state, is_without_input):
     """Slurm sends SIGUSR1 to all processes of a step; without standard input the reaper's pipe has its number."""

@@ -2,8 +2,6 @@
 
 from role_runs import QUICK, lines_of, of
 
-RESTARTS_IN_1_S = "training continues without it; restart in 1 s"
-
 
 def test_killed_worker_is_restarted_alone(run_roles, tmp_path):
     script = """
