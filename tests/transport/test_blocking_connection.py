@@ -16,7 +16,7 @@ from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials, Hello, SessionKeys
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, TokenRejectedError
 
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 60
 
 
 @pytest.fixture
