@@ -52,10 +52,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clean = tmp_path_factory.mktemp("checkout")
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in filter(None, run(*git, cwd=ROOT).split("\0")):
-        if os.path.lexists(ROOT / name):
-            (clean / name).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another test process has just deleted it
-                shutil.copy2(ROOT / name, clean / name, follow_symlinks=False)
+        (clean / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # deleted, or another test's
+            shutil.copy2(ROOT / name, clean / name, follow_symlinks=False)
     return clean
 
 

@@ -14,7 +14,7 @@ from tfdist.cluster import heartbeat as module
 from tfdist.cluster.heartbeat import VARIABLE, Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT = 30
+TIME_LIMIT = 240
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,8 @@ def test_it_sends_until_it_is_closed(ends, heartbeat, monkeypatch):
     heartbeat.start()  # the second call does nothing
     assert [receive(ends[0]) for _ in range(5)] == [{"alive": True}] * 5
     assert [thread.name for thread in threading.enumerate()].count("tfdist-heartbeat") == 1
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 1000.0)
+    receive_all(ends[0])  # the thread sends at most twice more, so that there is room for the last one
     heartbeat.close()
     heartbeat.close()
     assert receive_all(ends[0])[-1] == {"alive": False}
@@ -141,7 +143,8 @@ def test_later_training_replaces_an_earlier_one(ends, heartbeat, monkeypatch):
     later.close()
 
 
-def test_trainings_of_a_process_are_numbered(ends, heartbeat):
+def test_trainings_of_a_process_are_numbered(ends, heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_SECONDS", 1000.0)  # unread datagrams would fill the socket
     heartbeat.start()
     heartbeat.step(100)
     later = Heartbeat(ends[1].fileno())
@@ -217,7 +220,8 @@ def test_forked_child_sends_nothing(ends):
 def test_exit_is_sent(ends):
     code, error, sent = run_worker("Heartbeat.from_environment().start()", ends)
     assert (code, error) == (0, "")
-    assert [datagram["alive"] for datagram in sent] == [True, False]
+    # As many before it as there was time for.
+    assert [datagram["alive"] for datagram in sent] == [True] * (len(sent) - 1) + [False]
 
 
 def test_uncaught_exception_is_sent(ends):
@@ -226,7 +230,8 @@ def test_uncaught_exception_is_sent(ends):
     assert error.splitlines()[-1] == f"ValueError: {'x' * 9000}"
     error = {"type": "ValueError", "message": "x" * 2000}
     assert sent[-1] == {"alive": False, "error": error}
-    assert [datagram["error"] for datagram in sent if "error" in datagram] == [error] * 2
+    errors = [datagram["error"] for datagram in sent if "error" in datagram]
+    assert len(errors) >= 2 and errors == [error] * len(errors), "also before the end"
 
 
 def test_exception_is_sent_when_there_is_room_again(ends):

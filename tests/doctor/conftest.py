@@ -12,7 +12,7 @@ from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.check_runner import run_checks
 from tfdist.utils.cores_and_ports import ReservedPorts
 
-LIMIT_SECONDS = 40
+LIMIT_SECONDS = 120
 
 
 class Tasks:

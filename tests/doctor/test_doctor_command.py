@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from tfdist.doctor.local_cluster import local_cluster
 from tfdist.doctor.report import Finding, Report, to_text
 from tfdist.launch.cli.main import main
 from tfdist.launch.processes.orphan_reaper import child_pids
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 CLUSTER = '{"cluster": {"worker": ["127.0.0.1:%d", "127.0.0.1:%d"]}, "task": {"type": "worker", "index": 0}}'
 KEYS = "format tfdist verdict errors warnings cluster findings links compression".split()
@@ -52,6 +52,11 @@ def doctor(monkeypatch, capsys):
 
 def found(level):
     return [lambda context: [Finding(level, "x", "y", "z", "w")]]
+
+
+def free_ports():
+    with ReservedPorts(2) as reserved:
+        return reserved.ports
 
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warning", 0), ("error", 1)])
@@ -105,8 +110,7 @@ def test_a_wrong_description_is_a_finding(doctor, monkeypatch):
 
 
 def test_nobody_else(doctor, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = free_ports()
     monkeypatch.setenv("TF_CONFIG", CLUSTER % ports)
     code, output, _ = doctor("--timeout", "0", "--json")
     document = json.loads(output)
@@ -125,7 +129,7 @@ def test_an_evaluator_looks_at_its_machine(doctor, monkeypatch):
 def test_two_workers_of_this_machine(tmp_path):
     """The one start of TensorFlow: the machine that runs the tests is well, or none of them would run."""
     command = [sys.executable, "-m", "tfdist.launch", "doctor", "--workers", "2", "--json", "--checkpoints", "new"]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=600)
     document = json.loads(ended.stdout)
     assert ended.returncode == 0 and list(document) == KEYS, ended.stderr
     assert (document["format"], document["tfdist"], document["errors"]) == (1, tfdist.__version__, 0)
@@ -148,7 +152,7 @@ def test_under_the_launcher(tmp_path):
         "check_runner.run_checks.__kwdefaults__['checks'] = ()\nsys.exit(main(['doctor', *sys.argv[1:]]))\n"
     )
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", str(script), "--parameters", "1M"]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     assert "[0]   ok       peers               all 2 tasks answer each other" in ended.stdout
     assert "[1] tfdist doctor: worker 1: worker 0 has the report: 0 errors, 0 warnings" in ended.stderr
@@ -156,8 +160,7 @@ def test_under_the_launcher(tmp_path):
 
 
 def test_local_peers_end_with_the_checks():
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = free_ports()
     with pytest.raises(KeyboardInterrupt), local_cluster(ports, dict(os.environ), 100.0) as config:
         assert config.rank == 0
         raise KeyboardInterrupt
@@ -168,8 +171,7 @@ def test_local_peers_end_with_the_checks():
 
 def test_ctrl_c_is_handled_by_the_first_worker_alone(capfd):
     """The terminal sends it to all of them: the others must not print tracebacks, and are ended by the first."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = one.getsockname()[1], other.getsockname()[1]
+    ports = free_ports()
     before = set(child_pids())
     with pytest.raises(KeyboardInterrupt), local_cluster(ports, dict(os.environ), 100.0):
         (peer,) = set(child_pids()) - before

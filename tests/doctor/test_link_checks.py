@@ -1,7 +1,10 @@
 """Findings about clocks, slow links and peers that do not answer."""
 
+import types
+
 import pytest
 
+from tfdist.doctor import link_measurement
 from tfdist.doctor.chief_task import planned_pairs
 from tfdist.doctor.link_checks import clock_findings, link_findings, reachability_findings
 from tfdist.doctor.link_measurement import LinkMeasurement
@@ -42,6 +45,20 @@ def test_clocks_count_beyond_what_is_uncertain(offset, uncertainty, level):
 
 def test_clocks_of_others_are_not_compared():
     assert clock_findings("worker 0", [link(2, 3, offset=9.0)]) == []
+
+
+def test_a_pause_while_the_own_clock_is_read_makes_the_offset_uncertain(monkeypatch):
+    now = [100.0]
+
+    def clock():
+        read = now[0]
+        now[0] += 0.5
+        return read
+
+    peer = types.SimpleNamespace(request=lambda **_: {"clock": now[0]})  # whose clock is the same
+    monkeypatch.setattr(link_measurement, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    found = link_measurement.measure("worker 0", "worker 1", peer, clock, with_bandwidth=False)
+    assert abs(found.clock_offset_seconds) <= found.clock_uncertainty_seconds
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 9])

@@ -17,9 +17,11 @@ from tfdist.doctor.peer_connections import TaskInfo, doctor_credentials
 from tfdist.transport.authenticated_messages import encode_frame
 from tfdist.transport.handshake import Hello
 
+MEET_SECONDS = 3  # enough for threads of a busy process to meet
+
 
 def test_a_missing_peer_is_named_with_the_reason(tasks, found):
-    cluster = tasks(jobs=[("worker", 3)]).start("worker 0", timeout=1).start("worker 1")
+    cluster = tasks(jobs=[("worker", 3)]).start("worker 0", timeout=MEET_SECONDS).start("worker 1")
     results = cluster.results()
     [peer] = found(results["worker 0"], "peers")
     assert peer.level == "error"
@@ -33,7 +35,9 @@ def test_a_missing_peer_is_named_with_the_reason(tasks, found):
 
 
 def test_without_the_first_task_each_reports_for_itself(tasks, found):
-    cluster = tasks(jobs=[("worker", 3)]).start("worker 1", timeout=1).start("worker 2", timeout=1)
+    cluster = (
+        tasks(jobs=[("worker", 3)]).start("worker 1", timeout=MEET_SECONDS).start("worker 2", timeout=MEET_SECONDS)
+    )
     for name, report in cluster.results().items():
         [peer] = found(report, "peers")
         assert "worker 0 at" in peer.found and f"did not answer {name}" in peer.found
@@ -74,7 +78,7 @@ def test_no_answer_at_all(tasks, found, monkeypatch):
     [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\x00\x00\x12\x04" * 3000, encode_frame(b"[]"), encode_frame(b"{}")],
 )
 def test_another_program_on_the_port_of_a_peer(tasks, found, monkeypatch, says):
-    monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(peers, "_HANDSHAKE_SECONDS", 20)
     cluster = tasks()
     with socket.create_server(("127.0.0.1", cluster.port("worker 1"))) as server:
 
@@ -105,9 +109,9 @@ def test_a_hung_program_on_the_port_of_a_peer(tasks, found, monkeypatch):
 
 def test_other_descriptions_of_the_cluster(tasks, found):
     cluster = tasks()
-    cluster.start("worker 0", timeout=1)
+    cluster.start("worker 0", timeout=MEET_SECONDS)
     turned = {"worker": cluster.jobs["worker"], "evaluator": ["127.0.0.1:9"]}
-    cluster.start("worker 1", jobs=turned, timeout=1)
+    cluster.start("worker 1", jobs=turned, timeout=MEET_SECONDS)
     results = cluster.results()
     for name, other in (("worker 0", "worker 1"), ("worker 1", "worker 0")):
         [peer] = [x for x in found(results[name], "peers") if f"{other} at" in x.found]
@@ -121,7 +125,7 @@ def test_other_descriptions_of_the_cluster(tasks, found):
 def test_another_token(tasks, found, tokens):
     cluster = tasks()
     for rank, token in enumerate(tokens):
-        cluster.start(f"worker {rank}", environ={"TFDIST_TOKEN": token}, timeout=1)
+        cluster.start(f"worker {rank}", environ={"TFDIST_TOKEN": token}, timeout=MEET_SECONDS)
     for report in cluster.results().values():
         [peer] = found(report, "peers")
         assert "its TFDIST_TOKEN differs from that of this task" in peer.found
@@ -132,7 +136,7 @@ def test_two_tasks_with_one_index(tasks, found):
     """The address of worker 2 belongs to a task that says it is worker 1."""
     cluster = tasks(jobs=[("worker", 3)])
     first, second = cluster.jobs["worker"][1:]
-    cluster.start("worker 0", timeout=0.5)
+    cluster.start("worker 0", timeout=MEET_SECONDS)
     # It listens on the port of worker 2, as its own address says, but its index is that of worker 1.
     confused = cluster.context("worker 1")
     server = socket.create_server(("127.0.0.1", int(second.rpartition(":")[2])))
@@ -161,7 +165,7 @@ def test_a_firewall_in_one_direction(tasks, found, monkeypatch):
         return "no answer in 5 s" if threading.current_thread().name == "dial worker 1" else dial(self, peer)
 
     monkeypatch.setattr(peers.PeerConnections, "_try", blocked)
-    cluster = tasks().start("worker 0", timeout=1).start("worker 1")
+    cluster = tasks().start("worker 0", timeout=MEET_SECONDS).start("worker 1")
     results = cluster.results()
     [peer] = found(results["worker 0"], "peers")
     assert peer.found.endswith("no answer in 5 s; it connects to this task, so it runs")

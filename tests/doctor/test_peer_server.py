@@ -17,7 +17,7 @@ from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Hello
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, TransportError
 
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 60
 
 
 class Worker:

@@ -55,10 +55,17 @@ def client(shared_client, temporary):
     before = ports(pids)
     yield shared_client
     eventually(lambda: not any(shared_client.run(tasks_of).values()), "tasks in Dask workers")
-    assert [child.cmdline() for pid in pids & set(psutil.pids()) for child in psutil.Process(pid).children()] == []
-    assert not list(temporary.glob("tfdist-*"))
+    # A task that was cancelled may still end its place.
+    eventually(lambda: not any(map(children, pids)), "the children of Dask workers")
+    eventually(lambda: not list(temporary.glob("tfdist-*")), "the directories of places")
     if pids == set(shared_client.run(os.getpid).values()):
         assert ports(pids) == before
+
+
+def children(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children()
+    return []
 
 
 def ports(pids):
@@ -117,7 +124,7 @@ def test_calls_at_a_time_take_turns(client):
 
 
 def test_a_task_of_dask_leaves_its_thread_to_the_places(client):
-    assert client.submit(functions.call_in_task, 2, pure=False).result(60) == [("worker", 0, "1"), ("worker", 1, "1")]
+    assert client.submit(functions.call_in_task, 2, pure=False).result(240) == [("worker", 0, "1"), ("worker", 1, "1")]
 
 
 def test_a_task_of_slurm_is_no_cluster(client):

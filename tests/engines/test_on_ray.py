@@ -51,7 +51,7 @@ def local_ray(started_ray, temporary):
     yield started_ray
     eventually(lambda: started_ray.available_resources().get("CPU") == 2, "cores are free")
     eventually(lambda: not launched_processes(temporary), "launchers have ended")
-    assert not list(temporary.glob("tfdist-*"))
+    eventually(lambda: not list(temporary.glob("tfdist-*")), "the directories of places")
 
 
 def test_the_weights_are_those_of_tfdist_run(local_ray, reference, tmp_path):

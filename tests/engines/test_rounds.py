@@ -27,7 +27,7 @@ def where(scale):
     import os
 
     config = json.loads(os.environ["TF_CONFIG"])
-    print("task", config["task"]["index"])
+    print(f"task {config['task']['index']}")  # in one write
     if scale < 0 and config["task"]["index"] == 1:
         raise KeyError("no such column")
     return config["task"]["type"], scale * len(config["cluster"]["worker"]), os.environ["OMP_NUM_THREADS"]
@@ -139,7 +139,10 @@ run_place(pickle.load(sys.stdin.buffer))
 
 
 def children(pid):
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:  # it has just ended
+        return []
     return [int(child) for child in text.split()]
 
 
@@ -151,7 +154,7 @@ def descendants_of(pid):
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return False
 
 

@@ -11,6 +11,7 @@ from tfdist.exchange.channel import Channel
 from tfdist.exchange.group_failure import GroupFailure
 from tfdist.exchange.links import Link, SharedMemoryLink, SocketLink
 from tfdist.exchange.worker_exchange import Exchange
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 LIMIT_SECONDS = 60.0
 
@@ -63,11 +64,9 @@ def _linked(high: int, low: int, kind: str) -> tuple[Link, Link]:
 
 
 def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
-    """Returns addresses whose ports are free at the moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as opened:
-        servers = [opened.enter_context(socket.create_server((host, 0), family=family)) for _ in range(count)]
-        ports = [server.getsockname()[1] for server in servers]
+    """Returns addresses whose ports are free, and are not given to connections of any program."""
+    with ReservedPorts(count) as reserved:
+        ports = reserved.ports
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from role_runs import roles_starter
+
+from tfdist.utils.cores_and_ports import ReservedPorts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 240
@@ -33,7 +34,7 @@ def note(name, text=""):
     unfinished.rename(HERE / name)
 
 def wait_until(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError
@@ -74,6 +75,10 @@ def beat_on(**said):
 def say(*words):
     "Prints a complete line, or nothing if this process is killed."
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def print(*words, end="\\n", file=None, flush=False):
+    "Writes all words at once: the launcher shows a line that pauses in the middle as two."
+    (file or sys.stdout).write(" ".join(map(str, words)) + end)
 
 def die(name="SIGKILL"):
     os.kill(os.getpid(), signal.Signals[name])
@@ -176,7 +181,10 @@ def start(tmp_path: pathlib.Path, environ: dict[str, str]) -> Iterator[Callable[
     (tmp_path / "worker.py").write_text(_WORKER_HELPER)
 
     def begin(script, *options, workers=2, arguments=(), env=None, **popen) -> Run:
-        (tmp_path / "script.py").write_text("from worker import *\n" + textwrap.dedent(script))
+        # Workers of an earlier run may be reading it.
+        unfinished = tmp_path / ".script.py"
+        unfinished.write_text("from worker import *\n" + textwrap.dedent(script))
+        unfinished.rename(tmp_path / "script.py")
         command = ["--workers", str(workers), *options, "script.py", *arguments]
         runs.append(Run(tmp_path, command, {**environ, **(env or {})}, **popen))
         return runs[-1]
@@ -210,9 +218,8 @@ def run(start: Callable[..., Run]) -> Callable[..., Ended]:
 @pytest.fixture
 def node(start: Callable[..., Run]) -> Callable[..., Run]:
     """`node(rank, script, *options, …)`: starts the launcher of a host; see `start`."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    with ReservedPorts(1) as reserved:
+        (port,) = reserved.ports
 
     def begin(rank, script, *options, workers=1, nodes=2, env=None, **more) -> Run:
         where = ("--nodes", str(nodes), "--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}")

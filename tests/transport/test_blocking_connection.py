@@ -1,8 +1,11 @@
 """Messages and raw bytes over a blocking connection."""
 
+import array
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import threading
 import time
 
@@ -13,7 +16,7 @@ from tfdist.transport.blocking_connection import BlockingConnection
 from tfdist.transport.handshake import Credentials, Hello, SessionKeys
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError, TokenRejectedError
 
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 60
 
 
 @pytest.fixture
@@ -27,6 +30,12 @@ def pair():
     yield *connections, ours
     for connection in connections:
         connection.close()
+
+
+def _unread_bytes(socket_):
+    count = array.array("i", [0])
+    fcntl.ioctl(socket_, termios.TIOCOUTQ, count)
+    return count[0]
 
 
 @pytest.mark.parametrize("token", ["0123456789abcdef", "another token...."])
@@ -134,10 +143,12 @@ def test_bytes_that_arrive_with_a_message_count(pair):
 
 def test_rate_is_that_of_the_second_half(pair):
     """A burst that the network buffers is not its bandwidth."""
-    ours, theirs, _ = pair
+    ours, theirs, socket_ = pair
 
     def send():
         ours.send_bytes(600_000, LIMIT_SECONDS)
+        while _unread_bytes(socket_):  # the second half begins before the pause
+            time.sleep(0.001)
         time.sleep(0.3)
         ours.send_bytes(400_000, LIMIT_SECONDS)
 

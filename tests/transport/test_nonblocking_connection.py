@@ -11,7 +11,7 @@ from tfdist.transport.handshake import SessionKeys
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError, FrameError
 
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 60
 CLIENT, SERVER = SessionKeys(b"client", b"server"), SessionKeys(b"server", b"client")
 NOT_AUTHENTIC = "the message is not authentic"
 

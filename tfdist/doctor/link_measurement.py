@@ -82,7 +82,7 @@ def measure(
     offset, shortest = 0.0, math.inf
     deadline = time.monotonic() + _ECHO_SECONDS
     while len(round_trips) < _ECHOES and (time.monotonic() < deadline or not round_trips):
-        clock_before, sent_at = clock(), time.monotonic()
+        sent_at, clock_before = time.monotonic(), clock()  # in this order the trip contains the reading
         answer = connection.request(do="echo", timeout_seconds=TRANSFER_SECONDS)
         round_trips.append(time.monotonic() - sent_at)
         if round_trips[-1] < shortest:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from tfdist.exchange.exchange_calls import ExchangeCall
@@ -10,6 +11,9 @@ from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError
 # A worker that learned of a failure says so before it closes its connections. So a connection that closes waits this
 # long for a better explanation.
 _EXPLANATION_SECONDS = 0.15
+# What a worker said last is read by another thread, which notices, too, that it has gone.
+_LAST_WORDS_SECONDS = 2.0
+_POLL_SECONDS = 0.01
 HAS_LEFT = "it has ended its training, and the others have not"
 
 
@@ -70,8 +74,13 @@ class GroupFailure:
 
     def lost_link(self, rank: int, cause: str) -> None:
         """Records a lost worker by its broken link, unless a better explanation arrives in a moment."""
-        if not self._known.wait(_EXPLANATION_SECONDS):
-            self.lost(rank, HAS_LEFT if rank in self.left else cause)
+        if self._known.wait(_EXPLANATION_SECONDS):
+            return
+        end = time.monotonic() + _LAST_WORDS_SECONDS
+        while rank not in self.left and time.monotonic() < end:
+            if self._known.wait(_POLL_SECONDS):
+                return
+        self.lost(rank, HAS_LEFT if rank in self.left else cause)
 
     def mismatch(self, calls: dict[int, str]) -> None:
         """Records that two workers called different exchanges, unless a failure is known already."""

@@ -177,7 +177,7 @@ code = tfdist.launch.cli.main.main(["checkpoints", {str(directory)!r}])
 print(code, early, {{"keras", "tensorflow"}} & set(sys.modules))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.splitlines()[-1] == "0 set() set()"
 
 

@@ -111,14 +111,14 @@ def test_module(environ, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "train.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    (package / "train.py").write_text("import sys\nprint(f'{__name__} {sys.argv[1:]}')")
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "1", "-m", "package.train", "--epochs", "2"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
     assert ended.stdout == "[0] __main__ ['--epochs', '2']\n"
 
 
 def test_missing_module_is_reported_as_the_cause(environ, tmp_path):
     command = [sys.executable, "-m", "tfdist.launch", "run", "--workers", "2", "-m", "no_such_module"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1
     assert "No module named no_such_module" in ended.stderr.splitlines()[-1]

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").iterdir())
 JOB = ROOT / "examples" / "kubernetes" / "job.yaml"
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 
 
 def options_of(arguments):

@@ -190,7 +190,7 @@ def test_error_about_a_lost_worker_is_one_line_and_not_the_cause(cell, tmp_path,
         os._exit(7)
 
     with pytest.raises(WorkerError, match="Worker 1 of 2 failed: exit code 7") as caught:
-        from_notebook(lose)
+        from_notebook(lose, grace_seconds=60)
     assert caught.value.rank == 1
     shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[0]")]
     assert shown == [

@@ -138,7 +138,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(run):
         note("ready")
         hang()
     """
-    ended = run(script, "--grace", "0.4")
+    ended = run(script, "--grace", "3")  # it needs time to print
     assert ended.code == 4
     assert ended.of(0) == ["no"]
     assert "worker 0 ended after that: killed by SIGKILL" in ended.said

@@ -57,8 +57,8 @@ def test_loss_of_a_worker_restarts_all(run_roles, way, code, reason):
             {way}
     """
     script = """
-        beat(step=ATTEMPT)
-        if ATTEMPT < 2: beat_on(step=ATTEMPT)
+        beat(step=ATTEMPT, alive=False)  # whose silence is not judged
+        if ATTEMPT < 2: hang()
         up("worker-0-of-attempt-2", "worker-1-of-attempt-2")
     """
     restarts = ("--max-restarts", "2", "--restart-delay", "0")
@@ -77,7 +77,7 @@ def test_lost_worker_is_the_cause_though_the_chief_failed_of_it_first(run_roles)
             die()
     """
     script = "raise RuntimeError('UnavailableError: failed to connect to all addresses')"
-    ended = run_roles(script, "--grace", "5", server=server, servers=0)
+    ended = run_roles(script, "--grace", "60", server=server, servers=0)
     assert ended.code == 137
     assert ended.said[-1].startswith("worker 1 failed first: killed by SIGKILL")
 

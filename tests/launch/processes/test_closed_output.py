@@ -8,6 +8,7 @@ import termios
 
 import pytest
 
+LIMIT_SECONDS = 240
 SAVES = """
     def save(*_):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(9))  # a second signal
@@ -60,7 +61,7 @@ def test_a_reader_that_goes_away_ends_the_run(start, tmp_path):
     run.wait_for("up-0", "up-1")
     os.close(reading)
     (tmp_path / "go").touch()
-    assert run.process.wait(30) == 128 + signal.SIGPIPE
+    assert run.process.wait(LIMIT_SECONDS) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
@@ -81,5 +82,5 @@ def test_a_disk_that_is_full_under_the_logs(start, tmp_path):
 
 
 def _ended(run, folder):
-    code = run.process.wait(30)
+    code = run.process.wait(LIMIT_SECONDS)
     return code, sorted(path.name for path in folder.glob("saved-*"))

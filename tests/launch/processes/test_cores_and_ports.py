@@ -108,15 +108,23 @@ def test_option_beats_the_environment(run):
     assert ended.of(0) == ['["3", "3", "3"]']
 
 
-def test_ports_are_held_until_released():
-    with ReservedPorts(3) as reserved:
+def test_ports_are_held_until_released(monkeypatch):
+    made = []
+
+    class Recorded(socket.socket):
+        def bind(self, address):
+            made.append(self)
+            super().bind(address)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Recorded)
+        reserved = ReservedPorts(3)
+    with reserved:
         assert len(set(reserved.ports)) == 3
         for port in reserved.ports:
             with socket.socket() as other, pytest.raises(OSError):
                 other.bind(("127.0.0.1", port))
-    for port in reserved.ports:
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", port))
+    assert {holder.fileno() for holder in made} == {-1}, "closed: others may have the ports by now"
 
 
 def test_a_failed_reservation_releases_what_it_had(monkeypatch):

@@ -12,7 +12,7 @@ from tfdist.launch.processes.network_namespace import Network
 SERVE = """
     import socket
     if RANK == 0:
-        server = socket.create_server(("", 0))
+        server = socket.create_server(("", int(sys.argv[1]) if sys.argv[1:] else 0))
         note("port", server.getsockname()[1])
         connection, _ = server.accept()
         print(connection.recv(10).decode())
@@ -44,10 +44,13 @@ def drop_sys_admin():
 
 @needs_private
 def test_private_network_cannot_be_reached_from_outside(start):
-    run = start(SERVE, "--network", "private")
-    (port,) = run.wait_for("port")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(port)))
+    with socket.socket() as holder:  # nobody listens on this port of the host
+        holder.bind(("127.0.0.1", 0))
+        address = holder.getsockname()
+        run = start(SERVE, "--network", "private", arguments=[str(address[1])])
+        run.wait_for("port")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
     (run._here / "go").touch()
     ended = run.end()
     assert (ended.code, ended.of(0)) == (0, ["hello"])

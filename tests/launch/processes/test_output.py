@@ -9,7 +9,7 @@ from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes.output import Console, LogFiles, OutputClosed, WorkerOutput
 from tfdist.utils.argument_checks import UsageError
 
-TIME_LIMIT = 30
+TIME_LIMIT = 240
 
 
 def test_each_line_carries_its_rank(run, tmp_path):

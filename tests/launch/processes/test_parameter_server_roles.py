@@ -163,13 +163,13 @@ def test_steps_come_from_the_chief_alone(run_roles):
                 time.sleep(0.02)
     """
     script = """
-        for step in (1, 2, 3):
-            beat(step=step)
+        beat(step=2)
         beat_on(step=3)
     """
     ended = run_roles(script, "--stall-timeout", "1", server=server)
     assert ended.code == 1
-    assert "no worker made a step for 1 s (last steps: 3)" in ended.said
+    # More than 1 s if the two steps were far apart.
+    assert any(re.fullmatch(r"no worker made a step for \d+ s \(last steps: 3\)", line) for line in ended.said)
 
 
 def test_only_the_chief_has_a_warm_spare(run_roles, tmp_path):

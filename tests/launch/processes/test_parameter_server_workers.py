@@ -26,6 +26,7 @@ def test_workers_that_exit_with_0_or_are_frozen_are_restarted(run_roles):
         if (JOB, INDEX, LIFE) == ("worker", 0, 0):
             os._exit(0)
         if (JOB, INDEX, LIFE) == ("worker", 1, 0):
+            up("worker-0", life=1)  # with which the training continues
             beat()
         if (JOB, INDEX, LIFE) == ("worker", 1, 1):
             os._exit(5)
@@ -49,9 +50,9 @@ def test_restarted_worker_is_not_judged_by_the_silence_before(run_roles):
     """
     script = """
         wait_for("second")
-        time.sleep(1.5)  # longer than the heartbeat timeout
+        time.sleep(3.5)  # longer than the heartbeat timeout
     """
-    ended = run_roles(script, *QUICK, server=server)
+    ended = run_roles(script, "--heartbeat-timeout", "3", server=server)
     assert ended.code == 0
     assert not any("frozen" in line for line in ended.said)
 

@@ -111,8 +111,8 @@ def test_delay_counts_from_the_failure(start, tmp_path):
     run = start(script, "--max-restarts", "1", "--restart-delay", "1", "--grace", "60")
     assert run.end().code == 0
     failed, started = (float((tmp_path / name).read_text()) for name in ("failed", "started-1-0"))
-    # The half second until the stuck one is killed is part of it, and not the 60 s of those who save.
-    assert 1 <= started - failed < 1.5
+    # It does not wait for the 60 s of those who save; test_run_policy.py has the exact time.
+    assert 1 <= started - failed < 30
 
 
 def test_what_an_attempt_leaves_behind_is_ended_before_the_next(run):
@@ -168,20 +168,22 @@ def test_signal_while_waiting_to_restart(start, name):
 
 
 def test_signal_while_the_others_are_ended_leads_to_no_restart(start):
+    # Worker 0 stops the launcher, which would kill it half a second later. If it is too late, another attempt follows.
     script = """
         if RANK == 1:
-            wait_for("ready")
+            wait_for(f"ready-{ATTEMPT}")
             die()
-        signal.signal(signal.SIGTERM, lambda *_: note("told"))
-        note("ready")
-        wait_for("go")
+        signal.signal(signal.SIGTERM, lambda *_: (os.kill(os.getppid(), signal.SIGSTOP), note("told", ATTEMPT)))
+        note(f"ready-{ATTEMPT}")
+        hang()
     """
-    run = start(script, "--max-restarts", "3", *NO_DELAY)
-    run.wait_for("told")
+    run = start(script, "--max-restarts", "9", *NO_DELAY)
+    (attempt,) = run.wait_for("told")
     run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGCONT)
     ended = run.end()
     assert ended.code == 137
-    assert not restart_lines(ended)
+    assert len(restart_lines(ended)) == int(attempt)
 
 
 def test_a_smaller_attempt_and_all_workers_again(run):
@@ -208,6 +210,9 @@ def test_worker_that_cannot_be_started_later_is_left_out(run):
         import resource
         if ATTEMPT == 0:
             if RANK == 0:
+                wait_for("pid-1"), wait_for("pid-2"), wait_for("pid-3")
+                note("launcher", os.getppid())
+                wait_until(lambda: state_of("launcher") == "S")  # it has started all, and waits for them
                 few = (24, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
                 resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, few)
                 die()
@@ -218,4 +223,4 @@ def test_worker_that_cannot_be_started_later_is_left_out(run):
     assert ended.code == 0
     assert re.match(r"the attempt failed: worker \d could not be started: .*Too many open files", ended.said[-2])
     assert restart_lines(ended)[1] == "restart 2 of 4 at once with 3 workers, 1 fewer than requested"
-    assert int(ended.of(0)[0]) < 4
+    assert int(ended.of(0)[-1]) < 4

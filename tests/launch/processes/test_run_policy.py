@@ -1,10 +1,13 @@
 """What the policy of a run on one host starts, and how it ends the run."""
 
+import dataclasses
 import socket
+import types
 
 import pytest
 
 from tfdist.launch.process_roles import worker_roles
+from tfdist.launch.processes import run_policy
 from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
@@ -34,7 +37,11 @@ def said():
 @pytest.fixture
 def policy(said):
     """A run of three workers, or at least one, with three restarts and no delay."""
-    restarts = RestartPolicy(workers=3, min_workers=1, max_restarts=3, delay_seconds=0.0)
+    return policy_of(said, delay_seconds=0.0)
+
+
+def policy_of(said, *, delay_seconds):
+    restarts = RestartPolicy(workers=3, min_workers=1, max_restarts=3, delay_seconds=delay_seconds)
     return SingleNodePolicy(
         AttemptEvaluator(restarts, "f00d"),
         worker_roles,
@@ -61,6 +68,26 @@ def test_smaller_attempt(policy, signals):
     assert {start.full_workers for start in starts} == {3} and {start.run_id for start in starts} == {"f00d"}
     assert all(start.may_restart for start in starts)
     assert not policy.next_attempt(signals).may_restart, "the last restart"
+
+
+def test_delay_counts_from_the_failure(monkeypatch, said, signals):
+    """It runs while the other workers are ended."""
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(run_policy, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    waited = []
+
+    def select(readers, writers, errors, seconds):
+        waited.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(run_policy, "select", types.SimpleNamespace(select=select))
+    signals.clear_wakeup = lambda: None
+    policy = policy_of(said, delay_seconds=4.0)
+    policy.next_attempt(signals)
+    clock.now = 111.0
+    policy.attempt_ended(dataclasses.replace(failed(0), failed_at=110.0, heartbeat_ranks=frozenset()), signals)
+    policy.next_attempt(signals)
+    assert waited == [3.0]
 
 
 def test_signal_before_a_restart(policy, signals):

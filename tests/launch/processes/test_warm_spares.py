@@ -21,11 +21,12 @@ here = pathlib.Path(__file__).parent
 """
 TRAINS = """
 print("attempt", ATTEMPT, "warm" if "tensorflow" in sys.modules else "cold")
+note(f"printed-{RANK}")
 beat(step=1)
 time.sleep(0.06)
 beat(step=2)
 if ATTEMPT == 0:
-    while len(list(HERE.glob("imported-*"))) < 2:
+    while len([*HERE.glob("imported-*"), *HERE.glob("printed-*")]) < 4:
         beat(step=2)
         time.sleep(0.02)
     time.sleep(0.3)
@@ -93,7 +94,10 @@ def test_warm_worker_is_like_any_other(run):
                 "python path": os.environ["PYTHONPATH"],
             }
         print(json.dumps(describe()))
-        threading.Timer(0.2, lambda: print(Own.__name__)).start()  # ends after the script
+        def outlive():
+            threading.main_thread().join()
+            print(Own.__name__)
+        threading.Thread(target=outlive).start()  # ends after the script
     """ + textwrap.indent(TRAINS, " " * 8)
     ended = run(script, *WARM, arguments=["--epochs", "2"])
     assert ended.code == 0
@@ -120,7 +124,7 @@ def test_module(environ, tmp_path):
             for step in (1, 2):
                 time.sleep(0.1)
                 sender.send(json.dumps({"step": step}).encode())
-        print(__name__, sys.argv[1:], sys.path[0] == os.getcwd(), "tensorflow" in sys.modules)
+        print(f"{__name__} {sys.argv[1:]} {sys.path[0] == os.getcwd()} {'tensorflow' in sys.modules}")
         while os.environ["TFDIST_ATTEMPT"] == "0" and not [name for name in os.listdir() if "imported-" in name]:
             time.sleep(0.01)
         time.sleep(0.2)
@@ -130,7 +134,7 @@ def test_module(environ, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(program)
     command = ["-m", "tfdist.launch", "run", "--workers", "1", *WARM, "-m", "package.train", "--epochs", "2"]
-    ended = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, timeout=240)
     expected = "[0] __main__ ['--epochs', '2'] True"
     assert ended.stdout.decode().splitlines() == [f"{expected} False", f"{expected} True"]
 
@@ -162,7 +166,7 @@ def test_spares_end_with_the_run_though_the_caller_continues(environ, tmp_path):
         assert main(["run", "--workers", "1", *{WARM}, "script.py"]) == 0
         assert child_pids() == []
     """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, timeout=240)
 
 
 def test_killed_launcher_takes_the_spares_with_it(start, state):

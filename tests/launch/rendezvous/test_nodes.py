@@ -53,7 +53,7 @@ def test_lost_peer_on_another_host_is_not_the_root_cause(both):
         time.sleep(0.5)  # longer than the lost peer alone would take
         sys.exit(4)
     """
-    ended = both(script)
+    ended = both(script, "--grace", "60")
     assert [one.code for one in ended] == [4, 4], ended
     assert all(says(one, f"worker 1 on {HOST} failed first: exit code 4") for one in ended)
 
@@ -71,17 +71,17 @@ def test_lost_peer_waits_for_a_frozen_worker_on_another_host(node, tmp_path):
             note("signalled", state_of(pid_file(2)))
             sys.exit(0)
         if RANK == 0:
-            wait_for("stopped"), wait_for("up")
+            wait_for(pid_file(2)), wait_for("up")
+            wait_until(lambda: state_of(pid_file(2)) == "T")
             {LOST_PEER}
         if RANK == 1:
             signal.signal(signal.SIGTERM, signalled)
             note("up")
             hang()
         beat(step=1)
-        note("stopped")
         die("SIGSTOP")
     """
-    options = ("--grace", "1.5", "--heartbeat-timeout", "5")
+    options = ("--grace", "3", "--heartbeat-timeout", "6")  # time to find it stopped, and not to find it frozen
     runs = [node(0, script, *options, workers=2), node(1, script, *options)]
     ended = [run.end() for run in runs]
     assert [one.code for one in ended] == [137, 137], ended

@@ -228,9 +228,10 @@ def test_failure_before_the_first_heartbeat(outcome, is_started):
 
 
 def _no_answer():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        unused = f"127.0.0.1:{server.getsockname()[1]}"
-    wait_for_peers("127.0.0.1:0", {"worker 1": unused}, timeout_seconds=0.0)
+    with socket.socket() as holder:  # which does not listen
+        holder.bind(("127.0.0.1", 0))
+        unused = f"127.0.0.1:{holder.getsockname()[1]}"
+        wait_for_peers("127.0.0.1:0", {"worker 1": unused}, timeout_seconds=0.0)
 
 
 def _taken_port():
