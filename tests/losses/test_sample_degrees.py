@@ -90,6 +90,7 @@ NEITHER = {
     "samples of a row": lambda x, w: tf.reduce_sum(tf.matmul(x, x, transpose_b=True)),
     "inverse number": lambda x, w: tf.reduce_sum(w) / tf.cast(tf.shape(x)[0], tf.float32),
     "half of the samples": lambda x, w: tf.reduce_mean(x[: tf.shape(x)[0] // 2]),
+    "shape from a sum": lambda x, w: tf.reduce_mean(tf.reduce_sum(tf.reshape(x @ w, tf.shape(x)[::-1] + [0, 0]), 0)),
     "conditional": lambda x, w: tf.cond(x[0, 0] > 0, lambda: tf.reduce_sum(x), lambda: 0.0),
 }
 

@@ -42,7 +42,7 @@ OTHERS = (
     "constraints_and_overflow error_of_a_worker error_while_tracing asynchronous_pushes synchronous_pushes "
     "federated_averaging federated_adam_of_some_clients federated_single_steps_are_one_process "
     "federated_with_everything federated_errors methods_train transferred_bytes placement rows_of_a_table saved "
-    "tutorial partitioned_variables"
+    "tutorial loop_with_a_loss_scale partitioned_variables"
 ).split()
 
 # `make test-long` has them. `all_losses_of_rounds` contains the losses, masks and accumulation of the first four;

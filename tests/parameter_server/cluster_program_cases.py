@@ -1,5 +1,6 @@
 """Cases of programs that are written for TensorFlow's strategy: its tutorial's loop, its partitioner."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,39 @@ def tutorial(_: Path) -> Outcome:
         "samples": float(accuracy.count.numpy()),
         "losses": [float(loss.fetch()) for loss in losses],
         "rows": sum(int(count.fetch()) for count in counted),
+    }
+
+
+@case
+def loop_with_a_loss_scale(_: Path) -> Outcome:
+    """A loop whose first steps overflow: updates are skipped, and the scale is halved each time."""
+
+    def trained(strategy: Any, call: Callable[..., Any]) -> list[Any]:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.0**126)
+            optimizer.build(model.trainable_variables)
+        inputs = 10 * np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+        @tf.function
+        def step() -> Any:
+            def replica_step() -> Any:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(inputs, training=True) ** 2)
+                    scaled = optimizer.scale_loss(loss)
+                optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+                return loss
+
+            return strategy.run(replica_step)
+
+        losses = [float(call(step)) for _ in range(8)]
+        return [*losses, int(optimizer.iterations.numpy()), float(optimizer.dynamic_scale.numpy())]
+
+    strategy = ParameterServerStrategy()
+    return {
+        "one process": trained(tf.distribute.get_strategy(), lambda step: step()),
+        "servers": trained(strategy, lambda step: strategy.coordinator.schedule(step).fetch()),
     }
 
 

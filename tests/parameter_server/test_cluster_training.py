@@ -100,6 +100,13 @@ def test_the_loop_of_tensorflows_tutorial_makes_every_step(found):
     assert seen["rows"] == 4 * 200
 
 
+def test_a_loop_checks_and_unscales_scaled_gradients(found):
+    seen = found("loop_with_a_loss_scale")
+    np.testing.assert_allclose(seen["servers"], seen["one process"], rtol=1e-6)
+    updates, scale = seen["servers"][-2:]
+    assert 0 < updates < 8 and scale == 2.0 ** (126 - (8 - updates))
+
+
 def test_a_partitioner_splits_plain_variables_over_the_servers(found):
     seen = found("partitioned_variables")
     assert seen["shards"] == [[3, 2], [2, 2]] and seen["servers"] == ["0", "1"]

@@ -137,7 +137,9 @@ def _cast(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
 
 def _sum(tensor: tf.Tensor, kinds: Sequence[Kind]) -> Kind:
     if any(kind.sizes is not None for kind in kinds):
-        return vector([None]) if any(not kind.is_constant for kind in kinds) else Kind()
+        # Nothing is known of the sums of sizes, but of as many: the place of one names the axis that it becomes.
+        unknown_sizes = vector([None] * (tensor.shape.num_elements() or 1))
+        return unknown_sizes if any(not kind.is_constant for kind in kinds) else Kind()
     return sum_of(kinds, aligned(tensor, kinds))
 
 
