@@ -39,7 +39,13 @@ for step in range(200):
         assert "/dev/shm/" not in Path("/proc/self/maps").read_text()
     if step == 5 and fault == "suspend":
         print("trains", flush=True)
+        if rank == "0":  # what it waits for comes while it is stopped, for longer than it waits
+            assert exchange.control.wait_for("news", 5.0) == "good"
         sys.stdin.readline()  # the control connections are served meanwhile
+        if rank == "1":
+            exchange.control.publish("news", "good")
+            print("published", flush=True)
+            sys.stdin.readline()
     elif step == 5 and rank == "2":
         for link in channel._links.values():
             wait_for_data(link)
@@ -116,10 +122,14 @@ def test_workers_that_are_all_suspended_continue() -> None:
     """As `scontrol suspend` does. What the others have sent meanwhile is unread: it must not count as their silence."""
     with started_workers("suspend", "memory") as workers:
         assert [_read_first_line(worker) for worker in workers] == ["trains\n"] * 3
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for worker in workers:
-                worker.send_signal(number)
-            time.sleep(6.5 if number == signal.SIGSTOP else 0)  # longer than the silence after which one is lost
+        workers[0].send_signal(signal.SIGSTOP)
+        print(file=workers[1].stdin, flush=True)
+        assert _read_first_line(workers[1]) == "published\n"
+        for worker in workers[1:]:
+            worker.send_signal(signal.SIGSTOP)
+        time.sleep(6.5)  # longer than the silence after which one is lost
+        for worker in workers:
+            worker.send_signal(signal.SIGCONT)
         for worker in workers:
             print(file=worker.stdin, flush=True)
         assert [worker.communicate(timeout=240)[0] for worker in workers] == ["done\n"] * 3

@@ -25,12 +25,12 @@ def test_chief_exits_last_and_nobody_before_it_is_ready(
 ):
     """A worker exits from the moment at which it says so: it may return from that call after the chief has exited."""
     ranks, others = coordinations(workers), [rank for rank in range(workers) if rank != late]
-    exited, is_ready = [], threading.Event()
+    exited, is_ready, publish = [], threading.Event(), key_values.publish
 
     def exit_and_say(key, value):
         if "/exits/" in key:
             exited.append(int(key.rpartition("/")[2]))
-        key_values.set(key, value)
+        publish(key, value)
 
     def leave(rank):
         if rank == late:
@@ -42,7 +42,7 @@ def test_chief_exits_last_and_nobody_before_it_is_ready(
         if late in (0, rank) or rank == 0:
             is_ready.set()
 
-    monkeypatch.setattr(worker_coordination, "set_key_value", exit_and_say)
+    monkeypatch.setattr(key_values, "publish", exit_and_say)
     in_threads(leave, (late, *others))
     assert exited[-1] == 0 and exited.index("late") < exited.index(0)
     assert sorted(exited[:-1], key=str) == [*range(1, workers), "late"]

@@ -177,6 +177,12 @@ def test_texts_of_arguments_are_alike_in_every_process():
     zeros, almost_zeros = np.zeros((2, 5000)), np.zeros((2, 5000))
     almost_zeros[0, 2500] = 1
     assert text(zeros) != text(almost_zeros) and text(zeros) == text(zeros.copy())
+    words = np.array(["a", "b"], dtype=object)
+    assert json.loads(text(words, {"b", "a"}, keras.layers.GRU)) == [
+        '["a", "b"]',
+        "'a' 'b'",
+        "<class 'keras.src.layers.rnn.gru.GRU'>",
+    ]
 
 
 def test_a_class_that_keras_does_not_know_is_named():

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
 from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
+from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.reused_memory import ReusedMemory
 from tfdist.utils.sum_copies import is_short_sum
 
@@ -30,7 +31,7 @@ _SEGMENTS_OF_ARRAY = 64
 _CLOSE_SECONDS = 1.0
 _RESULTS = ReusedMemory()
 # A worker that leaves says so on another connection: its last values may arrive after that.
-_LOOK_MILLISECONDS = 500
+_LOOK_SECONDS = 0.5
 Array = NDArray[Any]
 
 
@@ -204,7 +205,8 @@ class _RunningCall:
             channel._lock.release()
 
     def _run(self, transfers: "list[_Transfer]") -> None:
-        channel, failure, began = self._channel, self._channel._failure, time.monotonic()
+        channel, failure = self._channel, self._channel._failure
+        clock = ActiveClock(now=time.monotonic(), max_gap_seconds=max(channel._limit_seconds / 2, _LOOK_SECONDS))
         failure.check()
         while transfers:
             has_progressed = False
@@ -217,7 +219,7 @@ class _RunningCall:
             if not has_progressed and not _can_progress(transfers, failure):
                 self._has_stalled([transfer.link.peer for transfer in transfers])
             transfers = [transfer for transfer in transfers if transfer.outgoing or transfer.incoming]
-            if transfers and channel._limit_seconds and time.monotonic() - began > channel._limit_seconds:
+            if transfers and channel._limit_seconds and clock.advance(time.monotonic()) > channel._limit_seconds:
                 late = [transfer for transfer in transfers if not transfer.has_begun] or transfers
                 failure.late([transfer.link.peer for transfer in late], channel._limit_seconds, str(self._call))
                 failure.check()
@@ -350,7 +352,7 @@ def _can_progress(transfers: list[_Transfer], failure: GroupFailure) -> bool:
     for transfer in transfers:
         for descriptor, events in transfer.interests():
             poller.register(descriptor, events)
-    can_progress = bool(poller.poll(_LOOK_MILLISECONDS))
+    can_progress = bool(poller.poll(1000 * _LOOK_SECONDS))
     failure.check()
     return can_progress
 

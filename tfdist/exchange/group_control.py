@@ -38,7 +38,10 @@ class GroupControl:
     ) -> None:
         self._rank, self._failure, self._silence_seconds = rank, failure, silence_seconds
         self._connections = dict(connections)
-        self._clock, self._active_seconds = ActiveClock(now=time.monotonic()), 0.0
+        # What arrived while this process was stopped is read before silence is judged. The others may have been stopped
+        # as long, and send again only now: so a gap alone must not reach the limit.
+        self._clock = ActiveClock(now=time.monotonic(), max_gap_seconds=silence_seconds / 2)
+        self._active_seconds = 0.0
         self._heard = dict.fromkeys(connections, 0.0)
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
@@ -89,9 +92,16 @@ class GroupControl:
         Raises:
             ExchangeError: A worker is lost, or has left and will publish nothing more.
         """
-        failure = self._failure
+        failure, has_been_stopped = self._failure, True
         with self._changed:
-            self._changed.wait_for(lambda: key in self._values or failure.error or failure.left, timeout_seconds)
+            while has_been_stopped:
+                began = time.monotonic()
+                is_late = not self._changed.wait_for(
+                    lambda: key in self._values or failure.error or failure.left, timeout_seconds
+                )
+                # Then what has arrived meanwhile is not read yet.
+                waited_too_long = time.monotonic() - began > (timeout_seconds or 0) + _BEAT_SECONDS
+                has_been_stopped = is_late and waited_too_long
             if failure.left and not failure.error:  # values of other workers may still arrive
                 self._changed.wait_for(lambda: key in self._values or failure.error, _LAST_VALUES_SECONDS)
             if key in self._values:

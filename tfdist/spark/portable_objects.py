@@ -1,7 +1,9 @@
 """Keras' objects in a form that can be pickled: a model as its file, others as their configurations."""
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import sys
@@ -52,10 +54,16 @@ def stable_text(value: Any) -> str:
     >>> stable_text(object()), stable_text(np.zeros(10_000, np.int8)) == stable_text(np.arange(10_000, dtype=np.int8))
     ('<object object>', False)
     """
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return json.dumps(value.tolist(), default=stable_text)
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    config = getattr(value, "get_config", None)  # of an object of Keras
-    text = f"{type(value).__qualname__} {config()}" if callable(config) else repr(value)
+    if isinstance(value, set | frozenset):
+        return " ".join(sorted(map(stable_text, value)))
+    text = repr(value)
+    if hasattr(value, "get_config") and not isinstance(value, type):  # an object of Keras
+        with contextlib.suppress(NotImplementedError):
+            text = f"{type(value).__qualname__} {json.dumps(value.get_config(), default=stable_text)}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 

@@ -11,17 +11,18 @@ class ActiveClock:
 
     Args:
         now: Monotonic time in seconds.
+        max_gap_seconds: Of a longer gap between two readings as much counts.
 
     >>> clock = ActiveClock(now=10.0)
     >>> clock.advance(10.5), clock.advance(70.0)
     (0.5, 1.5)
     """
 
-    def __init__(self, *, now: float) -> None:
-        self._now, self._seconds = now, 0.0
+    def __init__(self, *, now: float, max_gap_seconds: float = _MAX_GAP_SECONDS) -> None:
+        self._now, self._seconds, self._max_gap_seconds = now, 0.0, max_gap_seconds
 
     def advance(self, now: float) -> float:
         """Returns the active seconds until `now`, a monotonic time."""
-        self._seconds += min(max(now - self._now, 0.0), _MAX_GAP_SECONDS)
+        self._seconds += min(max(now - self._now, 0.0), self._max_gap_seconds)
         self._now = now
         return self._seconds

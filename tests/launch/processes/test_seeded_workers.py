@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -74,16 +75,19 @@ def test_a_sitecustomize_of_the_user_still_runs(run, environ, tmp_path):
 
 
 def test_a_library_may_look_whether_keras_is_installed(run, environ, tmp_path):
-    (tmp_path / "libraries").mkdir()
-    (tmp_path / "libraries" / "keras.py").write_text("import random; random.random()")
+    with zipfile.ZipFile(tmp_path / "libraries.zip", "w") as libraries:  # one loader finds all its modules
+        libraries.writestr("keras.py", "import random; random.random()")
+        libraries.writestr("unrelated.py", "def seed(number): raise AssertionError('is not seeded')")
     code = """
         import importlib.util, random
         importlib.util.find_spec("keras")
-        import keras, numpy as np
+        import unrelated, keras, numpy as np
         importlib.reload(np.random)
         say(random.random(), np.random.random())
     """
-    ended = run(code, "--seed", "5", workers=1, env={"PYTHONPATH": f"{tmp_path / 'libraries'}:{environ['PYTHONPATH']}"})
+    ended = run(
+        code, "--seed", "5", workers=1, env={"PYTHONPATH": f"{tmp_path / 'libraries.zip'}:{environ['PYTHONPATH']}"}
+    )
     first, second = ended.of(0)[0].split(" ")
     assert first == "0.6229016948897019", "what keras draws while it is imported is not missing"
     assert second == "0.22199317108973948"  # np.random.RandomState(5).random_sample(): seeded by the first import

@@ -38,10 +38,15 @@ class _SeedingFinder:
         return spec
 
     def _extend(self, loader: Any) -> None:
+        if "exec_module" in vars(loader):  # found before: a loader of a zip file is one for all its modules
+            return
         execute = loader.exec_module
 
         def execute_and_seed(module: ModuleType) -> None:
             del loader.exec_module
+            if module.__name__ not in (_NUMPY, *_KEEPING):
+                execute(module)
+                return
             self._imported.add(module.__name__)
             state = random.getstate()
             execute(module)
