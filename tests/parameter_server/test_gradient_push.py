@@ -86,3 +86,21 @@ def test_a_push_with_a_loss_scale_is_checked_before_it_is_clipped(largest, updat
     expected = [-0.5, 0.25, -1.0] if updates else [0.0] * 3  # clipped, if it is applied
     assert optimizer.variable.numpy().tolist() == expected
     assert (int(optimizer.updates.numpy()), float(of_model.dynamic_scale.numpy())) == (updates, scale)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_push_that_is_skipped_leaves_residuals(overflows):
+    """What was sent is not applied, so nothing is left of it."""
+    of_model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+    of_model.build([])
+    encoder, optimizer = prepared("topk:0.01"), ClippingOptimizer(LossScale(of_model))
+    optimizer.paths, optimizer.variable = ("large",), tf.Variable(tf.zeros(SHAPE))
+    push = Push(of_model, encoder, micro_steps=1)
+    end_phase = tf.function(lambda gradient: push.end_phase(0, [(optimizer, [gradient])], []), autograph=False)
+    end_phase(tf.fill(SHAPE, 2.0))
+    before = encoder._state["large"]["residual"].numpy()
+    assert before.any()
+    gradient = np.full(SHAPE, 2.0, np.float32)
+    gradient[0, 0] = np.inf if overflows else 2.0
+    end_phase(tf.constant(gradient))
+    assert np.array_equal(encoder._state["large"]["residual"], before) == overflows

@@ -42,12 +42,14 @@ class GradientEncoder:
                 initial = compressor.initial_state(shape)
                 self._state[path] = {name: self._new_worker_variable(value) for name, value in initial.items()}
 
-    def encode(self, gradient: Any, path: str) -> tuple[EncodedGradient, Any]:
+    def encode(self, gradient: Any, path: str, is_applied: tf.Tensor | None = None) -> tuple[EncodedGradient, Any]:
         """Encodes the gradient of the variable at `path`.
 
         Args:
             gradient: A dense tensor or `tf.IndexedSlices`.
             path: The path of the variable.
+            is_applied: Whether the update is made, a bool scalar; `None` if it certainly is. The state of the
+                compressor does not change otherwise: a residual is what remains of values that were sent.
 
         Returns:
             The encoded gradient, and its size in bytes on the network, a number or an int64 scalar.
@@ -58,7 +60,10 @@ class GradientEncoder:
         shape, dtype = gradient.shape, gradient.dtype
         if not has_state or dtype not in _ENCODED_DTYPES:
             return EncodedGradient([gradient], lambda tensors: tensors[0]), shape.num_elements() * dtype.size
-        payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), self.read_state(path))
+        state = self.read_state(path)
+        payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
+        if is_applied is not None:
+            new_state = {name: tf.where(is_applied, value, state[name]) for name, value in new_state.items()}
         self.write_state(path, new_state)
         names = sorted(payload)
 
@@ -154,7 +159,7 @@ def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> l
     # Before they are clipped: `clipvalue` makes infinite values finite.
     finite = None if optimizer.loss_scale is None else all_finite(means)
     clipped = optimizer.clip(means)
-    encoded = [encoder.encode(gradient, path) for gradient, path in zip(clipped, optimizer.paths, strict=True)]
+    encoded = [encoder.encode(gradient, path, finite) for gradient, path in zip(clipped, optimizer.paths, strict=True)]
 
     def apply() -> None:
         optimizer.apply([sent for sent, _ in encoded])
