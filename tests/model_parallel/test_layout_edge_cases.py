@@ -187,3 +187,20 @@ def test_positions_and_variables_of_activations() -> None:
     }
     optimizer = lambda: keras.optimizers.Adam(1e-2, epsilon=1e-4)  # noqa: E731  # for steps of rounding errors
     _check(rules, build, lambda m: runs.compile_classifier(m, optimizer()))
+
+
+def test_a_first_stage_whose_layers_are_frozen() -> None:
+    """As in fine-tuning: no gradient is computed in it, and none is sent to it."""
+
+    def build() -> keras.Model:
+        model = models.transformer(1)
+        for layer in model.layers[:4]:
+            layer.trainable = False
+        return model
+
+    def compile_model(model: keras.Model) -> None:
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+
+    strategy = strategy_of(2, stages=2)
+    model, reference, logs = fit_both(strategy, build, compile_model, models.TOKENS, models.NEXT, epochs=2)
+    assert difference(model.weights, reference.weights) <= 1e-5 and logs <= 1e-5

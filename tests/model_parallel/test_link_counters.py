@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfdist.callbacks import CommunicationReport
 from tfdist.collectives import LinkStats
-from tfdist.compression import Policy
+from tfdist.compression import ErrorFeedback, Policy, TopK, WarmUp
 from tfdist.model_parallel.transfers import DENSE, LinkCounters
-from tfdist.strategies import ModelParallelStrategy
+from tfdist.strategies import ModelParallelStrategy, Pipeline
 
 layers = keras.layers
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -218,3 +218,22 @@ def test_moving_statistics_of_copies_that_devices_share() -> None:
     of_statistics = 2 * 8 * 4  # mean and variance
     expected = dict.fromkeys([(2, 0), (0, 1), (0, 2), (0, 3)], of_statistics)
     assert {link: sent for link, sent in weights.items() if sent} == expected
+
+
+def test_rows_that_are_sent_while_others_warm_up() -> None:
+    """They are counted within a branch of the step, also if the number of rows is known only when it runs."""
+    policy = Policy({".*embeddings": None, ".*": WarmUp(ErrorFeedback(TopK(0.25)), 1)}, dense_below=0)
+    pipeline = Pipeline(stages=1, micro_batches=2)
+    strategy = ModelParallelStrategy(["CPU:0", "CPU:1"], pipeline=pipeline, data_parallel=2, compression=policy)
+    with strategy.scope():
+        words = keras.Input((LENGTH,), dtype="int32")
+        hidden = layers.GlobalAveragePooling1D()(layers.Embedding(WORDS, WIDTH)(words))
+        model = keras.Model(words, layers.Dense(3)(hidden))
+        model.compile("sgd", "mse")
+    x, y = np.ones((18, LENGTH), "int32"), np.ones((18, 3), "float32")
+    counted = []
+    for rows in (16, 18):  # with a last batch of two rows its size is not known while the step is traced
+        before = strategy.communication.wire_bytes
+        model.fit(x[:rows], y[:rows], batch_size=8, verbose=0)
+        counted.append(strategy.communication.wire_bytes - before)
+    assert 0 < counted[0] < counted[1]

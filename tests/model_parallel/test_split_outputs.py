@@ -13,6 +13,7 @@ from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.compiled_outputs import crossentropy_options
 from tfdist.keras_internals.keras_symbols import LossFunctionWrapper, get_mask
+from tfdist.model_parallel.column_run import CopyRun
 from tfdist.model_parallel.device_program import DeviceProgram
 from tfdist.model_parallel.shard_group import ShardGroup
 from tfdist.model_parallel.split_outputs import SplitCrossentropy, split_softmax
@@ -167,3 +168,21 @@ def test_other_losses_gather_outputs() -> None:
     lines: list[str] = []
     strategy.summary(model, lines.append)
     assert lines[-1] == "output up is gathered on all devices of the last stage for mse"
+
+
+def test_the_next_task_does_not_wait_for_the_outputs_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device holds all outputs for a metric, which arrive later than its own part."""
+    forward, waited_for = CopyRun._forward, []
+
+    def noted(run: CopyRun, task: Any) -> None:
+        forward(run, task)
+        waited_for.extend([[op.type for op in column.last[task.stage]] for column in run.columns])
+
+    monkeypatch.setattr(CopyRun, "_forward", noted)
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = models.transformer(0)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=[keras.metrics.SparseTopKCategoricalAccuracy(3)], jit_compile=False)
+    model.fit(models.TOKENS, models.NEXT, batch_size=20, verbose=0)
+    assert waited_for and all(types == ["PartitionedCall"] for types in waited_for)

@@ -103,8 +103,11 @@ class CopyRun:
         results, to_differentiate = function.forward(arguments, devices, after, micro_batch.num_rows)
         self._passes[index, number] = function, to_differentiate
         complete = function.complete_result(results, devices[0], micro_batch.num_rows)
-        for column, device, result in zip(self.columns, devices, [complete, *results[1:]], strict=True):
-            column.results[index, number] = result
+        # What is gathered for metrics is not waited for, nor sent.
+        for column, device, result, of_metrics in zip(
+            self.columns, devices, results, [complete, *results[1:]], strict=True
+        ):
+            column.results[index, number] = of_metrics
             with tf.device(device):
                 column.values[index].update(function.changed, result.states, micro_batch)
             for symbolic, tensor, mask in zip(function.stage.outputs, result.tensors, result.masks, strict=True):

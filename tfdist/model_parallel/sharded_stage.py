@@ -122,7 +122,7 @@ class ShardedStageFunction(StageFunction):
                 pairs = [(of_outputs[position], result.tensors[position]) for position in self._targets]
                 of_device = [tf.zeros_like(output) if seed is None else seed for seed, output in pairs]
             of_targets.append(of_device if of_loss is None else [*of_device, of_loss])
-        if not of_targets[0]:
+        if not of_targets[0] or not (self.weights or self.inputs):  # as in a first stage whose layers are frozen
             return [[] for _ in results]
         by_device = []
         gradients = self.program.backward(state, of_targets, after)

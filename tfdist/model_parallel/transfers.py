@@ -55,7 +55,8 @@ class Transfers:
         elif of_row is not None and rows is not None:
             self._by_rows[key][rows.ref()] += of_row * size
         elif tensor.graph is self._graph:  # what only a branch of the step knows is not counted
-            with tf.control_dependencies(None), tf.device(source):
+            # A tensor of the step may be sent within a branch; the sum is outside of it.
+            with self._graph.as_default(), tf.control_dependencies(None), tf.device(source):
                 self._sizes[key].append(tf.size(tensor, out_type=tf.int64) * size)
 
     def total(self) -> dict[tuple[str, str, str], "int | tf.Tensor"]:
