@@ -6,17 +6,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import all_finite
 from tfdist.keras_internals.optimizers import OptimizerUpdate, build_outside_trace
 from tfdist.parameter_server.chief import ChiefTraining
 from tfdist.parameter_server.client_training import LocalSteps
 from tfdist.parameter_server.embedding_lookup import look_up, num_parts
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.federated_chief import FederatedChief
-from tfdist.parameter_server.gradient_push import unscaled
+from tfdist.parameter_server.gradient_push import update_directly
 from tfdist.parameter_server.worker_scope import WorkerScope, current_loss_step
 from tfdist.strategy_hooks import StrategyHooks, UpdateHooks
-from tfdist.updates.update_engine import apply_if_finite
 
 
 def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
@@ -24,14 +22,7 @@ def _update(optimizer: OptimizerUpdate, gradients: list[Any]) -> None:
     if steps is not None:
         optimizer.apply(optimizer.clip(steps.gradients(optimizer, gradients)))
     elif scope is None:  # a custom training loop, which schedules its functions itself
-        means = unscaled(optimizer, gradients)
-        # Keras counts the update afterwards.
-        apply_if_finite(
-            optimizer,
-            lambda: all_finite(means),
-            lambda: optimizer.apply(optimizer.clip(means)),
-            lambda: optimizer.take_back(1),
-        )
+        update_directly(optimizer, gradients)
     else:
         scope.push(optimizer, gradients)
 

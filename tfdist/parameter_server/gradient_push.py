@@ -169,6 +169,22 @@ def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> l
     return [size for _, size in encoded]
 
 
+def update_directly(optimizer: Any, gradients: list[Any]) -> None:
+    """Updates by the gradients of a custom training loop, which schedules its functions itself.
+
+    Args:
+        optimizer: The `OptimizerUpdate`. Keras counts the update afterwards.
+        gradients: The gradients of the scaled loss.
+    """
+    means = unscaled(optimizer, gradients)
+    apply_if_finite(
+        optimizer,
+        lambda: all_finite(means),
+        lambda: optimizer.apply(optimizer.clip(means)),
+        lambda: optimizer.take_back(1),
+    )
+
+
 def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
     """Returns gradients of the scaled loss, divided by the loss scale."""
     if optimizer.loss_scale is None:
