@@ -31,8 +31,16 @@ OWN_SITECUSTOMIZE = """
 import random, sys
 from importlib.machinery import PathFinder
 
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: execute(module)
+        return spec
+
 random.seed(6)
-sys.meta_path.insert(0, PathFinder)
+sys.meta_path.insert(0, Finder())
 """
 
 

@@ -38,9 +38,9 @@ class _SeedingFinder:
         return spec
 
     def _extend(self, loader: Any) -> None:
-        if "exec_module" in vars(loader):  # found before: a loader of a zip file is one for all its modules
-            return
         execute = loader.exec_module
+        if hasattr(execute, "seeds"):  # found before: a loader of a zip file is one for all its modules
+            return
 
         def execute_and_seed(module: ModuleType) -> None:
             del loader.exec_module
@@ -56,6 +56,7 @@ class _SeedingFinder:
                 module.seed(self._seed)
 
         # Replaced on the instance, so that the module has the same loader as without this finder.
+        execute_and_seed.seeds = True  # type: ignore[attr-defined]
         loader.exec_module = execute_and_seed
 
 
