@@ -192,6 +192,25 @@ def test_a_value_that_a_worker_will_not_publish_any_more_is_an_error() -> None:
             assert exchanges[rank].failure is None  # who does not wait is not disturbed
 
 
+def test_values_of_others_may_arrive_after_a_worker_has_left() -> None:
+    with joined(3) as exchanges:
+
+        def body(rank: int) -> str | None:
+            if rank == 0:
+                return exchanges[0].control.wait_for("late")
+            if rank == 1:
+                exchanges[1].close()
+                return None
+            end = time.monotonic() + 30
+            while not exchanges[0].control._failure.left and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.3)  # in which a worker that gave up would raise its error
+            exchanges[2].control.publish("late", "value")
+            return None
+
+        assert on_workers(3, body) == ["value", None, None]
+
+
 def test_a_name_that_stands_for_loopback_does_not_hide_the_worker_from_other_hosts() -> None:
     with joining._server("localhost", 0) as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")

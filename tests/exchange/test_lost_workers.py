@@ -41,7 +41,10 @@ for step in range(200):
         print("trains", flush=True)
         if rank == "0":  # what it waits for comes while it is stopped, for longer than it waits
             assert exchange.control.wait_for("news", 5.0) == "good"
-        sys.stdin.readline()  # the control connections are served meanwhile
+        if rank == "2":  # is in an exchange with a limit, which is shorter, too
+            channel.before_next(step, 6.0)
+        else:
+            sys.stdin.readline()  # the control connections are served meanwhile
         if rank == "1":
             exchange.control.publish("news", "good")
             print("published", flush=True)
@@ -130,7 +133,7 @@ def test_workers_that_are_all_suspended_continue() -> None:
         time.sleep(6.5)  # longer than the silence after which one is lost
         for worker in workers:
             worker.send_signal(signal.SIGCONT)
-        for worker in workers:
+        for worker in workers[:2]:
             print(file=worker.stdin, flush=True)
         assert [worker.communicate(timeout=240)[0] for worker in workers] == ["done\n"] * 3
 

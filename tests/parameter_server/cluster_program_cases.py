@@ -98,9 +98,23 @@ def loop_with_a_loss_scale(_: Path) -> Outcome:
         return [*losses, int(optimizer.iterations.numpy()), float(optimizer.dynamic_scale.numpy())]
 
     strategy = ParameterServerStrategy()
+    with strategy.scope():
+        accumulating, variable = keras.optimizers.SGD(gradient_accumulation_steps=2), keras.Variable([1.0])
+        accumulating.build([variable])
+
+    @tf.function
+    def accumulate() -> None:
+        strategy.run(lambda: accumulating.apply([tf.ones([1])], [variable]))
+
+    try:
+        strategy.coordinator.schedule(accumulate)
+        message = ""
+    except ValueError as error:
+        message = str(error)
     return {
         "one process": trained(tf.distribute.get_strategy(), lambda step: step()),
         "servers": trained(strategy, lambda step: strategy.coordinator.schedule(step).fetch()),
+        "message": message,
     }
 
 

@@ -105,6 +105,7 @@ def test_a_loop_checks_and_unscales_scaled_gradients(found):
     np.testing.assert_allclose(seen["servers"], seen["one process"], rtol=1e-6)
     updates, scale = seen["servers"][-2:]
     assert 0 < updates < 8 and scale == 2.0 ** (126 - (8 - updates))
+    assert "an optimizer with gradient_accumulation_steps=2 in a custom training loop. Expected" in seen["message"]
 
 
 def test_a_partitioner_splits_plain_variables_over_the_servers(found):

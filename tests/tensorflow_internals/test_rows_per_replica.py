@@ -46,6 +46,22 @@ def counts(batch):
     return [int(count) for count in filled_samples(batch)]
 
 
+def each_drawn(iterator, how, function):
+    """Calls a function on each of two batches, which are drawn eagerly, in a function, or as optional values."""
+    if how == "eagerly":
+        return [function(batch) for batch in iterator]
+    if how == "in a function":
+        draw = tf.function(lambda iterator: function(next(iterator)))
+        results = [draw(iterator) for _ in range(2)]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            draw(iterator)
+        return results
+    traced, results = tf.function(function), []
+    while (optional := iterator.get_next_as_optional()).has_value():
+        results.append(traced(optional.get_value()))
+    return results
+
+
 @pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional", "in a loop"])
 def test_a_replica_without_data_has_as_many_rows_of_zeros(strategy, drawn):
     sizes = set()
@@ -56,18 +72,8 @@ def test_a_replica_without_data_has_as_many_rows_of_zeros(strategy, drawn):
         return tf.stack([*parts, *[tf.cast(count, tf.float32) for count in filled_samples(batch)]])
 
     iterator = iter(filled(strategy))
-    if drawn == "eagerly":
-        steps = [total(batch) for batch in iterator]
-    elif drawn == "in a function":
-        draw = tf.function(lambda iterator: total(next(iterator)))
-        steps = [draw(iterator) for _ in range(2)]
-        with pytest.raises(tf.errors.OutOfRangeError):
-            draw(iterator)
-    elif drawn == "optional":
-        inner = tf.function(total)
-        steps = []
-        while (optional := iterator.get_next_as_optional()).has_value():
-            steps.append(inner(optional.get_value()))
+    if drawn != "in a loop":
+        steps = each_drawn(iterator, drawn, total)
     else:
 
         @tf.function
@@ -126,23 +132,12 @@ def counted(strategy):
 
 @pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional"])
 def test_batches_of_any_size_carry_their_samples_and_the_total(strategy, drawn):
-    iterator, steps = iter(counted(strategy)), []
-
     def numbers(batch):
         assert isinstance(batch[0], RowsPerReplica) and not isinstance(batch[1], RowsPerReplica)
         rows = [tf.shape(part, out_type=tf.int64)[0] for part in batch[0].values]
         return tf.stack([*rows, *batch[0].samples, batch[0].total])
 
-    if drawn == "eagerly":
-        steps = [numbers(batch) for batch in iterator]
-    elif drawn == "optional":
-        while (optional := iterator.get_next_as_optional()).has_value():
-            steps.append(tf.function(numbers)(optional.get_value()))
-    else:
-        draw = tf.function(lambda iterator: numbers(next(iterator)))
-        steps = [draw(iterator) for _ in range(2)]
-        with pytest.raises(tf.errors.OutOfRangeError):
-            draw(iterator)
+    steps = each_drawn(iter(counted(strategy)), drawn, numbers)
     assert [step.numpy().tolist() for step in steps] == [[6, 6, 6, 6, 12], [3, 0, 3, 0, 3]]
 
 
@@ -175,9 +170,9 @@ def complete(strategy, parts=4, *, asks):
 
 
 @pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("drawn", ["eagerly", "in a function", "in a loop"])
+@pytest.mark.parametrize("drawn", ["eagerly", "in a function", "optional"])
 def test_each_replica_draws_all_rows_of_a_complete_batch(strategy, drawn, asks):
-    iterator, kinds = iter(complete(strategy, asks=asks)), set()
+    kinds = set()
 
     def rows_of_replicas(batch):
         kinds.add((type(batch["rows"]), is_complete(batch), filled_samples(batch)))
@@ -185,17 +180,7 @@ def test_each_replica_draws_all_rows_of_a_complete_batch(strategy, drawn, asks):
         assert not is_complete(parts) and not isinstance(parts["rows"], RowsPerReplica)
         return tf.stack([*batch["rows"].values, tf.concat(parts["rows"].values, axis=0)])
 
-    if drawn == "eagerly":
-        steps = [rows_of_replicas(batch) for batch in iterator]
-    elif drawn == "in a function":
-        draw = tf.function(lambda iterator: rows_of_replicas(next(iterator)))
-        steps = [draw(iterator) for _ in range(2)]
-        with pytest.raises(tf.errors.OutOfRangeError):
-            draw(iterator)
-    else:
-        steps = []
-        while (optional := iterator.get_next_as_optional()).has_value():
-            steps.append(tf.function(rows_of_replicas)(optional.get_value()))
+    steps = each_drawn(iter(complete(strategy, asks=asks)), drawn, rows_of_replicas)
     assert [step.numpy().tolist() for step in steps] == [[[0, 1, 2, 3]] * 3, [[4, 5, 6, 7]] * 3]
     assert kinds == {(RowsPerReplica, True, None)}
 

@@ -103,6 +103,8 @@ class GroupControl:
                 # If this process was stopped meanwhile, what has arrived is not read yet.
                 has_been_stopped = time.monotonic() - began > (timeout_seconds or 0) + _LATE_SECONDS
                 self._changed.wait_for(ends, _BEAT_SECONDS if has_been_stopped else 0)
+            if failure.left and not failure.error:  # values of other workers may still arrive
+                self._changed.wait_for(lambda: key in self._values or failure.error, _LAST_VALUES_SECONDS)
             if key in self._values:
                 return self._values[key]
             failure.check()

@@ -11,8 +11,8 @@ from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError
 # A worker that learned of a failure says so before it closes its connections. So a connection that closes waits this
 # long for a better explanation.
 _EXPLANATION_SECONDS = 0.15
-# What a worker said last is read by another thread, which notices, too, that it has gone.
-_LAST_WORDS_SECONDS = 2.0
+# Another thread reads the control connection, on which a worker says that it leaves.
+_LAST_MESSAGES_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 HAS_LEFT = "it has ended its training, and the others have not"
 
@@ -76,7 +76,7 @@ class GroupFailure:
         """Records a lost worker by its broken link, unless a better explanation arrives in a moment."""
         if self._known.wait(_EXPLANATION_SECONDS):
             return
-        end = time.monotonic() + _LAST_WORDS_SECONDS
+        end = time.monotonic() + _LAST_MESSAGES_SECONDS
         while rank not in self.left and time.monotonic() < end:
             if self._known.wait(_POLL_SECONDS):
                 return

@@ -175,7 +175,16 @@ def update_directly(optimizer: Any, gradients: list[Any]) -> None:
     Args:
         optimizer: The `OptimizerUpdate`. Keras counts the update afterwards.
         gradients: The gradients of the scaled loss.
+
+    Raises:
+        ValueError: The optimizer accumulates gradients.
     """
+    if optimizer.accumulation_steps > 1:
+        raise ValueError(
+            "Accumulators on the servers would send every micro-step's gradient across the network. Received: an "
+            f"optimizer with gradient_accumulation_steps={optimizer.accumulation_steps} in a custom training loop. "
+            "Expected: an optimizer without it. Add up the gradients of several batches in the loop."
+        )
     means = unscaled(optimizer, gradients)
     apply_if_finite(
         optimizer,

@@ -62,7 +62,8 @@ def stable_text(value: Any) -> str:
         return " ".join(sorted(map(stable_text, value)))
     text = repr(value)
     if hasattr(value, "get_config") and not isinstance(value, type):  # an object of Keras
-        with contextlib.suppress(NotImplementedError):
+        # Some configurations cannot be written; then the text is that of `repr`.
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
             text = f"{type(value).__qualname__} {json.dumps(value.get_config(), default=stable_text)}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
