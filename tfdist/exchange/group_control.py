@@ -112,12 +112,14 @@ class GroupControl:
                 raise WorkerLostError(min(failure.left), HAS_LEFT, f"a wait for {key!r}")
         return None
 
-    def close(self) -> None:
-        """Tells the others that this worker leaves, and closes all connections."""
+    def close(self, *, has_ended: bool = True) -> None:
+        """Closes all connections; tells the others before that this worker leaves, if it `has_ended` its training."""
         if self._is_closed:
             return
         self._is_closed = True
-        if getattr(sys, "last_value", None) is None:  # after an uncaught exception the others see a lost worker
+        if (
+            has_ended and getattr(sys, "last_value", None) is None
+        ):  # after an uncaught exception the others see a lost worker
             self._send_to_all({"left": True})
         os.eventfd_write(self._wakes, 1)
         self._thread.join(timeout=2 * _BEAT_SECONDS)

@@ -69,8 +69,12 @@ class Exchange:
         self._failure = GroupFailure()
         self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
         self._channels = {name: Channel(rank, links, self._failure, name) for name, links in group.links.items()}
-        # No worker sends arrays before all others read them from their links, not from a handshake.
-        self._wait_until_all_have_joined(timeout_seconds)
+        try:
+            # No worker sends arrays before all others read them from their links, not from a handshake.
+            self._wait_until_all_have_joined(timeout_seconds)
+        except BaseException:
+            self.close(has_ended=False)
+            raise
 
     def channel(self, name: str) -> Channel:
         """Returns a channel, for one thread at a time."""
@@ -89,9 +93,13 @@ class Exchange:
         """Makes an error of this worker's exchanges a failure of the group: no other worker waits for it."""
         self._failure.lost(self.rank, cause)
 
-    def close(self) -> None:
-        """Leaves the group. The others notice if they still exchange."""
-        self.control.close()
+    def close(self, *, has_ended: bool = True) -> None:
+        """Leaves the group. The others notice if they still exchange.
+
+        Args:
+            has_ended: Whether this worker has ended its training, and is not lost to the others.
+        """
+        self.control.close(has_ended=has_ended)
         for channel in self._channels.values():
             channel.close()
 

@@ -68,8 +68,8 @@ class BlockingConnection:
         """Whether the other side is still connected, as far as this side can see without a request."""
         try:
             poller = select.poll()
-            poller.register(self._socket, select.POLLIN)
-            return not poller.poll(0) or bool(self._socket.recv(1, socket.MSG_PEEK))
+            poller.register(self._socket, select.POLLIN | select.POLLRDHUP)  # an end behind unread messages, too
+            return all(events == select.POLLIN for _, events in poller.poll(0))
         except (OSError, ValueError):  # broken, or closed here
             return False
 
