@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.exchange.exchange_calls import ExchangeCall
 from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
-from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
+from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
@@ -127,6 +127,11 @@ class GroupControl:
             connection.close()
         os.close(self._wakes)
 
+    def close_in_fork(self) -> None:
+        """Closes the connections in a forked child, where nothing else runs, and without a word to the others."""
+        for connection in self._connections.values():
+            connection.close_in_fork()
+
     def _serve(self) -> None:
         next_beat = 0.0
         while not self._is_closed:
@@ -156,6 +161,9 @@ class GroupControl:
                     self._take(rank, message)
             except ConnectionClosedError as error:
                 self._drop(rank, str(error))
+            except (AttributeError, KeyError, TypeError, ValueError):
+                self._failure.lost(rank, NO_MESSAGE)
+                self._drop(rank, NO_MESSAGE)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "left" in message:

@@ -409,7 +409,7 @@ def _server(host: str, port: int) -> socket.socket:
         if host == "localhost" or _is_address(host):
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             try:
-                return socket.create_server(place[:2], family=family, backlog=_MAX_PENDING)
+                return socket.create_server(place, family=family, backlog=_MAX_PENDING)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise

@@ -1,5 +1,7 @@
 """The exchange of a worker with all others."""
 
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.exchange.channel import Channel
@@ -69,6 +71,7 @@ class Exchange:
         self._failure = GroupFailure()
         self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
         self._channels = {name: Channel(rank, links, self._failure, name) for name, links in group.links.items()}
+        _open_exchanges.add(self)
         try:
             # No worker sends arrays before all others read them from their links, not from a handshake.
             self._wait_until_all_have_joined(timeout_seconds)
@@ -102,6 +105,7 @@ class Exchange:
         self.control.close(has_ended=has_ended)
         for channel in self._channels.values():
             channel.close()
+        _open_exchanges.discard(self)
 
     def _wait_until_all_have_joined(self, timeout_seconds: float) -> None:
         self.control.publish(f"tfdist/joined/{self.rank}", "")
@@ -111,3 +115,19 @@ class Exchange:
                     f"Worker {rank} has not connected with all others after {timeout_seconds:g} s. Expected: each "
                     "worker reaches each other one. `tfdist doctor` on all hosts says which cannot."
                 )
+
+    def _close_in_fork(self) -> None:
+        self.control.close_in_fork()
+        for channel in self._channels.values():
+            channel.close_in_fork()
+
+
+def _close_all_in_fork() -> None:
+    """Closes the connections in a forked child, which may live longer than its parent: the kernel would keep them."""
+    for exchange in list(_open_exchanges):
+        exchange._close_in_fork()
+    _open_exchanges.clear()
+
+
+_open_exchanges: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_all_in_fork)

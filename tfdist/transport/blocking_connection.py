@@ -1,6 +1,7 @@
 """Authenticated connection that blocks with time limits: requests, answers, and raw bytes for measurements."""
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -99,7 +100,11 @@ class BlockingConnection:
         with _as_closed():
             self._socket.settimeout(timeout_seconds)
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if len(descriptors) != count:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise ConnectionClosedError("the other side closed the connection")
         return tuple(descriptors)
 
