@@ -370,12 +370,21 @@ class GroupJoin:
 
     def _open_memory(self, peer: int, purpose: str, local: str) -> _Joined:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        connection.connect(f"\0{local}")
-        opened, answer = self._open(connection, peer, purpose)
-        descriptors = SharedMemoryLink.create()
-        opened.send_descriptors(descriptors)
-        return _Joined(peer, purpose, str(answer.get("process")), opened, tuple(descriptors))
+        try:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            connection.connect(f"\0{local}")
+            opened, answer = self._open(connection, peer, purpose)
+            descriptors = SharedMemoryLink.create()
+            arrival = _Joined(peer, purpose, str(answer.get("process")), opened, tuple(descriptors))
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            opened.send_descriptors(descriptors)
+        except BaseException:
+            arrival.close()
+            raise
+        return arrival
 
 
 def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
