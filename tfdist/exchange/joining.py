@@ -202,7 +202,8 @@ class GroupJoin:
                     self._start_dialer(rank)
 
     def _next(self, wanted: set[tuple[int, str]], joined: dict[tuple[int, str], _Joined]) -> _Joined:
-        deadline, arrival = self._deadline, None
+        deadline = self._deadline
+        arrival: _Joined | Exception | None = None
         next_check = time.monotonic() + _CHECK_SECONDS
         while arrival is None and (seconds_left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
