@@ -256,6 +256,16 @@ def test_exchanges_in_the_background_fail_while_another_one_is_expected():
             assert "Worker 0 is lost. Received: a test" in str(error)
 
 
+def test_text_is_an_error_that_does_not_end_the_exchange(boundaries):
+    for boundary in boundaries:
+        with pytest.raises(ValueError, match="Received: a tensor of strings"):
+            boundary.all_gather(tf.constant(["id"]))
+    assert [float(total) for total in of_workers(boundaries, lambda boundary, _: boundary.all_reduce(tf.ones([])))] == [
+        2,
+        2,
+    ]
+
+
 def test_sequences_in_the_background_end_with_their_launchers():
     """A program may create many strategies with exchanges in the background."""
 

@@ -137,6 +137,11 @@ class ExchangeBoundary:
             limit_seconds: The time after which the exchange fails.
         """
         reject_graphs_of_tensorflow_1()
+        if tensor.dtype == tf.string:
+            raise ValueError(
+                "Workers exchange numbers and truth values. Received: a tensor of strings. Expected: another dtype. "
+                "Exchange numbers that stand for the strings, or their bytes, by `tf.io.decode_raw`."
+            )
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
             wide = tf.cast(tensor, AS_VALUES[tensor.dtype.name])
             options: dict[str, Any] = {
