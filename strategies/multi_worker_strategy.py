@@ -150,6 +150,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
             self._batch_comparison = BatchComparison(
                 self.rank, self.num_workers, f"tfdist/batches/{self._collective_key_base}"
             )
+            self._batch_comparison.end_with(self)
             patch_files()
         self._row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +254,46 @@ def test_exchanges_in_the_background_fail_while_another_one_is_expected():
 
         for error in on_workers(2, lambda rank: body(boundaries[rank], rank)):
             assert "Worker 0 is lost. Received: a test" in str(error)
+
+
+def test_text_is_an_error_that_does_not_end_the_exchange(boundaries):
+    for boundary in boundaries:
+        with pytest.raises(ValueError, match="Received: a tensor of strings"):
+            boundary.all_gather(tf.constant(["id"]))
+    assert [float(total) for total in of_workers(boundaries, lambda boundary, _: boundary.all_reduce(tf.ones([])))] == [
+        2,
+        2,
+    ]
+
+
+def test_sequences_in_the_background_end_with_their_launchers():
+    """A program may create many strategies with exchanges in the background."""
+
+    class Keys:
+        pass
+
+    before = set(threading.enumerate())  # of other tests
+    with joined(2) as exchanges:
+        boundaries = [ExchangeBoundary(exchange) for exchange in exchanges]
+
+        def body(boundary):
+            number = boundary.new_background()
+            launcher = WorkersLauncher(
+                boundary, Keys(), "CPU:0", tf.distribute.experimental.CommunicationOptions(), number
+            )
+            boundary.end_background_with(launcher, number)
+            return float(launcher.sum(tf.constant(2.0)))
+
+        counts = []
+        for _ in range(5):
+            results = on_workers(2, lambda rank: body(boundaries[rank]))
+            assert results == [4.0, 4.0], [str(result) for result in results]
+            counts.append(sum(thread.name == "tfdist background" for thread in set(threading.enumerate()) - before))
+            assert all(len(boundary._background._lanes) <= 2 for boundary in boundaries)
+        end = time.monotonic() + 30
+        while sum(thread.name == "tfdist background" for thread in set(threading.enumerate()) - before) > counts[0] + 1:
+            assert time.monotonic() < end, counts
+            time.sleep(0.01)
 
 
 def test_the_limit_is_that_of_the_communication_options():

@@ -54,6 +54,23 @@ def test_shared_memory_and_sockets_in_one_group() -> None:
     on_workers(len(exchanges), lambda rank: exchanges[rank].close())
 
 
+@pytest.mark.parametrize("fault", ["another user", "no memory", "another network namespace"])
+def test_workers_of_one_host_that_cannot_share_memory_use_sockets(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create() -> list[int]:
+        raise OSError("Cannot allocate memory")
+
+    if fault == "another user":
+        monkeypatch.setattr(joining, "_user_of", lambda connection: os.getuid() + 1)
+    elif fault == "no memory":
+        monkeypatch.setattr(SharedMemoryLink, "create", create)
+    else:
+        opened = joining.GroupJoin._open_memory
+        monkeypatch.setattr(joining.GroupJoin, "_open_memory", lambda *arguments: opened(*arguments[:-1], "absent"))
+    with joined(2) as exchanges:
+        assert links_of(exchanges[0]) == {SocketLink}
+        assert all((result == 3.0).all() for result in sums(exchanges))
+
+
 def test_no_port_is_open_after_all_have_joined() -> None:
     addresses = free_addresses(2)
     exchanges = on_workers(2, lambda rank: Exchange(rank, addresses, token="t"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.strategies import MirroredStrategy
+from tfdist.strategies import LocalSGD, MirroredStrategy, MultiWorkerMirroredStrategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -39,6 +39,21 @@ def test_graphs_end_with_their_model():
     gc.collect()
     assert reference() is None
     assert graphs_of_steps() == before
+
+
+def test_models_of_local_updates_and_their_strategy_end():
+    """Functions that make weights and batch statistics equal are kept for each model, and traced with gradients."""
+    strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=2))
+    with strategy.scope():
+        layers = [keras.Input([3]), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.SGD(use_ema=True), "mse", jit_compile=False)
+    model.fit(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"), batch_size=4, verbose=0)
+    references = [weakref.ref(model), weakref.ref(strategy)]
+    del model, layers, strategy
+    keras.utils.clear_session()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_custom_gradients_of_others_are_kept():

@@ -116,6 +116,25 @@ def test_a_difference_in_a_later_batch(workers):
     assert "y of worker 1 differs from worker 0 in batch 8 of pass 1 over the data; equal: x" in end(workers)[1]
 
 
+def test_threads_end_with_the_strategy(workers):
+    """A program may create many strategies, as a search for hyperparameters does."""
+
+    class Strategy:
+        pass
+
+    strategies = [Strategy() for _ in workers]
+    for comparison, strategy in zip(workers, strategies, strict=True):
+        comparison.end_with(strategy)
+        comparison.shown(pairs(np.arange(8), np.arange(8)))
+    threads = [thread for comparison in workers for thread in comparison._threads]
+    assert all(thread.is_alive() for thread in threads)
+    del strategy
+    strategies.clear()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_numbers_of_classes_that_differ(workers):
     y = np.arange(40) % 5
     draw(workers, [pairs(np.arange(40), y), pairs(np.arange(40), (y + 2) % 5)])

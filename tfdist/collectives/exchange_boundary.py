@@ -5,12 +5,14 @@ functions, conditions and loops as well as eagerly. TensorFlow orders the operat
 which is alike on all workers; so all workers make the same exchanges in the same order, by which they are numbered.
 """
 
+import collections
 import contextlib
 import functools
 import math
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,7 @@ class ExchangeBoundary:
         self._background, self._backgrounds = _Background(exchange), 0
         self._lanes: dict[str | int, _Lane] = {}
         self._requested: Any = None  # the number of exchanges, on all lanes but those in the background
+        self._ended_backgrounds: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
 
     @property
@@ -102,9 +105,17 @@ class ExchangeBoundary:
 
     def new_background(self) -> int:
         """Returns the number of another sequence of exchanges beside the steps: all workers ask in the same order."""
+        while self._ended_backgrounds:
+            ended = self._ended_backgrounds.popleft()
+            self._background.remove(ended)
+            self._lanes.pop(ended, None)
         with self._lock:
             number, self._backgrounds = self._backgrounds, self._backgrounds + 1
         return number
+
+    def end_background_with(self, owner: Any, number: int) -> None:
+        """Ends a sequence of exchanges beside the steps some time after nothing refers to `owner` any more."""
+        weakref.finalize(owner, self._ended_backgrounds.append, number).atexit = False
 
     def _call(
         self,
@@ -126,6 +137,11 @@ class ExchangeBoundary:
             limit_seconds: The time after which the exchange fails.
         """
         reject_graphs_of_tensorflow_1()
+        if tensor.dtype == tf.string:
+            raise ValueError(
+                "Workers exchange numbers and truth values. Received: a tensor of strings. Expected: another dtype. "
+                "Exchange numbers that stand for the strings, or their bytes, by `tf.io.decode_raw`."
+            )
         if tensor.dtype != tf.bool and tensor.dtype.name in AS_VALUES:
             wide = tf.cast(tensor, AS_VALUES[tensor.dtype.name])
             options: dict[str, Any] = {
@@ -161,6 +177,7 @@ class _Background:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._channel = exchange, exchange.channel(BACKGROUND)
         self._lanes: dict[int, _Lane] = {}
+        self._is_used = False
         self._changed = threading.Condition()
         self._turn = threading.Lock()
 
@@ -168,7 +185,7 @@ class _Background:
         """Returns a new lane; its number is the same on all workers."""
         lane = _Lane(self._exchange, BACKGROUND, _counter())
         with self._changed:
-            is_first = not self._lanes
+            is_first, self._is_used = not self._is_used, True
             self._lanes[number] = lane
             self._changed.notify_all()
         if is_first:
@@ -181,9 +198,15 @@ class _Background:
             threading.Thread(target=self._follow, name="tfdist background", daemon=True).start()
         return lane
 
+    def remove(self, number: int) -> None:
+        """Ends a lane for which there are no further requests."""
+        with self._changed:
+            lane = self._lanes.pop(number, None)
+        if lane is not None:
+            lane.close()
+
     def _lead(self, number: int, lane: "_Lane") -> None:
-        while True:
-            request = lane.next_request()
+        for request in lane.requests():
             with self._turn:
                 lane.answer(request, lambda: self._channel.broadcast(np.array([number])))
 
@@ -191,7 +214,11 @@ class _Background:
         with contextlib.suppress(ExchangeError):
             while True:
                 lane = self._lane(int(self._channel.broadcast(np.zeros(1, np.int64))[0]))
-                lane.answer(lane.next_request())
+                request = next(lane.requests(), None)
+                if request is None:
+                    self._exchange.fail("it has no strategy any more that exchanges in the background")
+                    return
+                lane.answer(request)
 
     def _lane(self, number: int) -> "_Lane":
         with self._changed:
@@ -241,19 +268,27 @@ class _Lane:
             with tf.control_dependencies([check] if check is not None else []):
                 return _from_bytes(received, tensor.dtype)
 
-    def _serve(self) -> None:
-        while True:
-            self.answer(self.next_request())
+    def close(self) -> None:
+        """Ends the threads that wait for requests."""
+        with tf.init_scope():
+            self._requests.close()
 
-    def next_request(self) -> list[tf.Tensor]:
-        """Waits for the next request; returns it as `answer` takes it."""
-        return list(tf.raw_ops.QueueDequeueV2(handle=self._requests.queue_ref, component_types=self._requests.dtypes))
+    def _serve(self) -> None:
+        for request in self.requests():
+            self.answer(request)
+
+    def requests(self) -> Iterator[list[tf.Tensor]]:
+        """Waits for the requests, until `close`; yields them as `answer` takes them."""
+        queue = self._requests
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                yield list(tf.raw_ops.QueueDequeueV2(handle=queue.queue_ref, component_types=queue.dtypes))
 
     def answer(self, request: list[tf.Tensor], begin: Callable[[], Any] | None = None) -> None:
         """Makes the exchange of a request and returns its result, or the error, to the graph.
 
         Args:
-            request: What `next_request` returned. It is emptied, so that its memory is freed.
+            request: One of `requests`. It is emptied, so that its memory is freed.
             begin: Called before the exchange.
         """
         data, number, packed = request.pop(), request.pop(), request.pop()

@@ -173,8 +173,8 @@ class ChiefTask:
 def planned_pairs(tasks: Sequence[str]) -> list[tuple[str, str, bool]]:
     """Returns the connections to measure, in order: first task, second task, and whether to measure the bandwidth.
 
-    Up to four tasks measure all pairs. More tasks measure the neighbours in a ring, which the all-reduce uses, and the
-    round trip from the first task to all.
+    Up to four tasks measure all pairs. More tasks measure the neighbours in a ring, two connections of each task, and
+    the round trip from the first task to all.
 
     >>> planned_pairs(["worker 0", "worker 1"])
     [('worker 0', 'worker 1', True)]

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfdist.exchange.exchange_calls import HEADER_BYTES, ExchangeCall, shape_text
-from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
+from tfdist.exchange.exchange_errors import ClosedExchangeError
+from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
 from tfdist.exchange.links import SEGMENT_BYTES, Link, LinkBrokenError
 from tfdist.utils.active_clock import ActiveClock
 from tfdist.utils.reused_memory import ReusedMemory
@@ -53,6 +54,7 @@ class Channel:
         self._links = {link.peer: link for link in links if link is not None}
         self._number = 0
         self._has_common_order, self._limit_seconds = False, 0.0
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def before_next(self, number: int, limit_seconds: float) -> None:
@@ -149,8 +151,15 @@ class Channel:
     def close(self) -> None:
         """Closes the links, unless a thread still exchanges: then the kernel does so when the process ends."""
         if self._lock.acquire(timeout=_CLOSE_SECONDS):
+            self._is_closed = True
             for link in self._links.values():
                 link.close()
+            self._lock.release()
+
+    def close_in_fork(self) -> None:
+        """Closes, in a forked child, what would keep the connections of this worker open after its end."""
+        for link in self._links.values():
+            link.close_in_fork()
 
     def _gather(self, kind: str, values: Array) -> Array:
         flat, gathered = _flat(values), _RESULTS.empty((self._size, values.size), values.dtype)
@@ -180,11 +189,14 @@ class _RunningCall:
         self._kind, self._root, self._values = kind, root, values
 
     def __enter__(self) -> "dict[int, _Transfer]":
-        channel = self._channel
-        channel._lock.acquire()
-        values = self._values
+        channel, values = self._channel, self._values
         shape = shape_text(values.shape)
+        channel._lock.acquire()
         self._call = ExchangeCall(self._kind, self._root, channel._number, shape, values.dtype.name)
+        if channel._is_closed:
+            channel._lock.release()
+            channel._failure.check()
+            raise ClosedExchangeError(str(self._call))
         self._header = self._call.encode()
         segment_bytes = _segment_bytes(values.nbytes)
         self._transfers = {
@@ -238,7 +250,7 @@ class _RunningCall:
             return
         peer_call = ExchangeCall.decode(header)
         if peer_call is None:
-            self._channel._failure.lost(peer, "it sent bytes that are not part of an exchange")
+            self._channel._failure.lost(peer, NO_MESSAGE)
         else:
             self._channel._failure.mismatch({self._channel._rank: str(self._call), peer: str(peer_call)})
         self._channel._failure.check()
@@ -357,6 +369,7 @@ def _can_progress(transfers: list[_Transfer], failure: GroupFailure) -> bool:
     return can_progress
 
 
+@np.errstate(all="ignore")  # infinities and bad numbers reach all workers, and are no warnings, as in TensorFlow
 def add_in_order(values: Sequence[Array], total: Array) -> None:
     """Adds up arrays, from first to last, into `total`."""
     if total.dtype == np.bool_:

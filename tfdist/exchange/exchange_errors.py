@@ -54,6 +54,20 @@ class LateWorkerError(ExchangeError):
         )
 
 
+class ClosedExchangeError(ExchangeError):
+    """This worker has left the exchange.
+
+    Args:
+        call: What it called then: "all-reduce 12 of 1000 float32 values".
+    """
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"The exchange with the other workers is closed. Received: {call}. Expected: exchanges before the program "
+            "ends. Let all threads that train, evaluate or predict end before the main program."
+        )
+
+
 class ExchangeMismatchError(ExchangeError):
     """Workers called different exchanges: another program, other shapes, or another number of batches.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.exchange.exchange_calls import ExchangeCall
 from tfdist.exchange.exchange_errors import ExchangeError, ExchangeMismatchError, LateWorkerError, WorkerLostError
-from tfdist.exchange.group_failure import HAS_LEFT, GroupFailure
+from tfdist.exchange.group_failure import HAS_LEFT, NO_MESSAGE, GroupFailure
 from tfdist.transport.nonblocking_connection import NonblockingConnection
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.active_clock import ActiveClock
@@ -112,18 +112,25 @@ class GroupControl:
                 raise WorkerLostError(min(failure.left), HAS_LEFT, f"a wait for {key!r}")
         return None
 
-    def close(self) -> None:
-        """Tells the others that this worker leaves, and closes all connections."""
+    def close(self, *, has_ended: bool = True) -> None:
+        """Closes all connections; tells the others before that this worker leaves, if it `has_ended` its training."""
         if self._is_closed:
             return
         self._is_closed = True
-        if getattr(sys, "last_value", None) is None:  # after an uncaught exception the others see a lost worker
+        if (
+            has_ended and getattr(sys, "last_value", None) is None
+        ):  # after an uncaught exception the others see a lost worker
             self._send_to_all({"left": True})
         os.eventfd_write(self._wakes, 1)
         self._thread.join(timeout=2 * _BEAT_SECONDS)
         for connection in self._connections.values():
             connection.close()
         os.close(self._wakes)
+
+    def close_in_fork(self) -> None:
+        """Closes the connections in a forked child, where nothing else runs, and without a word to the others."""
+        for connection in self._connections.values():
+            connection.close_in_fork()
 
     def _serve(self) -> None:
         next_beat = 0.0
@@ -154,6 +161,9 @@ class GroupControl:
                     self._take(rank, message)
             except ConnectionClosedError as error:
                 self._drop(rank, str(error))
+            except (AttributeError, KeyError, TypeError, ValueError):
+                self._failure.lost(rank, NO_MESSAGE)
+                self._drop(rank, NO_MESSAGE)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "left" in message:

@@ -15,6 +15,7 @@ _EXPLANATION_SECONDS = 0.15
 _LAST_MESSAGES_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 HAS_LEFT = "it has ended its training, and the others have not"
+NO_MESSAGE = "it sent bytes that are not part of an exchange"
 
 
 class GroupFailure:

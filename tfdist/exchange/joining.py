@@ -38,6 +38,7 @@ from tfdist.utils.cores_and_ports import naming_port
 _HANDSHAKE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05
 _CHECK_SECONDS = 10.0
+_LOOK_SECONDS = 1.0  # after which a worker that is lost while others join is noticed
 _MAX_PENDING = 256  # connections that have not proved the token yet
 _MAX_PENDING_PER_ADDRESS = 64
 _DESCRIPTORS = 5
@@ -70,10 +71,11 @@ class Encryption:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """A connection to a worker, for one purpose."""
+    """A connection to a process that is a worker, for one purpose."""
 
     rank: int
     purpose: str
+    process: str
     connection: BlockingConnection
     descriptors: tuple[int, ...] = ()
 
@@ -128,9 +130,11 @@ class GroupJoin:
         self._pending: collections.Counter[str] = collections.Counter()  # by address
         self._pending_lock = threading.Lock()
         self._has_ended = False
+        self._process = secrets.token_hex(16)
         self._host = _host_identity() if shares_memory and hasattr(socket, "send_fds") else ""
         self._local_name = f"\0tfdist-{secrets.token_hex(16)}" if self._host else ""
         self._listeners: list[socket.socket] = []
+        self._reasons: dict[int, str] = {}  # why a worker is missing
 
     def join(self, timeout_seconds: float) -> Group:
         """Connects with all workers.
@@ -141,49 +145,80 @@ class GroupJoin:
             HandshakeError: A worker has another token or another description of the cluster.
         """
         self._timeout_seconds = timeout_seconds
-        deadline = time.monotonic() + timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
         lower = range(self._rank)
         higher = range(self._rank + 1, len(self._addresses))
-        reasons: dict[int, str] = {}
         joined: dict[tuple[int, str], _Joined] = {}
         try:
             if higher:
                 self._listen()
             for peer in lower:
-                dialer = threading.Thread(target=self._dial, args=(peer, deadline, reasons), daemon=True)
-                dialer.start()
-            missing = {(peer, purpose) for peer in [*lower, *higher] for purpose in (CONTROL, *self._channels)}
-            while missing:
-                new_arrival = self._next(deadline, missing, reasons)
-                place = (new_arrival.rank, new_arrival.purpose)
-                if place in joined:  # that worker has tried again, because its first connection broke
-                    joined[place].close()
-                missing.discard(place)
-                joined[place] = new_arrival
+                self._start_dialer(peer)
+            wanted = {(peer, purpose) for peer in [*lower, *higher] for purpose in (CONTROL, *self._channels)}
+            while wanted - joined.keys():
+                self._place(self._next(wanted, joined), joined)
+                if not wanted - joined.keys():
+                    self._forget_lost(joined)
         except BaseException:
             for arrival in joined.values():
                 arrival.close()
             raise
         finally:
-            self._has_ended = True
+            with self._pending_lock:
+                self._has_ended = True
             for listener in self._listeners:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
                 listener.close()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    late = self._joined.get_nowait()
+                    if isinstance(late, _Joined):
+                        late.close()
         return self._group(joined)
 
-    def _next(self, deadline: float, missing: set[tuple[int, str]], reasons: dict[int, str]) -> _Joined:
-        workers = sorted({rank for rank, _ in missing})
+    def _place(self, arrival: _Joined, joined: dict[tuple[int, str], _Joined]) -> None:
+        """Puts a connection in the place of an earlier one, and of all those of an earlier process."""
+        for place, earlier in [*joined.items()]:
+            if arrival.rank != earlier.rank:
+                continue
+            if arrival.process != earlier.process and earlier.purpose == CONTROL and earlier.connection.is_open:
+                arrival.close()
+                raise _doubled(arrival.rank, self._addresses[arrival.rank])
+            if arrival.process != earlier.process or arrival.purpose == earlier.purpose:
+                joined.pop(place).close()
+        joined[arrival.rank, arrival.purpose] = arrival
+
+    def _forget_lost(self, joined: dict[tuple[int, str], _Joined]) -> None:
+        """Lets workers that were lost while others join connect again: those that are dialed are dialed again."""
+        for rank in [rank for rank, purpose in joined if purpose == CONTROL]:
+            places = [place for place in joined if place[0] == rank]
+            is_dialed = rank < self._rank and len(places) <= len(self._channels)  # still, and notices by itself
+            if not is_dialed and not joined[rank, CONTROL].connection.is_open:
+                for place in places:
+                    joined.pop(place).close()
+                self._reasons[rank] = "its process has ended"
+                if rank < self._rank:
+                    self._start_dialer(rank)
+
+    def _next(self, wanted: set[tuple[int, str]], joined: dict[tuple[int, str], _Joined]) -> _Joined:
+        deadline = self._deadline
         arrival: _Joined | Exception | None = None
+        next_check = time.monotonic() + _CHECK_SECONDS
         while arrival is None and (seconds_left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                arrival = self._joined.get(timeout=min(seconds_left, _CHECK_SECONDS))
-            if arrival is None and self._check_missing is not None and time.monotonic() < deadline:
+                arrival = self._joined.get(timeout=min(seconds_left, _LOOK_SECONDS))
+            if arrival is not None:
+                break
+            self._forget_lost(joined)
+            if self._check_missing is not None and next_check <= time.monotonic() < deadline:
+                next_check = time.monotonic() + _CHECK_SECONDS
+                workers = sorted({rank for rank, _ in wanted - joined.keys()})
                 self._check_missing({f"worker {rank}": self._addresses[rank] for rank in workers})
         if arrival is None:
             missing_workers = "; ".join(
-                f"worker {rank} at {self._addresses[rank]} ({reasons.get(rank, 'it has not connected')})"
-                for rank in workers
+                f"worker {rank} at {self._addresses[rank]} ({self._reasons.get(rank, 'it has not connected')})"
+                for rank in sorted({rank for rank, _ in wanted - joined.keys()})
             )
             raise TimeoutError(
                 f"The workers were not complete after {self._timeout_seconds:g} s. Received: no answer from "
@@ -266,41 +301,57 @@ class GroupJoin:
                 accepted.close()
                 return
             shares = bool(self._host) and request.get("host") == self._host
-            accepted.send({"rank": self._rank, "local": self._local_name[1:] if shares else ""})
+            local = self._local_name[1:] if shares else ""
+            accepted.send({"rank": self._rank, "process": self._process, "local": local})
             descriptors: tuple[int, ...] = ()
             if is_local:
                 descriptors = accepted.receive_descriptors(_DESCRIPTORS, _HANDSHAKE_SECONDS)
             assert isinstance(rank, int)
-            self._joined.put(_Joined(rank, str(purpose), accepted, descriptors))
+            self._arrive(_Joined(rank, str(purpose), str(request.get("process")), accepted, descriptors))
         except (TransportError, OSError):
             connection.close()  # a stranger, or a worker that tries again
         finally:
             self._end_pending(source)
 
+    def _arrive(self, arrival: _Joined | Exception) -> None:
+        with self._pending_lock:
+            if not self._has_ended:
+                self._joined.put(arrival)
+                return
+        if isinstance(arrival, _Joined):
+            arrival.close()
+
     # The side that dials.
 
-    def _dial(self, peer: int, deadline: float, reasons: dict[int, str]) -> None:
+    def _start_dialer(self, peer: int) -> None:
+        threading.Thread(target=self._dial, args=(peer,), name="tfdist exchange", daemon=True).start()
+
+    def _dial(self, peer: int) -> None:
         host, port = _host_and_port(self._addresses[peer])
-        local = ""
+        local = process = ""
         for purpose in (CONTROL, *self._channels):
-            while True:
+            while not self._has_ended:
                 try:
                     if local and purpose != CONTROL:
                         try:
-                            self._joined.put(self._open_memory(peer, purpose, local))
+                            self._arrive(self._open_memory(peer, purpose, local))
                             break
                         except (TransportError, OSError):
                             local = ""  # another network namespace
                     opened, answer = self._open(socket.create_connection((host, port), 5.0), peer, purpose)
-                    local = str(answer.get("local", ""))
-                    self._joined.put(_Joined(peer, purpose, opened))
+                    if process and answer.get("process") != process:
+                        opened.close()  # that worker was started again
+                        self._start_dialer(peer)
+                        return
+                    local, process = str(answer.get("local", "")), str(answer.get("process"))
+                    self._arrive(_Joined(peer, purpose, process, opened))
                     break
                 except (TokenRejectedError, ClusterMismatchError) as error:
-                    self._joined.put(_refusal(peer, self._addresses[peer], error))
+                    self._arrive(_refusal(peer, self._addresses[peer], error))
                     return
                 except (TransportError, OSError) as error:
-                    reasons[peer] = str(getattr(error, "strerror", None) or error)
-                if time.monotonic() > deadline:
+                    self._reasons[peer] = str(getattr(error, "strerror", None) or error)
+                if time.monotonic() > self._deadline:
                     return
                 time.sleep(_PAUSE_SECONDS)
 
@@ -309,7 +360,7 @@ class GroupJoin:
             if self._encryption is not None and connection.family != socket.AF_UNIX:
                 connection = self._encryption.wrap(connection, is_server=False)
             opened = BlockingConnection.connect(connection, self._credentials, timeout_seconds=_HANDSHAKE_SECONDS)
-            opened.send({"rank": self._rank, "purpose": purpose, "host": self._host})
+            opened.send({"rank": self._rank, "process": self._process, "purpose": purpose, "host": self._host})
             answer = opened.receive(_HANDSHAKE_SECONDS)
             if answer.get("rank") != peer:
                 raise ConnectionClosedError(f"worker {answer.get('rank')} answers at that address")
@@ -320,12 +371,21 @@ class GroupJoin:
 
     def _open_memory(self, peer: int, purpose: str, local: str) -> _Joined:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        connection.connect(f"\0{local}")
-        opened, _ = self._open(connection, peer, purpose)
-        descriptors = SharedMemoryLink.create()
-        opened.send_descriptors(descriptors)
-        return _Joined(peer, purpose, opened, tuple(descriptors))
+        try:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            connection.connect(f"\0{local}")
+            opened, answer = self._open(connection, peer, purpose)
+            descriptors = SharedMemoryLink.create()
+            arrival = _Joined(peer, purpose, str(answer.get("process")), opened, tuple(descriptors))
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            opened.send_descriptors(descriptors)
+        except BaseException:
+            arrival.close()
+            raise
+        return arrival
 
 
 def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
@@ -333,6 +393,14 @@ def _refusal(peer: int, address: str, error: HandshakeError) -> HandshakeError:
         f"Worker {peer} at {address} refused this worker. Received: {error}. Expected: the same TFDIST_TOKEN, the "
         "same addresses and the same attempt on all workers. Start all workers by one launcher, or set the same "
         "TFDIST_TOKEN for all."
+    )
+
+
+def _doubled(rank: int, address: str) -> HandshakeError:
+    return HandshakeError(
+        f"Two processes are worker {rank}. Received: connections of both as worker {rank} at {address}, which prove "
+        "the token. Expected: one process for each worker. Look for a process that an earlier run has left, or for "
+        "the same index in the TF_CONFIG of two workers."
     )
 
 
@@ -351,7 +419,7 @@ def _server(host: str, port: int) -> socket.socket:
         if host == "localhost" or _is_address(host):
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             try:
-                return socket.create_server(place[:2], family=family, backlog=_MAX_PENDING)
+                return socket.create_server(place, family=family, backlog=_MAX_PENDING)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise

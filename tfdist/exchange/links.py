@@ -63,6 +63,10 @@ class Link(abc.ABC):
     def close(self) -> None:
         """Closes the link."""
 
+    @abc.abstractmethod
+    def close_in_fork(self) -> None:
+        """Closes, in a forked child, the connection by whose end the other worker notices the end of this one."""
+
 
 class SocketLink(Link):
     """A link over a TCP connection, possibly encrypted.
@@ -118,6 +122,9 @@ class SocketLink(Link):
 
     def close(self) -> None:
         self._socket.close()
+
+    def close_in_fork(self) -> None:
+        os.close(self._socket.detach())  # a thread may have been within OpenSSL at the fork: leave that alone
 
     def _note_retry(self, error: OSError) -> None:
         if isinstance(error, ssl.SSLWantReadError):
@@ -203,6 +210,9 @@ class SharedMemoryLink(Link):
     def interests(self, *, sends: bool, receives: bool) -> list[Interest]:
         send_interests = [(self._free_counter, select.POLLIN)] if sends else []
         return [*send_interests, (self._full_counter, select.POLLIN)] if receives else send_interests
+
+    def close_in_fork(self) -> None:
+        pass  # the control connection ends with the worker
 
     def close(self) -> None:
         for descriptor in self._descriptors:

@@ -1,5 +1,7 @@
 """The exchange of a worker with all others."""
 
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.exchange.channel import Channel
@@ -69,8 +71,13 @@ class Exchange:
         self._failure = GroupFailure()
         self.control = GroupControl(rank, group.control, self._failure, silence_seconds)
         self._channels = {name: Channel(rank, links, self._failure, name) for name, links in group.links.items()}
-        # No worker sends arrays before all others read them from their links, not from a handshake.
-        self._wait_until_all_have_joined(timeout_seconds)
+        _open_exchanges.add(self)
+        try:
+            # No worker sends arrays before all others read them from their links, not from a handshake.
+            self._wait_until_all_have_joined(timeout_seconds)
+        except BaseException:
+            self.close(has_ended=False)
+            raise
 
     def channel(self, name: str) -> Channel:
         """Returns a channel, for one thread at a time."""
@@ -89,11 +96,16 @@ class Exchange:
         """Makes an error of this worker's exchanges a failure of the group: no other worker waits for it."""
         self._failure.lost(self.rank, cause)
 
-    def close(self) -> None:
-        """Leaves the group. The others notice if they still exchange."""
-        self.control.close()
+    def close(self, *, has_ended: bool = True) -> None:
+        """Leaves the group. The others notice if they still exchange.
+
+        Args:
+            has_ended: Whether this worker has ended its training, and is not lost to the others.
+        """
+        self.control.close(has_ended=has_ended)
         for channel in self._channels.values():
             channel.close()
+        _open_exchanges.discard(self)
 
     def _wait_until_all_have_joined(self, timeout_seconds: float) -> None:
         self.control.publish(f"tfdist/joined/{self.rank}", "")
@@ -103,3 +115,19 @@ class Exchange:
                     f"Worker {rank} has not connected with all others after {timeout_seconds:g} s. Expected: each "
                     "worker reaches each other one. `tfdist doctor` on all hosts says which cannot."
                 )
+
+    def _close_in_fork(self) -> None:
+        self.control.close_in_fork()
+        for channel in self._channels.values():
+            channel.close_in_fork()
+
+
+def _close_all_in_fork() -> None:
+    """Closes the connections in a forked child, which may live longer than its parent: the kernel would keep them."""
+    for exchange in list(_open_exchanges):
+        exchange._close_in_fork()
+    _open_exchanges.clear()
+
+
+_open_exchanges: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_all_in_fork)

@@ -16,6 +16,7 @@ from tfdist.local_updates.background_exchange import BackgroundExchange
 from tfdist.local_updates.fragments import Fragment, assign, read
 from tfdist.local_updates.local_modes import DiLoCo, LocalMode
 from tfdist.local_updates.synced_optimizer import SyncedOptimizer
+from tfdist.tensorflow_internals.finished_graphs import release_with
 from tfdist.tensorflow_internals.key_values import key_values
 
 _KEPT_FUNCTIONS = 4
@@ -96,11 +97,11 @@ class LocalUpdates:
         under_way = [synced_optimizer.schedule.under_way(count) for synced_optimizer, count in counts.items()]
         models = self._models_of(list(counts))
         models += [model for model in given if not any(model is known for known in models)]
-        key = str(under_way), tuple(are_equal), tuple(map(id, counts)), tuple(map(id, models))
+        key = str(under_way), tuple(are_equal), tuple(map(weakref.ref, counts)), tuple(map(weakref.ref, models))
         if key not in self._flushes:
-            for oldest in list(self._flushes)[: 1 - _KEPT_FUNCTIONS]:  # they keep models alive
+            for oldest in list(self._flushes)[: 1 - _KEPT_FUNCTIONS]:  # they keep weights alive
                 del self._flushes[oldest]
-            flush = functools.partial(self._run_flush, list(counts), are_equal, under_way, models)
+            flush = functools.partial(self._run_flush, key[2], are_equal, under_way, key[3])
             self._flushes[key] = tf.function(flush, autograph=False)
         self._flushes[key]()
 
@@ -135,16 +136,21 @@ class LocalUpdates:
 
     def _run_flush(
         self,
-        known: Sequence[SyncedOptimizer],
+        known: Sequence["weakref.ref[SyncedOptimizer]"],
         are_equal: Sequence[bool],
         under_way: Sequence[Sequence[int]],
-        models: Sequence[Any],
+        models: Sequence["weakref.ref[Any]"],
     ) -> None:
-        def flush_replica() -> None:
-            for synced, is_equal, of_synced in zip(known, are_equal, under_way, strict=True):
-                synced.finish() if is_equal else synced.flush(of_synced)
-            self._average_statistics(models)
+        all_synced = [synced for reference in known if (synced := reference()) is not None]  # all, in a call
+        all_models = [model for reference in models if (model := reference()) is not None]
 
+        def flush_replica() -> None:
+            for synced, is_equal, of_synced in zip(all_synced, are_equal, under_way, strict=True):
+                synced.finish() if is_equal else synced.flush(of_synced)
+            self._average_statistics(all_models)
+
+        for model in all_models:
+            release_with(model)
         self._strategy.run_over_all_replicas(flush_replica)
 
     def _average_statistics(self, models: Sequence[Any]) -> None:

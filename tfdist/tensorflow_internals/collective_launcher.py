@@ -273,7 +273,10 @@ class AllReduce(CollectiveAllReduce):
             number: Of the group, from 0, another one for each call; the same on all workers.
         """
         if self._boundary is not None:
-            return self._workers_launcher(self._boundary.new_background())
+            in_background = self._boundary.new_background()
+            launcher = self._workers_launcher(in_background)
+            self._boundary.end_background_with(launcher, in_background)
+            return launcher
         group_key = self._collective_keys.get_group_key(self._devices) + _GROUP_IN_BACKGROUND + number
         launcher = self._launcher(group_key, len(self._counts), self._devices[0])
         join = tf.function(launcher.join, autograph=False)

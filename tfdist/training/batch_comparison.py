@@ -181,6 +181,10 @@ class BatchComparison:
         self._ends = 0
         self._has_new_dataset = False
 
+    def end_with(self, strategy: Any) -> None:
+        """Ends the threads when the strategy is not referred to any more."""
+        weakref.finalize(strategy, self._end).atexit = False
+
     def shown(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a dataset with the same batches, which are compared. All workers call this in the same order."""
         if not tf.executing_eagerly():
@@ -272,6 +276,12 @@ class BatchComparison:
                 else:
                     key_values.publish(f"{self._name}/sent/{self._rank}/{count}", json.dumps(record), only_for=0)
                 count += 1
+        self._closed.wait()
+        keys = [f"{self._name}/different/{self._rank}"]
+        keys += [f"{self._name}/sent/{rank}/{count}" for rank, count in self._received.items()]
+        for key in keys:  # for which the other threads wait
+            with contextlib.suppress(tf.errors.OpError):
+                key_values.publish(key, "", only_for=self._rank)
 
     def _receive(self, rank: int) -> None:
         with contextlib.suppress(tf.errors.OpError):
@@ -330,19 +340,14 @@ class BatchComparison:
         """Ends the threads that wait in TensorFlow, which must not return while Python exits."""
         if self._error and not self._has_raised:
             _log.error(self._error)
+        self._end()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _end(self) -> None:
+        # The thread that sends ends the others: the process of the chief, which holds the store, may be gone, and then
+        # nothing returns.
+        atexit.unregister(self._close)
         self._closed.set()
         self._sent.put(None)
-        keys = [f"{self._name}/different/{self._rank}"]
-        keys += [f"{self._name}/sent/{rank}/{count}" for rank, count in self._received.items()]
-
-        def wake() -> None:
-            for key in keys:
-                with contextlib.suppress(tf.errors.OpError):
-                    key_values.publish(key, "", only_for=self._rank)
-
-        # In another thread: the process of the chief, which holds the store, may be gone. Then nothing returns.
-        waking = threading.Thread(target=wake, daemon=True, name="tfdist ends the comparison of batches")
-        waking.start()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for thread in (waking, *self._threads):
-            thread.join(max(0.0, deadline - time.monotonic()))

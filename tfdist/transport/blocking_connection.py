@@ -1,6 +1,7 @@
 """Authenticated connection that blocks with time limits: requests, answers, and raw bytes for measurements."""
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -68,8 +69,8 @@ class BlockingConnection:
         """Whether the other side is still connected, as far as this side can see without a request."""
         try:
             poller = select.poll()
-            poller.register(self._socket, select.POLLIN)
-            return not poller.poll(0) or bool(self._socket.recv(1, socket.MSG_PEEK))
+            poller.register(self._socket, select.POLLIN | select.POLLRDHUP)  # an end behind unread messages, too
+            return all(events == select.POLLIN for _, events in poller.poll(0))
         except (OSError, ValueError):  # broken, or closed here
             return False
 
@@ -99,7 +100,11 @@ class BlockingConnection:
         with _as_closed():
             self._socket.settimeout(timeout_seconds)
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if len(descriptors) != count:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise ConnectionClosedError("the other side closed the connection")
         return tuple(descriptors)
 

@@ -1,6 +1,7 @@
 """Authenticated connection that never blocks; dials a server that may not be up yet."""
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -122,6 +123,10 @@ class NonblockingConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def close_in_fork(self) -> None:
+        """Closes the connection in a forked child; it stays open in the parent."""
+        os.close(self._socket.detach())
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         try:
