@@ -13,21 +13,13 @@ _MICROSECONDS = {"timestamp": "timestamp('us')", "duration": "duration('us')", "
 
 @dataclass(frozen=True)
 class ColumnFormat:
-    """How the values of a column become a tensor.
+    """How the values of a column become a tensor."""
 
-    Attributes:
-        column: The name of the column.
-        dtype: NumPy's dtype of the tensor; `object` for `tf.string`.
-        shape: The shape of one row; None for lists of Arrow of which no length is known.
-        fill: What replaces null; None: null is an error.
-        is_cast: Whether the user has chosen the dtype.
-    """
-
-    column: str
-    dtype: Any
-    shape: tuple[int, ...] | None
-    fill: Any = None
-    is_cast: bool = False
+    column: str  # the name of the column
+    dtype: Any  # NumPy's dtype of the tensor; `object` for `tf.string`
+    shape: tuple[int, ...] | None  # the shape of one row; None for lists of Arrow of which no length is known
+    fill: Any = None  # what replaces null; None: null is an error
+    is_cast: bool = False  # whether the user has chosen the dtype
 
     @property
     def width(self) -> int:

@@ -16,17 +16,11 @@ Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """A tensor of a batch: one column, or several numeric columns side by side.
+    """A tensor of a batch: one column, or several numeric columns side by side."""
 
-    Attributes:
-        columns: The columns, in order.
-        dtype: NumPy's dtype; `object` for `tf.string`.
-        shape: The shape of a row.
-    """
-
-    columns: tuple[ColumnFormat, ...]
-    dtype: Any
-    shape: tuple[int, ...]
+    columns: tuple[ColumnFormat, ...]  # the columns, in order
+    dtype: Any  # NumPy's dtype; `object` for `tf.string`
+    shape: tuple[int, ...]  # the shape of a row
 
     @property
     def row_bytes(self) -> int:
@@ -51,19 +45,12 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The tensors of a batch.
+    """The tensors of a batch."""
 
-    Attributes:
-        tensors: All tensors: those of features, label and weight, in this order.
-        features: The names of the features' tensors; None for a single tensor without a name.
-        label: Likewise; an empty tuple without a label.
-        weight: Whether there are sample weights, the last tensor.
-    """
-
-    tensors: tuple[TensorFormat, ...]
-    features: tuple[str, ...] | None
-    label: tuple[str, ...] | None
-    weight: bool
+    tensors: tuple[TensorFormat, ...]  # all tensors: those of features, label and weight, in this order
+    features: tuple[str, ...] | None  # the names of the features' tensors; None for a single tensor without a name
+    label: tuple[str, ...] | None  # likewise; an empty tuple without a label
+    weight: bool  # whether there are sample weights, the last tensor
 
     @property
     def row_bytes(self) -> int:

@@ -24,40 +24,24 @@ _FAST, _GIGABIT, _SLOW = 1500 * _MBIT, 300 * _MBIT, 30 * _MBIT  # bytes per seco
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Estimate of one gradient exchange.
+    """Estimate of one gradient exchange."""
 
-    Args:
-        method: A name for `compression=`, or `"uncompressed"`.
-        bytes_sent: Bytes that each worker sends.
-        seconds: Lower bound of the time: the bytes on the slowest connection, and the round trips.
-    """
-
-    method: str
-    bytes_sent: int
-    seconds: float
+    method: str  # a name for `compression=`, or `"uncompressed"`
+    bytes_sent: int  # bytes that each worker sends
+    seconds: float  # lower bound of the time: the bytes on the slowest connection, and the round trips
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Suggestion for a network.
+    """Suggestion for a network."""
 
-    Args:
-        parameters: Number of parameters of the model.
-        workers: Number of workers.
-        bytes_per_second: Bandwidth of the slowest connection.
-        round_trip_seconds: Round trip of the slowest connection.
-        exchanges: Estimates of all methods, `"uncompressed"` first.
-        suggestion: A name for `compression=`; None: no compression.
-        reason: Why.
-    """
-
-    parameters: int
+    parameters: int  # number of parameters of the model
     workers: int
-    bytes_per_second: float
-    round_trip_seconds: float
-    exchanges: tuple[Exchange, ...]
-    suggestion: str | None
-    reason: str
+    bytes_per_second: float  # bandwidth of the slowest connection
+    round_trip_seconds: float  # round trip of the slowest connection
+    exchanges: tuple[Exchange, ...]  # estimates of all methods, `"uncompressed"` first
+    suggestion: str | None  # a name for `compression=`; None: no compression
+    reason: str  # why
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""

@@ -19,17 +19,11 @@ from tfdist.transport.transport_errors import ConnectionClosedError
 
 @dataclasses.dataclass(frozen=True)
 class ReportSummary:
-    """The result of the chief, as it sends it to the other tasks.
+    """The result of the chief, as it sends it to the other tasks."""
 
-    Args:
-        chief: The task that has the report.
-        errors: Number of errors on all tasks.
-        warnings: Number of warnings on all tasks.
-    """
-
-    chief: str
-    errors: int
-    warnings: int
+    chief: str  # the task that has the report
+    errors: int  # number of errors on all tasks
+    warnings: int  # number of warnings on all tasks
 
 
 class MemberTask:

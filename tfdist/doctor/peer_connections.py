@@ -46,17 +46,11 @@ MISMATCHES = (OTHER_CLUSTER, OTHER_TOKEN, OTHER_PROTOCOL)
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-    """What a task says about itself.
+    """What a task says about itself."""
 
-    Args:
-        task: Its name, for example `"worker 1"`.
-        host: Its hostname.
-        versions: Versions of Python and the libraries, by name.
-    """
-
-    task: str
-    host: str
-    versions: Mapping[str, str]
+    task: str  # its name, for example `"worker 1"`
+    host: str  # its hostname
+    versions: Mapping[str, str]  # versions of Python and the libraries, by name
 
     @classmethod
     def from_json(cls, document: object) -> "TaskInfo":
@@ -99,21 +93,13 @@ def doctor_credentials(cluster: ClusterSpec, token: str = "") -> Credentials:
 
 @dataclasses.dataclass
 class Peer:
-    """Another task, as this task sees it.
+    """Another task, as this task sees it."""
 
-    Args:
-        task: Its name, for example `"worker 1"`.
-        address: Its `"host:port"`.
-        connection: The connection to it, once it has answered.
-        info: What it says about itself, once it has answered.
-        reason: Why the last attempt to connect failed.
-    """
-
-    task: str
-    address: str
-    connection: BlockingConnection | None = None
-    info: TaskInfo | None = None
-    reason: str = NOT_TRIED
+    task: str  # its name, for example `"worker 1"`
+    address: str  # its `"host:port"`
+    connection: BlockingConnection | None = None  # the connection to it, once it has answered
+    info: TaskInfo | None = None  # what it says about itself, once it has answered
+    reason: str = NOT_TRIED  # why the last attempt to connect failed
 
 
 class PeerConnections:

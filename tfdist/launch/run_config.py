@@ -14,32 +14,20 @@ _HEARTBEATS_PER_TIMEOUT = 4
 
 @dataclasses.dataclass(frozen=True)
 class GracePeriods:
-    """How long workers have to exit, in seconds.
+    """How long workers have to exit, in seconds."""
 
-    Args:
-        stop: Time to save and exit after a signal to this command.
-        failure: Time to exit after the failure of another worker.
-        patience: Time to show the root cause after another worker reported a lost peer.
-    """
-
-    stop: float
-    failure: float
-    patience: float
+    stop: float  # time to save and exit after a signal to this command
+    failure: float  # time to exit after the failure of another worker
+    patience: float  # time to show the root cause after another worker reported a lost peer
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """The timeouts of a run, in seconds.
+    """The timeouts of a run, in seconds."""
 
-    Args:
-        grace: Time from SIGTERM to SIGKILL. None: 25 s after a signal to this command, 5 s after a failure.
-        heartbeat_timeout: Silence after which a worker is frozen; 0: never.
-        stall_timeout: Minimum time without a step of any worker that is a stall; 0: never.
-    """
-
-    grace: float | None
-    heartbeat_timeout: float
-    stall_timeout: float
+    grace: float | None  # time from SIGTERM to SIGKILL. None: 25 s after a signal to this command, 5 s after a failure.
+    heartbeat_timeout: float  # silence after which a worker is frozen; 0: never
+    stall_timeout: float  # minimum time without a step of any worker that is a stall; 0: never
 
     def grace_periods(self, *, may_restart: bool) -> GracePeriods:
         """Returns how long workers have to exit.
@@ -60,56 +48,35 @@ class Timeouts:
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """One host of several.
+    """One host of several."""
 
-    Args:
-        nodes: Number of hosts, at least 2.
-        rank: Number of this host, 0 first.
-        host: Host of the rendezvous.
-        port: Port of the rendezvous.
-        address: Address at which other hosts reach this host's workers; None: that of its connection to the rendezvous.
-        token: The secret that all hosts share.
-    """
-
-    nodes: int
-    rank: int
-    host: str
-    port: int
+    nodes: int  # number of hosts, at least 2
+    rank: int  # number of this host, 0 first
+    host: str  # host of the rendezvous
+    port: int  # port of the rendezvous
+    # address at which other hosts reach this host's workers; None: that of its connection to the rendezvous
     address: str | None
-    token: str = dataclasses.field(repr=False)
+    token: str = dataclasses.field(repr=False)  # the secret that all hosts share
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Configuration of a run.
+    """Configuration of a run."""
 
-    Args:
-        run_id: Identifies the run.
-        seed: The seed of the run.
-        nodes: Number of nodes.
-        max_restarts: Number of restarts allowed.
-        min_workers: Least number of workers of all nodes together; None: all.
-        restart_delay: Seconds from a failure to the next start, after an attempt without progress.
-        start_timeout: Seconds to wait for nodes that have not joined yet.
-        timeouts: When workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too.
-        has_chief: Whether node 0 also starts a chief, for which all workers run TensorFlow's server and hold stages.
-        parameter_servers: Number of parameter servers of all nodes together; with any, node 0 also starts their chief.
-        seed_option: The seed that the user has given to `tfdist run`, or None.
-        rejoin_timeout: Seconds to wait for lost nodes to join again; None: `start_timeout`.
-    """
-
-    run_id: str
-    seed: int
+    run_id: str  # identifies the run
+    seed: int  # the seed of the run
     nodes: int
-    max_restarts: int
-    min_workers: int | None
-    restart_delay: float
-    start_timeout: float
-    timeouts: Timeouts
+    max_restarts: int  # number of restarts allowed
+    min_workers: int | None  # least number of workers of all nodes together; None: all
+    restart_delay: float  # seconds from a failure to the next start, after an attempt without progress
+    start_timeout: float  # seconds to wait for nodes that have not joined yet
+    timeouts: Timeouts  # when workers are frozen, stalled or killed; `heartbeat_timeout` applies to supervisors, too
+    # whether node 0 also starts a chief, for which all workers run TensorFlow's server and hold stages
     has_chief: bool = False
+    # number of parameter servers of all nodes together; with any, node 0 also starts their chief
     parameter_servers: int = 0
-    seed_option: int | None = None
-    rejoin_timeout: float | None = None
+    seed_option: int | None = None  # the seed that the user has given to `tfdist run`, or None
+    rejoin_timeout: float | None = None  # seconds to wait for lost nodes to join again; None: `start_timeout`
 
     @property
     def heartbeat_timeout(self) -> float:

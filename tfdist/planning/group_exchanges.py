@@ -24,21 +24,13 @@ _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have tw
 
 @dataclasses.dataclass(frozen=True)
 class BucketCost:
-    """What the exchange of a bucket needs, beside nothing else.
+    """What the exchange of a bucket needs, beside nothing else."""
 
-    Attributes:
-        encode_seconds: The cores, before it is sent.
-        copy_seconds: The cores, while it is sent and received.
-        link_seconds: The link.
-        wait_seconds: Neither: latencies, and what the first message waits for copies.
-        decode_seconds: The cores, when it has arrived.
-    """
-
-    encode_seconds: float = 0.0
-    copy_seconds: float = 0.0
+    encode_seconds: float = 0.0  # the cores, before it is sent
+    copy_seconds: float = 0.0  # the cores, while it is sent and received
     link_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    wait_seconds: float = 0.0  # neither: latencies, and what the first message waits for copies
+    decode_seconds: float = 0.0  # the cores, when it has arrived
 
     @property
     def core_seconds(self) -> float:

@@ -28,14 +28,10 @@ class Link:
     >>> gigabit = Link(bytes_per_second=125e6, latency_seconds=1e-4)
     >>> gigabit.transfer_seconds(1.25e6)
     0.0101
-
-    Attributes:
-        bytes_per_second: The bandwidth of one direction.
-        latency_seconds: From the call that sends to the first byte that is received, half a round trip.
     """
 
-    bytes_per_second: float
-    latency_seconds: float = 0.0
+    bytes_per_second: float  # the bandwidth of one direction
+    latency_seconds: float = 0.0  # from the call that sends to the first byte that is received, half a round trip
 
     @classmethod
     def ethernet(cls, bits_per_second: float, latency_seconds: float = 0.0) -> "Link":
@@ -146,12 +142,9 @@ class TransferCosts:
     >>> costs = TransferCosts(tuple(measured))
     >>> round(costs.core_seconds("sum", 2e6, members=2), 6), round(costs.core_seconds("sum", 2e6, members=4), 6)
     (0.002, 0.003)
-
-    Attributes:
-        measured: Exchanges of two members.
     """
 
-    measured: tuple[TransferMeasurement, ...]
+    measured: tuple[TransferMeasurement, ...]  # exchanges of two members
 
     def seconds(self, kind: str, nbytes: float, members: int) -> float:
         """Returns the time of an exchange alone, from the call to the result."""

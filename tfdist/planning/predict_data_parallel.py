@@ -25,25 +25,15 @@ _METRICS = Collective(SUM, 256, 0)
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """The options of data parallel training.
+    """The options of data parallel training."""
 
-    Attributes:
-        method: The argument `compression=`, or `DENSE`.
-        compiled: Whether XLA compiles the step.
-        shard_state: Whether each worker holds `1 / N` of the slots.
-        micro_batches: The parts in which a worker computes its rows, one after another.
-        accumulated: The number of batches whose gradients are added up before they are exchanged.
-        one_bucket: Whether all gradients are sent together, after backpropagation.
-        is_balanced: Whether rows follow the speeds of the workers.
-    """
-
-    method: str = DENSE
-    compiled: bool = False
-    shard_state: bool = False
-    micro_batches: int = 1
-    accumulated: int = 1
-    one_bucket: bool = False
-    is_balanced: bool = False
+    method: str = DENSE  # the argument `compression=`, or `DENSE`
+    compiled: bool = False  # whether XLA compiles the step
+    shard_state: bool = False  # whether each worker holds `1 / N` of the slots
+    micro_batches: int = 1  # the parts in which a worker computes its rows, one after another
+    accumulated: int = 1  # the number of batches whose gradients are added up before they are exchanged
+    one_bucket: bool = False  # whether all gradients are sent together, after backpropagation
+    is_balanced: bool = False  # whether rows follow the speeds of the workers
 
 
 def predict_data_parallel(

@@ -24,21 +24,13 @@ _SUMS_OF_LAYER = 4
 
 @dataclasses.dataclass(frozen=True)
 class ModelParallel:
-    """The options of model parallel training.
+    """The options of model parallel training."""
 
-    Attributes:
-        stages: The parts into which the sequence of layers is cut.
-        columns: Copies of all stages, each of which computes a part of a batch.
-        ways: The workers that share the layers of a stage.
-        micro_batches: The parts of a column's rows.
-        method: The compression of gradients between columns, or `DENSE`.
-    """
-
-    stages: int = 1
-    columns: int = 1
-    ways: int = 1
-    micro_batches: int = 4
-    method: str = DENSE
+    stages: int = 1  # the parts into which the sequence of layers is cut
+    columns: int = 1  # copies of all stages, each of which computes a part of a batch
+    ways: int = 1  # the workers that share the layers of a stage
+    micro_batches: int = 4  # the parts of a column's rows
+    method: str = DENSE  # the compression of gradients between columns, or `DENSE`
 
     @property
     def workers(self) -> int:

@@ -18,15 +18,10 @@ TIE = 0.05
 
 
 class FoundPlans(NamedTuple):
-    """The plans for a number of workers.
+    """The plans for a number of workers."""
 
-    Attributes:
-        plans: Those that fit, best first.
-        too_large: Those that do not, with the missing bytes; the smallest excess first.
-    """
-
-    plans: list[Plan]
-    too_large: list[tuple[Plan, int]]
+    plans: list[Plan]  # those that fit, best first
+    too_large: list[tuple[Plan, int]]  # those that do not, with the missing bytes; the smallest excess first
 
 
 def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> FoundPlans:

@@ -47,15 +47,10 @@ _ENCODING = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 
 class CallbackStates(NamedTuple):
-    """The states of the callbacks of a `fit`.
+    """The states of the callbacks of a `fit`."""
 
-    Attributes:
-        values: The states of this rank, as JSON, by class name and number.
-        tensors: Arrays, equal on all ranks, to which `values` refers by name.
-    """
-
-    values: Json
-    tensors: dict[str, np.ndarray]
+    values: Json  # the states of this rank, as JSON, by class name and number
+    tensors: dict[str, np.ndarray]  # arrays, equal on all ranks, to which `values` refers by name
 
 
 def reject_backup_and_restore(callbacks: Sequence[keras.callbacks.Callback]) -> None:

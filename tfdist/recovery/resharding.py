@@ -95,15 +95,10 @@ def _mean(values: list[np.ndarray]) -> np.ndarray:
 
 
 class AccumulationProgress(NamedTuple):
-    """Where gradient accumulation resumes.
+    """Where gradient accumulation resumes."""
 
-    Attributes:
-        micro_steps: Micro-steps since training began, in terms of the new number per update.
-        factor: The factor for the accumulators.
-    """
-
-    micro_steps: int
-    factor: float
+    micro_steps: int  # micro-steps since training began, in terms of the new number per update
+    factor: float  # the factor for the accumulators
 
 
 def convert_micro_steps(micro_steps: int, old_per_update: int, new_per_update: int) -> AccumulationProgress:

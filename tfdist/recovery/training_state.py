@@ -39,13 +39,6 @@ _ROW_SHARES = "row_shares"
 class TrainingProgress:
     """Counts of a training, equal on all workers.
 
-    Attributes:
-        step: Training steps since the training began, over all epochs and restarts; with accumulation, micro-steps.
-        epoch: The current epoch, or the next one between two epochs, from 0.
-        next_step: The next step of that epoch, from 0.
-        stopped: Whether a callback has ended the training before its last epoch.
-        requested_epochs: How many epochs `fit` was asked for when the training ended; None before its end.
-
     >>> progress = TrainingProgress().after_batch(0).after_batch(1)
     >>> progress.step, progress.next_step, progress.after_epoch()
     (2, 2, TrainingProgress(step=2, epoch=1, next_step=0, stopped=False, requested_epochs=None))
@@ -56,10 +49,12 @@ class TrainingProgress:
     (True, False)
     """
 
+    # training steps since the training began, over all epochs and restarts; with accumulation, micro-steps
     step: int = 0
-    epoch: int = 0
-    next_step: int = 0
-    stopped: bool = False
+    epoch: int = 0  # the current epoch, or the next one between two epochs, from 0
+    next_step: int = 0  # the next step of that epoch, from 0
+    stopped: bool = False  # whether a callback has ended the training before its last epoch
+    # how many epochs `fit` was asked for when the training ended; None before its end
     requested_epochs: int | None = None
 
     def in_epoch(self, epoch: int) -> "TrainingProgress":

@@ -18,17 +18,11 @@ from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The elements of a tensor from `begin` to before `end` along one axis, and all elements along the others.
+    """The elements of a tensor from `begin` to before `end` along one axis, and all elements along the others."""
 
-    Attributes:
-        axis: The axis, from 0.
-        begin: The first position.
-        end: The position after the last one.
-    """
-
-    axis: int
-    begin: int
-    end: int
+    axis: int  # the axis, from 0
+    begin: int  # the first position
+    end: int  # the position after the last one
 
 
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
@@ -66,34 +60,21 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a worker has written of a tensor.
+    """What a worker has written of a tensor."""
 
-    Attributes:
-        prefix: The path of its files without their endings.
-        part: Which part of the tensor is there; None for all of it.
-    """
-
-    prefix: str
-    part: TensorSlice | None
+    prefix: str  # the path of its files without their endings
+    part: TensorSlice | None  # which part of the tensor is there; None for all of it
 
 
 @dataclass(frozen=True)
 class WorkerTensor:
-    """A tensor in files that workers wrote. It is read only where it is needed.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        written: Its parts, in the order of their positions along the axis of all of them.
-        name: Its name in the files.
-        timeout_seconds: How long to wait for a worker that reads it.
-    """
+    """A tensor in files that workers wrote. It is read only where it is needed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    written: tuple[WrittenPart, ...]
-    name: str
-    timeout_seconds: float
+    written: tuple[WrittenPart, ...]  # its parts, in the order of their positions along the axis of all of them
+    name: str  # its name in the files
+    timeout_seconds: float  # how long to wait for a worker that reads it
 
     def read(self, part: TensorSlice | None = None) -> tf.Tensor:
         """Adds the operations that read it, on the device of the present scope, to the function that is traced.

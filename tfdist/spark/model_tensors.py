@@ -9,17 +9,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class InputSpec:
-    """An input of a model, as the tensors of its columns must be.
+    """An input of a model, as the tensors of its columns must be."""
 
-    Args:
-        columns: Its columns; several are side by side in one vector.
-        dtype: NumPy's dtype to which numbers are cast, or None: as they are.
-        shape: The shape of a row, or None: that of the column.
-    """
-
-    columns: tuple[str, ...]
-    dtype: str | None
-    shape: tuple[int, ...] | None
+    columns: tuple[str, ...]  # its columns; several are side by side in one vector
+    dtype: str | None  # NumPy's dtype to which numbers are cast, or None: as they are
+    shape: tuple[int, ...] | None  # the shape of a row, or None: that of the column
 
     def array(self, values: Sequence[Any]) -> np.ndarray:
         """Returns the values of a batch.

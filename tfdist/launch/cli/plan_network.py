@@ -20,19 +20,12 @@ _TIMEOUT_OF_PEERS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class PlannedNetwork:
-    """Where the workers are.
+    """Where the workers are."""
 
-    Attributes:
-        workers: Their numbers.
-        link: The connection of each; None: they are on this machine, and share its cores and its memory.
-        cores: Cores of each.
-        cluster: What describes the cluster whose tasks they are: "Slurm", for example; empty: none.
-    """
-
-    workers: tuple[int, ...]
-    link: Link | None
-    cores: int
-    cluster: str = ""
+    workers: tuple[int, ...]  # their numbers
+    link: Link | None  # the connection of each; None: they are on this machine, and share its cores and its memory
+    cores: int  # cores of each
+    cluster: str = ""  # what describes the cluster whose tasks they are: "Slurm", for example; empty: none
 
 
 def network_of(

@@ -19,54 +19,32 @@ START_TIMEOUT_SECONDS = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class PlaceAddress:
-    """Where a place is.
+    """Where a place is."""
 
-    Args:
-        host: Its address, at which all other places reach it.
-        port: A TCP port that was free there; place 0's is that of the rendezvous.
-        pid: The process of the engine; 0: unknown.
-    """
-
-    host: str
-    port: int
-    pid: int = 0
+    host: str  # its address, at which all other places reach it
+    port: int  # a TCP port that was free there; place 0's is that of the rendezvous
+    pid: int = 0  # the process of the engine; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class PlaceTask:
-    """What one place does.
+    """What one place does."""
 
-    Args:
-        run: Identifies the round, to stop it.
-        rank: Number of the place.
-        call: The pickled call.
-        arguments: Arguments of `tfdist`, without the program's name, paths of the place, and script.
-        token: The secret of the rendezvous.
-        grace_seconds: Seconds from SIGTERM to SIGKILL.
-        versions: The versions of the driver.
-    """
-
-    run: str
-    rank: int
-    call: bytes = dataclasses.field(repr=False)
-    arguments: tuple[str, ...]
-    token: str = dataclasses.field(repr=False)
-    grace_seconds: float
-    versions: "Versions"
+    run: str  # identifies the round, to stop it
+    rank: int  # number of the place
+    call: bytes = dataclasses.field(repr=False)  # the pickled call
+    arguments: tuple[str, ...]  # arguments of `tfdist`, without the program's name, paths of the place, and script
+    token: str = dataclasses.field(repr=False)  # the secret of the rendezvous
+    grace_seconds: float  # seconds from SIGTERM to SIGKILL
+    versions: "Versions"  # the versions of the driver
 
 
 class Versions(NamedTuple):
-    """What the driver and the places must have in common, so that a function can be sent.
+    """What the driver and the places must have in common, so that a function can be sent."""
 
-    Args:
-        python: Python's version, without its last part.
-        cloudpickle: The first part of cloudpickle's version.
-        tfdist: The version of tfdist.
-    """
-
-    python: str
-    cloudpickle: str
-    tfdist: str
+    python: str  # Python's version, without its last part
+    cloudpickle: str  # the first part of cloudpickle's version
+    tfdist: str  # the version of tfdist
 
     @classmethod
     def of_this_process(cls) -> "Versions":
@@ -80,39 +58,25 @@ class Versions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """The call of a function on the workers of an engine.
+    """The call of a function on the workers of an engine."""
 
-    Args:
-        payload: The pickled call.
-        workers: Number of workers, and of places.
-        parameter_servers: Number of parameter servers, which run beside the workers.
-        has_chief: Whether a chief runs in place 0, beside its worker, and calls the function alone.
-        max_restarts: How often all workers may be restarted.
-        threads_per_worker: Threads of each worker; None: those that the engine gives a place.
-        seed: The seed of the run, the same in all rounds.
-        log_dir: Directory for the workers' output on their hosts, or None.
-        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
-        start_timeout_seconds: How long to wait for places and for workers.
-        token: The secret of the rendezvous.
-        name: Names the call in its places and in the engine; no secret.
-        round: Number of the round, from 0.
-        versions: The versions of the driver.
-    """
-
-    payload: bytes = dataclasses.field(repr=False)
-    workers: int
-    parameter_servers: int = 0
-    has_chief: bool = False
-    max_restarts: int = 0
-    threads_per_worker: int | None = None
+    payload: bytes = dataclasses.field(repr=False)  # the pickled call
+    workers: int  # number of workers, and of places
+    parameter_servers: int = 0  # number of parameter servers, which run beside the workers
+    has_chief: bool = False  # whether a chief runs in place 0, beside its worker, and calls the function alone
+    max_restarts: int = 0  # how often all workers may be restarted
+    threads_per_worker: int | None = None  # threads of each worker; None: those that the engine gives a place
+    # the seed of the run, the same in all rounds
     seed: int = dataclasses.field(default_factory=lambda: new_seed(os.environ))
-    log_dir: str | None = None
-    grace_seconds: float = 5.0
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    log_dir: str | None = None  # directory for the workers' output on their hosts, or None
+    grace_seconds: float = 5.0  # seconds from SIGTERM to SIGKILL when workers are ended
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS  # how long to wait for places and for workers
+    # the secret of the rendezvous
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    # names the call in its places and in the engine; no secret
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
-    round: int = 0
-    versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)
+    round: int = 0  # number of the round, from 0
+    versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)  # the versions of the driver
 
     @classmethod
     def of(

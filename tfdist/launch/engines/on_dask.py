@@ -77,17 +77,11 @@ class ReplacedWorkerError(Exception):
 
 
 class DaskWorker(NamedTuple):
-    """A Dask worker, as it describes itself.
+    """A Dask worker, as it describes itself."""
 
-    Args:
-        address: The address of its place.
-        threads: Its threads.
-        is_free: Whether it has a free thread, the resources that a place needs, and no place.
-    """
-
-    address: PlaceAddress
+    address: PlaceAddress  # the address of its place
     threads: int
-    is_free: bool
+    is_free: bool  # whether it has a free thread, the resources that a place needs, and no place
 
 
 def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWorker:

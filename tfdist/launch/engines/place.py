@@ -33,25 +33,15 @@ _LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
 
 @dataclasses.dataclass(frozen=True)
 class PlaceResult:
-    """How a round ended in a place.
+    """How a round ended in a place."""
 
-    Args:
-        rank: Number of the place.
-        exit_code: Exit code of the launcher; negative: the signal that killed it.
-        results: The results of the workers of this place, by attempt and rank.
-        failure: The launcher's error file of the last failed attempt, or None.
-        last_lines: What the launcher said last.
-        usage_error: The launcher's message about a wrong command, or an empty string.
-        attempts: Number of attempts that have begun; 0 if the function is called in other places only.
-    """
-
-    rank: int
-    exit_code: int
-    results: dict[tuple[int, int], RankResult]
-    failure: dict[str, Any] | None
-    last_lines: tuple[str, ...]
-    usage_error: str = ""
-    attempts: int = 0
+    rank: int  # number of the place
+    exit_code: int  # exit code of the launcher; negative: the signal that killed it
+    results: dict[tuple[int, int], RankResult]  # the results of the workers of this place, by attempt and rank
+    failure: dict[str, Any] | None  # the launcher's error file of the last failed attempt, or None
+    last_lines: tuple[str, ...]  # what the launcher said last
+    usage_error: str = ""  # the launcher's message about a wrong command, or an empty string
+    attempts: int = 0  # number of attempts that have begun; 0 if the function is called in other places only
 
     @property
     def is_interrupted(self) -> bool:

@@ -39,17 +39,11 @@ class WorkerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """The result of one rank in one attempt. All are None if its process ended before it could write one.
+    """The result of one rank in one attempt. All are None if its process ended before it could write one."""
 
-    Args:
-        value: The pickled value.
-        pickling_error: `type` and `reason` of a value that cannot be pickled.
-        error: `type`, `message` and `traceback` of the exception that the function raised.
-    """
-
-    value: bytes | None = None
-    pickling_error: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
+    value: bytes | None = None  # the pickled value
+    pickling_error: dict[str, Any] | None = None  # `type` and `reason` of a value that cannot be pickled
+    error: dict[str, Any] | None = None  # `type`, `message` and `traceback` of the exception that the function raised
 
 
 class RankFiles:

@@ -45,17 +45,11 @@ class _WorkerState:
 
 @dataclasses.dataclass(frozen=True)
 class HealthReport:
-    """The health of all workers.
+    """The health of all workers."""
 
-    Args:
-        frozen: The reason for each frozen worker, by rank.
-        stall: Description of the stall, or an empty string.
-        messages: Changes to show to the user.
-    """
-
-    frozen: Mapping[int, str]
-    stall: str
-    messages: tuple[str, ...]
+    frozen: Mapping[int, str]  # the reason for each frozen worker, by rank
+    stall: str  # description of the stall, or an empty string
+    messages: tuple[str, ...]  # changes to show to the user
 
 
 class HeartbeatMonitor:

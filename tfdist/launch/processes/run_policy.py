@@ -17,27 +17,16 @@ from tfdist.utils.cores_and_ports import ReservedPorts
 
 @dataclasses.dataclass(frozen=True)
 class AttemptStart:
-    """The processes to start in an attempt.
+    """The processes to start in an attempt."""
 
-    Args:
-        attempt: Number of the attempt, 0 first.
-        roles: The processes of all hosts, by rank.
-        local_ranks: Ranks of the processes of this host.
-        addresses: `host:port` of the processes of all hosts, by rank.
-        full_workers: Number of workers that were requested, on all hosts together.
-        run_id: Identifies the run.
-        seed: The seed of the run.
-        may_restart: Whether a failure may be followed by a restart.
-    """
-
-    attempt: int
-    roles: Mapping[int, Role]
-    local_ranks: Sequence[int]
-    addresses: tuple[str, ...]
-    full_workers: int
-    run_id: str
-    seed: int
-    may_restart: bool = False
+    attempt: int  # number of the attempt, 0 first
+    roles: Mapping[int, Role]  # the processes of all hosts, by rank
+    local_ranks: Sequence[int]  # ranks of the processes of this host
+    addresses: tuple[str, ...]  # `host:port` of the processes of all hosts, by rank
+    full_workers: int  # number of workers that were requested, on all hosts together
+    run_id: str  # identifies the run
+    seed: int  # the seed of the run
+    may_restart: bool = False  # whether a failure may be followed by a restart
 
     @property
     def local_roles(self) -> dict[int, Role]:
@@ -47,19 +36,12 @@ class AttemptStart:
 
 @dataclasses.dataclass(frozen=True)
 class ShutdownOrder:
-    """The decision that all hosts end their workers.
+    """The decision that all hosts end their workers."""
 
-    Args:
-        reason: Message for the user.
-        stop_signal: The signal that one of the supervisors received; None after a failure.
-        kill: Whether to kill the workers immediately.
-        only_script: Whether to end only processes that run the script, which may need the others to save.
-    """
-
-    reason: str
-    stop_signal: int | None = None
-    kill: bool = False
-    only_script: bool = False
+    reason: str  # message for the user
+    stop_signal: int | None = None  # the signal that one of the supervisors received; None after a failure
+    kill: bool = False  # whether to kill the workers immediately
+    only_script: bool = False  # whether to end only processes that run the script, which may need the others to save
 
     def as_message(self) -> dict[str, Any]:
         """Returns the fields of a message to other hosts."""
@@ -68,13 +50,9 @@ class ShutdownOrder:
 
 @dataclasses.dataclass(frozen=True)
 class RunEnd:
-    """The end of the run.
+    """The end of the run."""
 
-    Args:
-        exit_code: Exit code of `tfdist run`.
-    """
-
-    exit_code: int
+    exit_code: int  # exit code of `tfdist run`
 
 
 class RunPolicy(Protocol):

@@ -27,17 +27,11 @@ _TRANSIENT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class RestartDecision:
-    """What follows a failed attempt.
+    """What follows a failed attempt."""
 
-    Args:
-        workers: Number of workers to start; 0: the run ends.
-        delay_seconds: Time from the failure to the next start.
-        text: Message for the user; empty: none.
-    """
-
-    workers: int
-    delay_seconds: float
-    text: str
+    workers: int  # number of workers to start; 0: the run ends
+    delay_seconds: float  # time from the failure to the next start
+    text: str  # message for the user; empty: none
 
 
 class RestartPolicy:
@@ -243,21 +237,13 @@ def _record_highest(highest: dict[int, int], fit: int, number: int | None) -> bo
 
 @dataclasses.dataclass(frozen=True)
 class AttemptEvaluation:
-    """What follows an attempt, the same on every host.
+    """What follows an attempt, the same on every host."""
 
-    Args:
-        lines: Messages for the user.
-        error_entry: Content of the error files if the attempt failed.
-        exit_code: Exit code of the run, or None if another attempt follows.
-        workers: Number of workers of the next attempt.
-        delay_seconds: Time from the failure to its start.
-    """
-
-    lines: list[str]
-    error_entry: dict[str, Any] | None = None
-    exit_code: int | None = None
-    workers: int = 0
-    delay_seconds: float = 0.0
+    lines: list[str]  # messages for the user
+    error_entry: dict[str, Any] | None = None  # content of the error files if the attempt failed
+    exit_code: int | None = None  # exit code of the run, or None if another attempt follows
+    workers: int = 0  # number of workers of the next attempt
+    delay_seconds: float = 0.0  # time from the failure to its start
 
 
 class AttemptEvaluator:
