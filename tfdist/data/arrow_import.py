@@ -16,11 +16,6 @@ def import_arrow(module: str = "pyarrow") -> Any:
 def import_library(module: str, purpose: str, extra: str) -> Any:
     """Returns an optional module.
 
-    Args:
-        module: Its name.
-        purpose: What it does for tfdist, for the message.
-        extra: The extra of tfdist that installs it.
-
     Raises:
         ImportError: If it is not installed. The message says how to install it.
     """

@@ -142,14 +142,6 @@ def batch_pipeline(
 
     Each element of its source is the number of a batch, with a number for the epoch, so a batch depends on nothing that
     was read before it.
-
-    Args:
-        reader: Reads batches.
-        layout: What a batch consists of.
-        batch_size: The number of rows of a global batch.
-        seed: As in `tf.data.Dataset.shuffle`.
-        drop_remainder: Whether a last batch with fewer rows is left out.
-        streams: The number of streams of rows.
     """
     rows = sum(reader.source.rows_of_blocks)
     options = tf.data.Options()

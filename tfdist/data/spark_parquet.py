@@ -49,12 +49,7 @@ def from_spark(
 
 
 def with_lists_for_vectors(df: Any, dtype: str) -> Any:
-    """Returns a DataFrame whose columns of MLlib's vectors are lists of numbers.
-
-    Args:
-        df: A `pyspark.sql.DataFrame`.
-        dtype: The type of the numbers: "float32" or "float64".
-    """
+    """Returns a DataFrame whose columns of MLlib's vectors are lists of numbers."""
     vectors = [
         field.name for field in df.schema.fields if field.dataType.typeName() == "vectorudt" or _is_vector(field)
     ]

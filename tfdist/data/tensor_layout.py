@@ -29,13 +29,7 @@ class TensorFormat:
         return int(np.prod(self.shape, dtype=np.int64)) * value
 
     def array(self, table: Any, place: str, first_row: int) -> np.ndarray:
-        """Returns the tensor's values of some rows of a block.
-
-        Args:
-            table: The rows, a `pyarrow.Table`.
-            place: The name of the block, for messages.
-            first_row: The number of the first row in the block, for messages.
-        """
+        """Returns the tensor's values of some rows of a block."""
         parts = [to_array(table.column(column.column), column, place, first_row) for column in self.columns]
         if len(parts) == 1 and self.shape == self.columns[0].shape:
             return parts[0]

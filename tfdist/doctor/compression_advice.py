@@ -58,11 +58,6 @@ class Advice:
 def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> Advice | None:
     """Returns what the connections between the workers suggest; None if no bandwidth was measured.
 
-    Args:
-        parameters: Number of parameters of the model.
-        workers: Number of workers.
-        links: Connections between workers.
-
     >>> fast = LinkMeasurement("worker 0", "worker 1", 1e-4, 0.0, 1e-4, 1.2e9, 1.2e9)
     >>> advise(10_000_000, 2, [fast]).suggestion is None
     True
@@ -80,9 +75,7 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
 def payload_bytes(method: str, parameters: int) -> int:
     """Returns the size of the payload of a model's gradient.
 
-    Args:
-        method: A method of `Advice.exchanges`.
-        parameters: Number of parameters, in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
+    Its parameters are in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
 
     >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
     (4000, 2000, 1040)

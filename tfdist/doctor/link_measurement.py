@@ -58,12 +58,7 @@ def measure(
 ) -> LinkMeasurement:
     """Measures the connection to a peer.
 
-    Args:
-        first: This task.
-        second: The peer.
-        connection: The connection to the peer's server.
-        clock: Returns the time of this machine, in seconds since 1970.
-        with_bandwidth: Whether to measure the bandwidth, which takes about a second and most of the bandwidth.
+    Measuring the bandwidth takes about a second, and most of the bandwidth.
 
     Raises:
         ConnectionClosedError: If the peer is gone or too slow.

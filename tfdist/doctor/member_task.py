@@ -29,11 +29,7 @@ class ReportSummary:
 class MemberTask:
     """This task in its cluster.
 
-    Args:
-        context: The cluster and the machine.
-        config: The cluster.
-        server: The listening socket of this task's port; None: the port is taken.
-        clock: Returns the time of this machine, in seconds since 1970.
+    Without a `server` its port is taken.
     """
 
     def __init__(

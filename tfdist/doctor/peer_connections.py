@@ -81,10 +81,6 @@ def doctor_credentials(cluster: ClusterSpec, token: str = "") -> Credentials:
 
     Without a token the cluster's description is the secret: that excludes port scanners and the tasks of other
     clusters, but nobody who knows the cluster's addresses.
-
-    Args:
-        cluster: The cluster.
-        token: Value of `TFDIST_TOKEN`, or empty.
     """
     description = json.dumps({job: list(addresses) for job, addresses in cluster.jobs.items()}, sort_keys=True)
     digest = hashlib.sha256(description.encode()).hexdigest()
@@ -105,11 +101,7 @@ class Peer:
 class PeerConnections:
     """Connections to the other tasks. One thread dials each task, because resolving a name has no time limit.
 
-    Args:
-        addresses: Address of each other task.
-        info: What this task says about itself.
-        credentials: What this task proves.
-        names_are_fixed: Whether a name that does not resolve now never will: those of Slurm's nodes, not of pods.
+    If `names_are_fixed`, a name that does not resolve now never will: those of Slurm's nodes, not of pods.
     """
 
     def __init__(

@@ -75,11 +75,7 @@ def check_shared_memory(context: CheckContext) -> list[Finding]:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the memory that new processes can get: the free memory of the machine and of the cgroups.
-
-    Args:
-        root: Directory that contains `proc` and `sys`.
-    """
+    """Returns the memory that new processes can get: the free memory of the machine and of the cgroups."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:

@@ -37,10 +37,6 @@ class Role:
 def worker_roles(workers: int, first_rank: int = 0) -> dict[int, Role]:
     """Returns the roles of workers that all run the script, by rank.
 
-    Args:
-        workers: Number of workers.
-        first_rank: Rank of the first of them.
-
     >>> [role] = worker_roles(1, 3).values()
     >>> role.name, role.label, role.log_name
     ('worker 3', '3', 'rank-3.log')
@@ -72,10 +68,7 @@ def chief_and_worker_roles(workers: int) -> dict[int, Role]:
 def run_roles(workers: int, *, parameter_servers: int = 0, has_chief: bool = False) -> dict[int, Role]:
     """Returns the roles of a run, by rank.
 
-    Args:
-        workers: Number of workers.
-        parameter_servers: Number of parameter servers; with any there is a chief.
-        has_chief: Whether a chief runs the script and the workers hold the stages of its model.
+    Parameter servers imply a chief. With `has_chief` the workers hold the stages of its model.
     """
     if parameter_servers:
         return parameter_server_roles(workers, parameter_servers)

@@ -118,14 +118,12 @@ def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> floa
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Returns the value at `x` of the line through neighbouring points; beyond them through the two nearest.
 
+    The points have different `x`, in increasing order. A line that falls below zero gives 0.
+
     >>> interpolate([(0.0, 1.0), (10.0, 2.0), (20.0, 4.0)], 5.0), interpolate([(10.0, 2.0), (20.0, 4.0)], 30.0)
     (1.5, 6.0)
     >>> interpolate([(10.0, 3.0)], 99.0), interpolate([(10.0, 1.0), (20.0, 9.0)], 1.0)
     (3.0, 0.0)
-
-    Args:
-        points: At least one, by different `x` in increasing order.
-        x: Where. A line that falls below zero gives 0.
     """
     if len(points) == 1:
         return points[0][1]

@@ -110,18 +110,14 @@ def rows_of_workers(
 ) -> list[tuple[float, float]]:
     """Returns how many rows each kind of worker computes, and how much slower than the measured one it is.
 
+    The first speed is that of the measured worker; without speeds all are equal.
+
     Source: `docs/load_balancing.md`: shares in proportion to the speeds let all workers end at the same time.
 
     >>> rows_of_workers(120, 2, (), is_balanced=False), rows_of_workers(120, 2, (1.0, 0.5), is_balanced=False)
     ([(60.0, 1.0)], [(60.0, 1.0), (60.0, 2.0)])
     >>> rows_of_workers(120, 2, (1.0, 0.5), is_balanced=True)
     [(80.0, 1.0), (40.0, 2.0)]
-
-    Args:
-        rows: The samples of the global batch.
-        workers: The number of workers.
-        speeds: One for each worker, or empty for equal ones. The first is that of the measured worker.
-        is_balanced: Whether shares follow the speeds.
     """
     if not speeds:
         return [(rows / workers, 1.0)]

@@ -30,11 +30,6 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
     They are ordered by samples in a second. Parameter servers and stages, whose chief's own time is not measured,
     follow all others. Among plans within 5 % of the fastest one that is left, the simplest is first: exact before
     inexact, fewer options before more, then the smaller error of a gradient.
-
-    Args:
-        measured: The program and this machine.
-        conditions: The workers, and what the user allows.
-        workers: Their number.
     """
     all_candidates = list(candidates(measured, conditions, workers))
     fitting = [

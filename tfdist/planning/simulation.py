@@ -142,13 +142,7 @@ class Simulation:
 
 
 def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans) -> Simulation:
-    """Simulates a program on clusters.
-
-    Args:
-        measured: The program on one worker.
-        cluster: The clusters.
-        find_plans: Returns the plans that fit into memory, from measurements, a link and a number of workers.
-    """
+    """Simulates a program on clusters."""
     alone = _fastest(find_plans(measured, cluster.topology.link(1), 1))
     samples_of_one = max((plan.samples_per_second for plan in alone.values()), default=0.0)
     points: list[SimulatedPoint] = []

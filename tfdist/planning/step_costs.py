@@ -103,10 +103,6 @@ def on_shared_cores(measured: Measurements, workers: int) -> Measurements:
 
     They exchange by shared memory. Workers in one step compute, encode and wait at the same times, so that each gets an
     equal part of the cores.
-
-    Args:
-        measured: The measurements of a worker with `cores_per_worker` cores.
-        workers: The number of workers on this machine.
     """
     machine, program = measured.machine, measured.program
     transfers = machine.local_transfers or machine.transfers

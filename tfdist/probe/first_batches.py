@@ -67,10 +67,7 @@ class _Steps(keras.callbacks.Callback):
 def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, Any]) -> FirstBatches:
     """Draws batches by a `fit` that makes no step.
 
-    Args:
-        model: The model.
-        fit: The method of Keras.
-        arguments: The arguments of the program's `fit`, by name. Its callbacks and validation data are not used.
+    Callbacks and validation data among the arguments of `fit` are not used.
 
     Raises:
         Exception: What Keras raises about the arguments or the data.

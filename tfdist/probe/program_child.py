@@ -273,8 +273,7 @@ class _Channel:
 def main(argv: list[str]) -> None:
     """Runs the program.
 
-    Args:
-        argv: The descriptor of the pipe, the request as a JSON object, and the script with its arguments.
+    Arguments are the descriptor of the pipe, the request as a JSON object, and the script with its arguments.
     """
     channel, request, script = _Channel(int(argv[0])), _ProbeRequest(**json.loads(argv[1])), argv[2:]
     strategy = ProbeStrategy()

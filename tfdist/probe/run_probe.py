@@ -204,11 +204,7 @@ class MeasuringProcess:
     ) -> None:
         """Starts the process.
 
-        Args:
-            module: The module.
-            arguments: The arguments after the descriptor.
-            environ: The environment.
-            cores: The numbers of its cores among the usable ones.
+        `cores` are the numbers of its cores among the usable ones.
         """
         self.timed_out = False
         self._read, write = os.pipe()

@@ -174,11 +174,7 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint, rank: int, num_workers: int, *, metrics: bool) -> None:
         """Restores a checkpoint, also one that another number of ranks or replicas saved.
 
-        Args:
-            checkpoint: A complete checkpoint.
-            rank: The rank of this worker.
-            num_workers: The present number of workers.
-            metrics: Whether to restore the metrics, for an epoch that resumes.
+        The metrics are restored for an epoch that resumes.
 
         Raises:
             ValueError: If the checkpoint does not match this program; nothing is changed in that case.

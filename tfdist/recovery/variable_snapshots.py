@@ -194,10 +194,6 @@ class VariableSnapshots:
 
         If the number of replicas differs, replica 0 gets the sums of all and the others zeros, so that the results
         over all replicas stay.
-
-        Args:
-            per_replica: As for `restore_per_replica`, which raises the same error.
-            description: The saved `description`.
         """
         named = NamedVariables(self._model)
         self._assign(named.metrics, group_by_variable(per_replica), description)
@@ -318,12 +314,7 @@ def resume_local_updates(strategy: Any, *, same_workers: bool) -> None:
 
 
 def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
-    """Returns where accumulation resumes.
-
-    Args:
-        optimizer: The optimizer of the program.
-        saved: Its description in the checkpoint.
-    """
+    """Returns where accumulation resumes."""
     return convert_micro_steps(saved["micro_steps"], saved["accumulation_steps"], optimizer.accumulation_steps)
 
 
@@ -365,12 +356,7 @@ def _rescale_accumulators(
 ) -> None:
     """Converts restored sums to the number of micro-steps of the program; those that were not saved become zero.
 
-    Args:
-        strategy: The strategy of the program.
-        named: The variables of the program.
-        saved: The names of what was restored.
-        description: The description in the checkpoint.
-        are_split: Whether to convert those that are split over the replicas, or the others.
+    Those that are split over the replicas are converted if `are_split`, the others if not.
     """
     for index, (optimizer, described) in enumerate(zip(named.optimizers, description["optimizers"], strict=True)):
         for number, accumulator in enumerate(optimizer.accumulators):

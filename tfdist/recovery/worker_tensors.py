@@ -28,9 +28,7 @@ class TensorSlice:
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
     """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements.
 
-    Args:
-        shape: The shape of the complete tensor.
-        *parts: Parts of it; None is all of it.
+    A part of None is all of it.
 
     >>> slice_spec([8, 16], TensorSlice(1, 0, 8))
     '8 16 -:0,8'
@@ -79,8 +77,7 @@ class WorkerTensor:
     def read(self, part: TensorSlice | None = None) -> tf.Tensor:
         """Adds the operations that read it, on the device of the present scope, to the function that is traced.
 
-        Args:
-            part: Which part of it. It may be split in another way in the files.
+        It may be split in another way in the files.
         """
         tensors = []
         for written in self.written:
@@ -125,9 +122,7 @@ def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
 def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
     """Assigns values to `tf.Variable`s.
 
-    Args:
-        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads. Each shard
-            of a split variable is assigned its part.
+    A `WorkerTensor` is read by the task of its variable. Each shard of a split variable is assigned its part.
 
     Raises:
         CheckpointError: If a worker is lost, or a file is missing or damaged.
@@ -154,13 +149,7 @@ def multiply(variables: Sequence[Any], factor: float) -> None:
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
-    """Returns the tensors of a checkpoint that workers wrote.
-
-    Args:
-        checkpoint: The checkpoint.
-        description: The `description` of its `WorkerBundles`.
-        timeout_seconds: How long to wait for a worker that reads one.
-    """
+    """Returns the tensors of a checkpoint that workers wrote."""
     written: dict[str, list[WrittenPart]] = {}
     kinds: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
     for prefix, tensors in description.items():

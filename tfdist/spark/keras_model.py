@@ -49,15 +49,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         epoch: Sequence[int] = (),
         custom_objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """Not called by users.
-
-        Args:
-            content: The file of the model.
-            output_shapes: The shapes of the outputs for one row.
-            history: The losses and metrics of the epochs.
-            epoch: The numbers of the epochs.
-            custom_objects: Classes and functions by the names that they have in the file.
-        """
+        """Not called by users."""
         super().__init__()
         self._content = content
         self._broadcast: tuple[Any, Any] | None = None

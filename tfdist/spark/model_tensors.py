@@ -18,9 +18,6 @@ class InputSpec:
     def array(self, values: Sequence[Any]) -> np.ndarray:
         """Returns the values of a batch.
 
-        Args:
-            values: The values of rows for each column: numbers, strings, or arrays.
-
         Raises:
             ValueError: If a value is null, or the rows of a column have different shapes.
         """
@@ -37,9 +34,7 @@ class InputSpec:
 def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, InputSpec]:
     """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
 
-    Args:
-        model: A Keras model. A model without declared inputs has one input.
-        feature_cols: Its columns: one for each input, or all of one input.
+    A model without declared inputs has one input. There is one column for each input, or all are of one input.
 
     Raises:
         ValueError: If there are more inputs than one, and not as many columns.

@@ -102,10 +102,7 @@ class Hello:
     def require_compatible(self, other: "Hello", *, same_version: bool, reply: bytes = b"") -> None:
         """Checks that both sides understand each other.
 
-        Args:
-            other: The other side's hello.
-            same_version: Whether both must run the same version of tfdist.
-            reply: What the error carries for the other side.
+        The error carries `reply` for the other side.
 
         Raises:
             ProtocolMismatchError: If their versions are incompatible.
@@ -130,11 +127,7 @@ class SessionKeys:
 
 
 class ClientHandshake:
-    """The client's side, without I/O: bodies of frames in, bodies of frames out.
-
-    Args:
-        credentials: The credentials of this process.
-    """
+    """The client's side, without I/O: bodies of frames in, bodies of frames out."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -173,11 +166,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The server's side, without I/O: bodies of frames in, bodies of frames out.
-
-    Args:
-        credentials: The credentials of this process.
-    """
+    """The server's side, without I/O: bodies of frames in, bodies of frames out."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

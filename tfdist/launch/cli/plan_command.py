@@ -60,10 +60,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | None = None) -> int:
     """Measures, prints the plans, and returns the exit code.
 
-    Args:
-        options: The parsed options.
-        measure: Measures the program, by default `tfdist.probe.run_probe.measure`.
-
     Raises:
         UsageError: The command or the environment is invalid. Nothing was measured or written then.
     """

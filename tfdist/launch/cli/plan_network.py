@@ -33,10 +33,7 @@ def network_of(
 ) -> PlannedNetwork | None:
     """Returns where the workers are, according to the options or the environment.
 
-    Args:
-        options: The options of `tfdist plan`.
-        environ: The environment, which may describe a cluster: then its links are measured.
-        say: Shows progress to the user.
+    If `environ` describes a cluster, its links are measured.
 
     Returns:
         None in a task of a cluster that does not plan.
@@ -71,13 +68,6 @@ def conditions_of(
     options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
 ) -> Conditions:
     """Returns the conditions of a search.
-
-    Args:
-        options: The options of `tfdist plan`.
-        measured: The measured machine.
-        link: The connection of each worker.
-        workers: Their number.
-        shares_memory: Whether they are on one machine.
 
     Raises:
         UsageError: The memory of this machine is not known.

@@ -161,10 +161,7 @@ class EngineCall:
     def task(self, rank: int, addresses: Sequence[PlaceAddress], *, threads: int | None = None) -> PlaceTask:
         """Returns what a place does.
 
-        Args:
-            rank: Number of the place.
-            addresses: The addresses of all places, in order.
-            threads: The cores that the engine gives each place; None: unknown.
+        `threads` are the cores that the engine gives each place, if that is known.
         """
         nodes = len(addresses)
         arguments = ["run", "--workers", "1", "--network", "host", "--max-restarts", str(self.max_restarts)]

@@ -36,9 +36,6 @@ def import_distributed() -> Any:
 def client_in_use(client: Any) -> Iterator[Any]:
     """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker.
 
-    Args:
-        client: A `distributed.Client`, or None.
-
     Raises:
         TypeError: If `client` is something else.
         ValueError: If it is asynchronous, or there is none.
@@ -87,9 +84,7 @@ class DaskWorker(NamedTuple):
 def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWorker:
     """Describes the Dask worker that this runs in, beside its tasks.
 
-    Args:
-        resources: What a place needs of Dask's resources.
-        dask_worker: Set by `Client.run`.
+    `Client.run` sets `dask_worker`.
     """
     state = dask_worker.state
     has_place = any(str(key).startswith(PLACE_KEY) for key in state.tasks)
@@ -123,13 +118,6 @@ def run_beside_tasks(
 ) -> dict[str, Any]:
     """Calls a function in Dask workers, whether or not their threads are busy.
 
-    Args:
-        client: The client.
-        names: The workers' addresses.
-        function: What to call.
-        *args: Its arguments.
-        seconds: How long to wait for all answers.
-
     Returns:
         The value of each worker that has not been lost meanwhile.
 
@@ -159,9 +147,7 @@ def run_beside_tasks(
 def run_task(task: PlaceTask, pid: int) -> PlaceResult:
     """Runs a place as a task of Dask.
 
-    Args:
-        task: What the place does.
-        pid: The process of the Dask worker that was asked.
+    `pid` is the process of the Dask worker that was asked.
 
     Raises:
         ReplacedWorkerError: If another process has taken over the address of the Dask worker, as after a restart.
@@ -180,10 +166,6 @@ def shown_output(client: Any, call: EngineCall) -> Iterator[None]:
 
     It does not use `distributed.print`, which all clients show: a worker of the training that is a client would send
     the line again.
-
-    Args:
-        client: The client.
-        call: The call.
     """
     client.subscribe_topic(_topic(call.run), lambda event: print(event[1], flush=True))
     try:
@@ -197,11 +179,7 @@ def _topic(run: str) -> str:
 
 
 def ends_early(futures: Mapping[str, Any]) -> bool:
-    """Returns whether a place has failed, or ended so that the others have to be stopped.
-
-    Args:
-        futures: The futures of the places' tasks.
-    """
+    """Returns whether a place has failed, or ended so that the others have to be stopped."""
     return any(
         future.status == "error" or (future.status == "finished" and future.result(timeout=ANSWER_SECONDS).ends_round)
         for future in futures.values()

@@ -238,11 +238,7 @@ def check_placement(resources: Any, strategy: Any) -> None:
 
 
 def describe_resources(ray: Any) -> str:
-    """Returns the resources of the cluster, and those that are free.
-
-    Args:
-        ray: The module.
-    """
+    """Returns the resources of the cluster, and those that are free."""
     names = ("CPU", "GPU", "memory")
 
     def chosen(resources: Mapping[str, float]) -> dict[str, float]:
@@ -252,13 +248,7 @@ def describe_resources(ray: Any) -> str:
 
 
 def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the options of the actor of a place.
-
-    Args:
-        group: The placement group.
-        rank: Number of the place, and of its bundle.
-        resources: What it needs.
-    """
+    """Returns the options of the actor of a place."""
     strategy = import_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
     )
@@ -275,10 +265,6 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
 
 def explain_lost_actor(rank: int, error: Exception) -> str:
     """Returns a clause for a lost place.
-
-    Args:
-        rank: Its number.
-        error: What Ray raised for it.
 
     Raises:
         ImportError: If Ray's node cannot import tfdist.
@@ -297,11 +283,7 @@ def explain_lost_actor(rank: int, error: Exception) -> str:
 
 
 class OutputOfActors:
-    """Shows the output of places in the driver. Ray itself leaves out lines that several actors print.
-
-    Args:
-        actors: The actors of the places.
-    """
+    """Shows the output of places in the driver. Ray itself leaves out lines that several actors print."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
@@ -310,8 +292,7 @@ class OutputOfActors:
     def show_new(self, *, is_last: bool = False) -> None:
         """Prints the lines that have come since the last call.
 
-        Args:
-            is_last: Whether to wait for the rest.
+        With `is_last` it waits for the rest.
         """
         ray = import_ray()
         for _ in range(1 + is_last):  # an answer that is under way may lack the last lines
@@ -329,11 +310,7 @@ class OutputOfActors:
 
 
 def actor_class(max_restarts: int) -> Any:
-    """Returns the class of the actors.
-
-    Args:
-        max_restarts: How often Ray restarts each of them.
-    """
+    """Returns the class of the actors, each of which Ray restarts at most `max_restarts` times."""
     ray = import_ray()
 
     class Place(_Place):

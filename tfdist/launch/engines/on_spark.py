@@ -213,10 +213,7 @@ def import_pyspark() -> Any:
 
 
 def context_of(spark: Any) -> Any:
-    """Returns the `SparkContext` of a session after checks.
-
-    Args:
-        spark: A `pyspark.sql.SparkSession`, or None for the active one.
+    """Returns the `SparkContext` of a session, by default the active one, after checks.
 
     Raises:
         ImportError: If Spark is not installed.
@@ -279,11 +276,7 @@ def errors_of_stage(context: Any, stage: int) -> list[str]:
 
 
 def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[PlaceResult]]:
-    """Returns the function of a task: it learns the addresses of all places and runs its own.
-
-    Args:
-        call: What to call.
-    """
+    """Returns the function of a task: it learns the addresses of all places and runs its own."""
 
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()

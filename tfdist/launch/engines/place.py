@@ -79,11 +79,7 @@ class PlaceResult:
 
 
 def place_address(host: str) -> PlaceAddress:
-    """Returns the address of this place, with a free port.
-
-    Args:
-        host: The address at which other places reach this host.
-    """
+    """Returns the address of this place, with a free port."""
     with ReservedPorts(1) as reserved:
         return PlaceAddress(host, reserved.ports[0], os.getpid())
 
@@ -94,8 +90,7 @@ _stopped_runs: set[str] = set()  # rounds that another thread has asked to stop
 def stop_places(run: str) -> None:
     """Ends the round in this process, from any thread: the workers can save and leave, and are then killed.
 
-    Args:
-        run: `EngineCall.run`. A place of this round that starts later ends at once.
+    A place of this round that starts later ends at once.
     """
     _stopped_runs.add(run)
 

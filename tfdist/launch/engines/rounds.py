@@ -16,12 +16,7 @@ _LOST_PORT = "The coordinator cannot listen."
 
 
 class LostPlaceError(Exception):
-    """The engine has lost places of a round; the others have been stopped.
-
-    Args:
-        message: Which places were lost, and how, as a clause: "place 1 (host-b) was lost: …".
-        results: The results of the places that have answered.
-    """
+    """The engine has lost places of a round; the others have been stopped."""
 
     def __init__(self, message: str, results: Sequence[PlaceResult] = ()) -> None:
         super().__init__(message)

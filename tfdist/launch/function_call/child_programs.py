@@ -20,10 +20,6 @@ from tfdist.utils.linux_syscalls import die_with_parent, fork
 def program(function: str, *arguments: Any) -> str:
     """Returns the source of a program that calls a function of this module with this process's search path.
 
-    Args:
-        function: Name of the function.
-        arguments: Numbers, strings and lists of them.
-
     >>> print(program("run_worker", "directory"))
     import sys
     sys.path[:] = [...]
@@ -43,10 +39,7 @@ def program(function: str, *arguments: Any) -> str:
 def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> None:
     """Runs `tfdist` with these arguments. The kernel kills it, and its workers, with the caller's process.
 
-    Args:
-        caller_pid: The process that started this one, such as a notebook's.
-        arguments: Arguments of the command.
-        printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
+    What this process itself prints to its standard output goes to the file `printed`, if that is not empty.
     """
     die_with_parent(caller_pid)
     from tfdist.launch.cli.main import main
@@ -62,12 +55,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
     """Runs `tfdist` likewise, but ends it with SIGTERM when the caller's process dies: the workers can save.
 
     `tfdist` is a child of this process, which forwards signals: when Ray ends one of its processes, it kills the
-    children, but not their children.
-
-    Args:
-        caller_pid: The process that started this one, such as a worker of an engine.
-        arguments: Arguments of the command.
-        directory: Directory of the call, which the caller removes. This process does so if the caller has died.
+    children, but not their children. The caller removes `directory`; this process does so if the caller has died.
     """
     own_pid = os.getpid()
     launcher = fork()

@@ -38,10 +38,7 @@ class PicklingError(Exception):
 def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
     """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
 
-    Args:
-        value: Any object.
-        file: A binary file.
-        tensors: Whether tensors are accepted. Unpickling one in a worker initializes TensorFlow before its strategy.
+    Tensors are accepted if `tensors` is true: unpickling one in a worker initializes TensorFlow before its strategy.
 
     Raises:
         PicklingError: If the value cannot be pickled, or holds an object that belongs to its process: a variable, a

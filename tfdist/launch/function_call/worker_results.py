@@ -50,11 +50,6 @@ class RankFiles:
     """The result of one rank in one attempt: a value, the reason why it cannot be pickled, or an error.
 
     Each file appears complete or not at all.
-
-    Args:
-        directory: Directory of the call, readable by this user only.
-        attempt: Number of the attempt, from 0.
-        rank: Rank of the worker.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int) -> None:
@@ -67,8 +62,7 @@ class RankFiles:
     def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
         """Writes the value.
 
-        Args:
-            dump: Writes it to a binary file. If it raises, no file remains.
+        If `dump` raises, no file remains.
         """
         with self._replacing(self._stem.with_suffix(".value")) as file:
             dump(file)
@@ -128,13 +122,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
-    """Returns the error for a failed attempt.
-
-    Args:
-        failure: The launcher's error file (see `error_file.error_entry`).
-        error: The error file of the worker that failed first, or None if it wrote none.
-        workers: Number of workers.
-    """
+    """Returns the error for a failed attempt."""
     cause, earlier = failure["cause"], failure["earlier"]
     rank, lines = cause["rank"], cause.get("last_lines") or []
     how = str(cause["description"]).removeprefix(f"worker {rank}: ")
@@ -205,13 +193,6 @@ def raise_failure(
 ) -> None:
     """Raises the error of a run that has failed.
 
-    Args:
-        exit_code: Exit code of the launcher.
-        failure: The launcher's error file, or None if it wrote none.
-        results: The results of workers, by attempt and rank.
-        workers: Number of workers.
-        last_lines: What the launcher said last.
-
     Raises:
         WorkerError: If the exit code is not 0.
     """
@@ -226,9 +207,7 @@ def raise_failure(
 def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) -> list[Any]:
     """Returns the values of the last attempt.
 
-    Args:
-        results: The results of workers, by attempt and rank.
-        calls: How many processes have called the function.
+    `calls` is the number of processes that have called the function.
 
     Raises:
         WorkerError: If a value is missing, or could not be pickled or restored.

@@ -82,11 +82,7 @@ class RunPolicy(Protocol):
         return None
 
     def poll(self, *, suspects_freeze: bool) -> None:
-        """Receives and sends messages. Called several times a second while an attempt runs.
-
-        Args:
-            suspects_freeze: Whether a worker of this host may soon be found frozen.
-        """
+        """Receives and sends messages. Called several times a second while an attempt runs."""
         return
 
     def report_signals(self, received: Sequence[int]) -> None:

@@ -29,13 +29,7 @@ class WorkerProcess:
 
     The process leads a session, so that a signal can be sent to it and all its children, and Ctrl-C on the terminal
     reaches the launcher only. The kernel kills it when the launcher dies. Start it from the launcher's main thread,
-    because the kernel watches the thread.
-
-    Args:
-        rank: Its rank.
-        command: Program and arguments.
-        environ: Its complete environment, without the number of its heartbeat socket.
-        pass_fds: Descriptors that it inherits besides the standard ones.
+    because the kernel watches the thread. Its environment is complete but for the number of its heartbeat socket.
 
     Raises:
         OSError: If the system has no room for another process.

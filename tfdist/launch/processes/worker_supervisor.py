@@ -29,21 +29,10 @@ _NO_PIDFD_POLL_SECONDS = 0.01
 class WorkerSupervisor:
     """Starts the workers of this host once, which is an attempt, and watches them until all have ended.
 
-    Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking
-    is safe only without other threads. The kernel queues the exits of the workers in the order in which they happened
-    (epoll, pidfd), so the first failure is the first even if the launcher was suspended.
-
-    Args:
-        start: The processes to start. "Worker" below means a process of any role.
-        environments: The complete environment of each process of this host, by rank.
-        console: Shows output and messages.
-        logs: A log file for each process, or None, by rank.
-        policy: Decides with other hosts, if there are any, when the workers must end.
-        group: Starts the workers.
-        backoff: Says when workers that are restarted alone are due.
-        signals: The signals that end the run.
-        grace_periods: How long workers have to exit.
-        monitor: Receives their heartbeats.
+    Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking is
+    safe only without other threads. The kernel queues the exits of the workers in the order in which they happened
+    (epoll, pidfd), so the first failure is the first even if the launcher was suspended. A "worker" is a process of any
+    role.
     """
 
     def __init__(
@@ -345,12 +334,7 @@ class WorkerRestarts:
 
 
 class _OutcomeBuilder:
-    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of the attempt.
-
-    Args:
-        attempt: Number of the attempt, 0 first.
-        roles: The processes of this host, by rank.
-    """
+    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of an attempt."""
 
     def __init__(self, attempt: int, roles: Mapping[int, Role]) -> None:
         self._attempt, self._roles = attempt, roles
@@ -393,11 +377,7 @@ class _OutcomeBuilder:
     ) -> WorkerExit:
         """Returns how a worker exited.
 
-        Args:
-            worker: The worker, already reaped.
-            returncode: Its exit code, or minus a signal's number.
-            last_lines: Its last lines of output.
-            all_signalled: Whether all processes have been signalled to exit.
+        `all_signalled` says whether all processes have been signalled to exit.
         """
         role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
         if role.is_restarted_alone:
@@ -419,12 +399,7 @@ class _OutcomeBuilder:
         )
 
     def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
-        """Returns the outcome of the attempt.
-
-        Args:
-            shutdown_began_at: Monotonic time in seconds at which the workers were signalled to exit; None: now.
-            monitor: The heartbeats of the workers.
-        """
+        """Returns the outcome of the attempt."""
         errors = {
             rank: error
             for rank, error in monitor.errors.items()

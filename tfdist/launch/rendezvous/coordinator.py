@@ -36,9 +36,6 @@ class Coordinator:
     """State machine of a run over several nodes, without sockets and clocks.
 
     The caller passes connections, messages, and `now`: a time in seconds, see `ActiveClock`.
-
-    Args:
-        config: Configuration of the run.
     """
 
     def __init__(self, config: RunConfig, *, now: float) -> None:

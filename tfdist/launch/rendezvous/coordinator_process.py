@@ -36,13 +36,8 @@ def rendezvous_credentials(token: str) -> Credentials:
 class CoordinatorProcess:
     """Starts the process and waits for its end. Create it while this process has one thread, because it forks.
 
-    Args:
-        host: Host of `--rendezvous`. On a loopback address the coordinator serves this host only; otherwise it listens
-            on all interfaces, as TensorFlow's servers do.
-        port: Port to listen on.
-        token: The token of the run.
-        config: Configuration of the run.
-        console: Shows refused connections.
+    If `host` is a loopback address it serves this host only; otherwise it listens on all interfaces, as TensorFlow's
+    servers do.
 
     Raises:
         UsageError: If the process cannot listen on the port.
@@ -67,8 +62,7 @@ class CoordinatorProcess:
     def close(self, *, is_graceful: bool) -> None:
         """Ends the process.
 
-        Args:
-            is_graceful: Whether the process may first announce the end of the run to all nodes, in limited time.
+        If `is_graceful`, the process may first announce the end of the run to all nodes, in limited time.
         """
         deadline = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
         with contextlib.suppress(ChildProcessError):

@@ -27,13 +27,6 @@ def join_run(
 
     Call this while the process has one thread.
 
-    Args:
-        node: This host.
-        config: The configuration of the run, as this host has it.
-        console: Shows messages.
-        workers: Number of workers of this host.
-        error_file: Describes failed attempts.
-
     Yields:
         The run policy of this host.
 
@@ -74,13 +67,6 @@ def connect_to_coordinator(
     host: str, port: int, token: str, *, timeout_seconds: float, say: Callable[[str], None]
 ) -> NonblockingConnection:
     """Connects to the coordinator, which may not be up yet.
-
-    Args:
-        host: Host of the coordinator.
-        port: Port of the coordinator.
-        token: The token of the run.
-        timeout_seconds: How long to try.
-        say: Shows the user why it takes long.
 
     Raises:
         UsageError: If the coordinator does not answer in time, or has another token, protocol or version.

@@ -65,11 +65,7 @@ class Node:
 
 
 class Membership:
-    """The nodes of a run.
-
-    Args:
-        config: Configuration of the run.
-    """
+    """The nodes of a run."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -102,11 +98,6 @@ class Membership:
 
     def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
         """Adds a node.
-
-        Args:
-            connection: The connection to the node, which has proved the token.
-            message: Its request to join.
-            now: Time in seconds.
 
         Returns:
             The node, and the silent node of the same rank that it replaces, or None.
@@ -209,12 +200,7 @@ def place(shares: Sequence[int], *, parameter_servers: int = 0, has_chief: bool 
 
     The chief runs on the first node. Workers follow the order of the nodes. Each node in turn gets a parameter server,
     the first node first: so the network cards of all nodes carry the variables, and a single server is on the node
-    whose loss ends the run anyway.
-
-    Args:
-        shares: Number of workers of each node, at least 1.
-        parameter_servers: Number of parameter servers of all nodes together.
-        has_chief: Whether the workers hold the stages of a chief's model.
+    whose loss ends the run anyway. Each node has at least 1 worker.
 
     >>> [[role.name for role in roles.values()] for roles in place([1, 2], parameter_servers=3)]
     [['chief', 'worker 0', 'ps 0', 'ps 2'], ['worker 1', 'worker 2', 'ps 1']]
@@ -234,10 +220,7 @@ def place(shares: Sequence[int], *, parameter_servers: int = 0, has_chief: bool 
 def workers_left_out(nodes: Sequence[Node], failed_rank: int | None, count: int) -> dict[int, int]:
     """Returns how many workers each node leaves out: first the node of the failed worker, then the last nodes.
 
-    Args:
-        nodes: The present nodes, with the roles that they had in the attempt.
-        failed_rank: Rank of the worker that failed, or None.
-        count: Number of workers to leave out.
+    The nodes are the present ones, with the roles that they had in the attempt.
     """
     failed = [node for node in nodes if failed_rank in node.roles]
     left_out: dict[int, int] = {}

@@ -145,11 +145,7 @@ def fit_suffix(number: int) -> str:
 
 
 def encode_outcome(outcome: Outcome) -> dict[str, Any]:
-    """Returns the message for an outcome. A long message has fewer of the workers' last lines.
-
-    Args:
-        outcome: The outcome of this node; its ranks are those of the run.
-    """
+    """Returns the message for an outcome. A long message has fewer of the workers' last lines."""
     lines = _MAX_LINES
     while True:
         exits = [_encode_exit(worker_exit, lines) for worker_exit in outcome.exits]
@@ -172,10 +168,6 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
 
 def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
     """Returns the outcome of a message.
-
-    Args:
-        message: What `encode_outcome` returned.
-        host: Hostname of the sender.
 
     Raises:
         ValueError: If the message is malformed. KeyError and TypeError mean the same.

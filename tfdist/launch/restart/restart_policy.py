@@ -77,9 +77,7 @@ class RestartPolicy:
     def decide(self, outcome: Outcome, *, available: int | None = None) -> RestartDecision:
         """Decides what follows. Call this once for each failed attempt.
 
-        Args:
-            outcome: The failed attempt.
-            available: Number of workers that the hosts have room for; None: all.
+        `available` is the number of workers that the hosts have room for; None: all.
         """
         if self._max == 0:
             return RestartDecision(0, 0.0, "")
@@ -160,10 +158,6 @@ class WorkerBackoff:
 
     A worker is restarted after 1 s. The delay doubles, up to 30 s, each time the worker ran for less than 60 s.
 
-    Args:
-        ranks: The workers.
-        limit: Maximum number of restarts of each worker; None: no limit.
-
     >>> backoff = WorkerBackoff([1, 2], limit=None)
     >>> backoff.record_start(1, now=0.0)
     >>> backoff.record_exit(1, now=5.0)
@@ -200,11 +194,6 @@ class WorkerBackoff:
 
     def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
         """Records that a worker exited or could not be started.
-
-        Args:
-            rank: The worker.
-            now: Time in seconds.
-            has_others: Whether other hosts have workers.
 
         Returns:
             What follows, for the user.
@@ -249,10 +238,6 @@ class AttemptEvaluation:
 class AttemptEvaluator:
     """Evaluates the attempts of a run one after the other.
 
-    Args:
-        restarts: Decides whether a failed attempt is restarted.
-        run_id: Identifies the run.
-
     >>> from tfdist.launch.restart.worker_exit import WorkerExit
     >>> no_restart = RestartPolicy(workers=1, min_workers=1, max_restarts=0, delay_seconds=1.0)
     >>> evaluator = AttemptEvaluator(no_restart, "f00d")
@@ -272,10 +257,7 @@ class AttemptEvaluator:
     def evaluate(self, outcome: Outcome, *, is_stopped: bool, available: int | None = None) -> AttemptEvaluation:
         """Decides what follows. Call this once for each attempt.
 
-        Args:
-            outcome: Outcome of the attempt on all hosts.
-            is_stopped: Whether a supervisor received a signal.
-            available: Number of workers that the hosts have room for; None: all.
+        `is_stopped` says whether a supervisor received a signal.
         """
         if outcome.is_preempted and (is_stopped or not self._restarts.is_left):
             lines = [f"preempted: all workers saved and exited (exit code {PREEMPTED_EXIT_CODE})"]

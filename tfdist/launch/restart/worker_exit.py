@@ -133,9 +133,6 @@ def root_cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     In order of preference: the first failure that does not report a lost peer; a worker with an error that was still
     shutting down when it was signalled; the first failure.
-
-    Args:
-        exits: How the workers exited, in order of time.
     """
     failures = [worker for worker in exits if worker.failed]
     own_failures = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]
