@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
@@ -307,7 +308,7 @@ class _Round:
 
     def _start(self) -> None:
         """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
-        needed, seconds = self._call.workers, self._call.start_timeout_seconds
+        needed, seconds = self._call.spec.workers, self._call.spec.start_timeout_seconds
         deadline = time.monotonic() + seconds
         lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=self._client.scheduler, loop=self._client.loop)
         while True:
@@ -339,12 +340,12 @@ class _Round:
                 resources=self._resources or None,
                 pure=False,
             )
-        seconds = self._call.start_timeout_seconds
+        seconds = self._call.spec.start_timeout_seconds
         self._wait(seconds, until=lambda: not any(worker.is_free for worker in self._describe(chosen).values()))
 
     def _stop(self) -> None:
         """Ends the places that have not ended, and waits for them."""
-        deadline = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
+        deadline = time.monotonic() + self._call.spec.grace_seconds + _STOP_SECONDS
         if running := self._running():
             with contextlib.suppress(TimeoutError):  # one of them is ending
                 run_beside_tasks(self._client, running, stop_places, self._call.run, seconds=_LOOK_SECONDS)

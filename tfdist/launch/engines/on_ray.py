@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.argument_checks import is_number
 
 Value = TypeVar("Value")
@@ -99,14 +100,14 @@ class _Actors:
     def __init__(self, call: EngineCall, resources: Mapping[str, float], strategy: str) -> None:
         self._ray, self._resources = import_ray(), resources
         self._threads = max(1, int(resources.get("CPU", 1)))
-        bundles = [dict(resources) for _ in range(call.workers)]
+        bundles = [dict(resources) for _ in range(call.spec.workers)]
         self._group = self._ray.util.placement_group(bundles, strategy=strategy, name=f"tfdist-{call.run}")
         self._actors: list[Any] = []
         self._output = OutputOfActors(self._actors)
         try:
             self._wait_for_resources(call)
-            place = actor_class(call.max_restarts)
-            for rank in range(call.workers):
+            place = actor_class(call.spec.max_restarts)
+            for rank in range(call.spec.workers):
                 options = resource_options(self._group, rank, resources)
                 self._actors.append(place.options(**options).remote(rank))
         except BaseException:
@@ -126,13 +127,13 @@ class _Actors:
 
     def run_round(self, call: EngineCall) -> list[PlaceResult]:
         """Runs a round; returns how it ended in each place. Raises LostPlaceError if actors were lost."""
-        limit = call.start_timeout_seconds
+        limit = call.spec.start_timeout_seconds
         asked = [actor.address.remote() for actor in self._actors]
         answers, missing = self._gather(asked, call, limit, f"did not start within {limit:g} s", is_start=True)
         if missing:
             raise LostPlaceError(", ".join(missing.values()))
         addresses = [answers[rank] for rank in range(len(asked))]
-        tasks = [call.task(rank, addresses, threads=self._threads) for rank in range(call.workers)]
+        tasks = [call.task(rank, addresses, threads=self._threads) for rank in range(call.spec.workers)]
         refs = [actor.run.remote(task) for actor, task in zip(self._actors, tasks, strict=True)]
         results, lost = self._gather(refs, call, None, "")
         if lost:
@@ -163,7 +164,7 @@ class _Actors:
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())
-                    deadline = time.monotonic() + call.grace_seconds + _STOP_SECONDS
+                    deadline = time.monotonic() + call.spec.grace_seconds + _STOP_SECONDS
                 if deadline is not None and time.monotonic() >= deadline:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
@@ -183,17 +184,17 @@ class _Actors:
         """Lets the workers save and leave after an interrupt."""
         self._stop(call, pending.values())
         if pending:
-            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.grace_seconds + _STOP_SECONDS)
+            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.spec.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
-        deadline = time.monotonic() + call.start_timeout_seconds
+        deadline = time.monotonic() + call.spec.start_timeout_seconds
         while not self._group.wait(_LOOK_SECONDS):
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"Ray has not had the resources of all workers at the same time. Received: "
-                    f"{describe_resources(self._ray)} after {call.start_timeout_seconds:g} s. Expected: workers="
-                    f"{call.workers}, each with {dict(self._resources)}. Start more nodes, wait for other programs, "
-                    "ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
+                    f"{describe_resources(self._ray)} after {call.spec.start_timeout_seconds:g} s. Expected: workers="
+                    f"{call.spec.workers}, each with {dict(self._resources)}. Start more nodes, wait for other "
+                    "programs, ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
                 )
 
 

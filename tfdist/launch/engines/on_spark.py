@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
 from tfdist.launch.engines.place import PlaceResult, run_place
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 
 Value = TypeVar("Value")
 _POLL_SECONDS = 0.2
@@ -96,7 +97,7 @@ class _Round:
         self._tracker = context.statusTracker()
         self._results: list[PlaceResult] = []
         self._error: Exception | None = None
-        self._limit = time.monotonic() + call.start_timeout_seconds
+        self._limit = time.monotonic() + call.spec.start_timeout_seconds
 
     def run(self) -> list[PlaceResult]:
         """Runs the places; returns how they ended. Raises LostPlaceError if an executor was lost."""
@@ -113,7 +114,7 @@ class _Round:
         return self._results
 
     def _collect(self) -> None:
-        workers = self._call.workers
+        workers = self._call.spec.workers
         try:
             # After an interrupt of Java's threads Spark would leave the Python process as it is.
             self._context.setJobGroup(self._group, f"on_spark: {workers} workers", interruptOnCancel=False)
@@ -123,12 +124,12 @@ class _Round:
             self._error = error
 
     def _wait_for_slots(self) -> None:
-        needed = self._call.workers
+        needed = self._call.spec.workers
         while (slots := slots_of(self._context)) < needed:
             if is_in_driver(self._context) or time.monotonic() >= self._limit:
                 raise TimeoutError(
                     f"There are too few slots for tasks. Received: {slots}, of {self._context.master}, after "
-                    f"{0 if is_in_driver(self._context) else self._call.start_timeout_seconds:g} s. Expected: "
+                    f"{0 if is_in_driver(self._context) else self._call.spec.start_timeout_seconds:g} s. Expected: "
                     f"workers={needed}, all at the same time. {_REMEDY}"
                 )
             time.sleep(_POLL_SECONDS)
@@ -149,8 +150,8 @@ class _Round:
                 raise TimeoutError(
                     f"There are too few free slots for tasks. Received: {slots_of(self._context)} slots of "
                     f"{self._context.master}, of which other jobs use some, after "
-                    f"{self._call.start_timeout_seconds:g} s. Expected: workers={self._call.workers}, all free at the "
-                    f"same time. {_REMEDY}"
+                    f"{self._call.spec.start_timeout_seconds:g} s. Expected: workers={self._call.spec.workers}, all "
+                    f"free at the same time. {_REMEDY}"
                 )
 
     def _failure(self, stage: int) -> Exception:

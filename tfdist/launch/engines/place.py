@@ -18,7 +18,7 @@ from tfdist.launch.function_call.child_programs import program
 from tfdist.launch.function_call.function_pickling import write_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import FAILURE, RankResult, count_attempts, read_failure, read_results
-from tfdist.launch.run_config import TOKEN_VARIABLE
+from tfdist.launch.run_spec import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ReservedPorts
 from tfdist.utils.formatting import signal_name
 

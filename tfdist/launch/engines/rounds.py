@@ -51,14 +51,14 @@ def run_rounds(
         if any(result.usage_error.startswith(_LOST_PORT) for result in results) and lost_ports < _MAX_LOST_PORTS:
             lost_ports += 1
             say("tfdist: another process has taken the port of the rendezvous; starting again with another one")
-            call = call.next_round(call.max_restarts)
+            call = call.next_round(call.spec.max_restarts)
             continue
         for result in results:
             if result.usage_error:
                 raise UsageError(result.usage_error)
         if not lost:
             return _values(call, results)
-        restarts_left = call.max_restarts - max([1, *(result.used_attempts for result in results)])
+        restarts_left = call.spec.max_restarts - max([1, *(result.used_attempts for result in results)])
         if restarts_left < 0:
             raise WorkerError(
                 f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
@@ -95,7 +95,7 @@ def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
             described.exit_code,
             described.failure,
             merged,
-            workers=call.workers,
+            workers=call.spec.workers,
             last_lines=described.last_lines,
         )
-    return values_by_rank(merged, call.calls)
+    return values_by_rank(merged, call.spec.calls)

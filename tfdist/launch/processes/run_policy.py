@@ -12,6 +12,7 @@ from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.cores_and_ports import ReservedPorts
 
 
@@ -116,30 +117,12 @@ class RunPolicy(Protocol):
 
 
 class SingleNodePolicy(RunPolicy):
-    """The policy of a run on one host: restarts as `AttemptEvaluator` decides.
+    """The policy of a run on one host: restarts as `AttemptEvaluator` decides."""
 
-    Args:
-        evaluator: Decides what follows each attempt.
-        roles: Returns the processes of an attempt, given its number of workers.
-        workers: Number of workers of the first attempt.
-        seed: The seed of the run.
-        error_file: Describes failed attempts.
-        say: Shows lines to the user.
-    """
-
-    def __init__(
-        self,
-        evaluator: AttemptEvaluator,
-        roles: Callable[[int], Mapping[int, Role]],
-        workers: int,
-        *,
-        seed: int,
-        error_file: ErrorFile,
-        say: Callable[..., None],
-    ) -> None:
-        self._evaluator, self._roles, self._error_file, self._say = evaluator, roles, error_file, say
-        self._full_workers = self._workers = workers
-        self._seed = seed
+    def __init__(self, spec: RunSpec, *, error_file: ErrorFile, say: Callable[..., None]) -> None:
+        self._spec, self._error_file, self._say = spec, error_file, say
+        self._evaluator = AttemptEvaluator.of(spec, spec.workers)
+        self._workers = spec.workers
         self._attempt = 0
         self._not_before = 0.0
         self._end: RunEnd | None = None
@@ -154,7 +137,7 @@ class SingleNodePolicy(RunPolicy):
                 signals.clear_wakeup()
             if signals.received:
                 return RunEnd(128 + signals.received[0])
-        roles = self._roles(self._workers)
+        roles = self._spec.roles(self._workers)
         with ReservedPorts(len(roles)) as reserved:
             addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
         return AttemptStart(
@@ -162,9 +145,9 @@ class SingleNodePolicy(RunPolicy):
             roles,
             tuple(roles),
             addresses,
-            self._full_workers,
-            self._evaluator.run_id,
-            self._seed,
+            self._spec.workers,
+            self._spec.run_id,
+            self._spec.run_seed,
             self._evaluator.may_restart,
         )
 

@@ -10,7 +10,7 @@ from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_config import GracePeriods
+from tfdist.launch.run_spec import GracePeriods
 
 REPORTS = ("failed", "lost_peer", "no_worker", "done")
 """Types of the messages about an attempt."""

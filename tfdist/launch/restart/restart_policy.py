@@ -9,6 +9,7 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.restart.attempt_outcome import Outcome, fit_suffix
 from tfdist.launch.restart.error_file import error_entry
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.formatting import counted
 
 FIRST_DELAY_SECONDS = 1.0
@@ -246,8 +247,20 @@ class AttemptEvaluator:
     """
 
     def __init__(self, restarts: RestartPolicy, run_id: str) -> None:
-        self._restarts, self.run_id = restarts, run_id
+        self._restarts, self._run_id = restarts, run_id
         self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
+
+    @classmethod
+    def of(cls, spec: RunSpec, workers: int) -> "AttemptEvaluator":
+        """Returns the evaluator of a run with so many workers on all hosts together."""
+        restarts = RestartPolicy(
+            workers=workers,
+            # A lost parameter server says nothing about the number of workers.
+            min_workers=(not spec.parameter_servers and spec.min_workers) or workers,
+            max_restarts=spec.max_restarts,
+            delay_seconds=spec.restart_delay,
+        )
+        return cls(restarts, spec.run_id)
 
     @property
     def may_restart(self) -> bool:
@@ -268,7 +281,7 @@ class AttemptEvaluator:
         if outcome.is_preempted:
             lines = ["all workers saved and exited, although this command received no signal"]
         else:
-            lines, entry = outcome.report(), error_entry(outcome, self.run_id, earlier=self._failed)
+            lines, entry = outcome.report(), error_entry(outcome, self._run_id, earlier=self._failed)
             self._failed.append({"attempt": outcome.attempt, "cause": outcome.describe()})
         if is_stopped:
             return AttemptEvaluation(lines, entry, exit_code=outcome.exit_code)
