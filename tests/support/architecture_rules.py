@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "launch/restart": frozenset("cluster launch/process_roles launch/run_spec utils".split()),
     "launch/process_roles": frozenset({"cluster", "utils"}),
     "launch/run_spec": frozenset({"launch/process_roles", "utils"}),
-    "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
+    "doctor": frozenset({"cluster", "planning", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
     "probe": frozenset(
         "collectives compression exchange internals model_parallel planning strategies training utils".split()
