@@ -2,20 +2,16 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask, Versions
-from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import write_call
+from tfdist.launch.function_call.child_programs import call_directory
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import FAILURE, RankResult, count_attempts, read_failure, read_results
 from tfdist.launch.run_spec import TOKEN_VARIABLE
@@ -115,11 +111,7 @@ def run_place(
     """
     if problem := _other_versions(task):
         return PlaceResult(task.rank, 2, {}, None, (), problem)
-    directory = Path(tempfile.mkdtemp(prefix="tfdist-place-"))
-    try:
-        write_call(directory, task.call)
-        script = directory / "worker.py"
-        script.write_text(program("run_worker", str(directory)))
+    with call_directory(task.call, prefix="tfdist-place-") as (directory, script):
         arguments = [*task.arguments, "--error-file", str(directory / FAILURE), str(script)]
         variables = {name: value for name, value in os.environ.items() if name not in _STEP_VARIABLES}
         variables |= {TOKEN_VARIABLE: task.token, **(environ or {})}
@@ -141,8 +133,6 @@ def run_place(
             launcher.error,
             count_attempts(directory),
         )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _other_versions(task: PlaceTask) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdist.launch.engines.engine_call import EngineCall
 from tfdist.launch.engines.place import PlaceResult
-from tfdist.launch.function_call.worker_results import WorkerError, raise_failure, values_by_rank
+from tfdist.launch.function_call.worker_results import WorkerError, values_by_rank
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.formatting import counted, signal_name
 
@@ -88,14 +88,13 @@ def _signal_of(result: PlaceResult) -> str:
 def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
     merged = {key: rank_result for result in results for key, rank_result in result.results.items()}
     failed = [result for result in results if result.exit_code != 0]
-    if failed:
-        # All nodes write the same error file; a place that only lost its peers may have none.
-        described = next((result for result in failed if result.failure is not None), failed[0])
-        raise_failure(
-            described.exit_code,
-            described.failure,
-            merged,
-            workers=call.spec.workers,
-            last_lines=described.last_lines,
-        )
-    return values_by_rank(merged, call.spec.calls)
+    # All nodes write the same error file; a place that only lost its peers may have none.
+    described = next((result for result in failed if result.failure is not None), (failed or results)[0])
+    return values_by_rank(
+        described.exit_code,
+        described.failure,
+        merged,
+        calls=call.spec.calls,
+        workers=call.spec.workers,
+        last_lines=described.last_lines,
+    )

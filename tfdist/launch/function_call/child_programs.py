@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump
+from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump, write_call
 from tfdist.launch.function_call.worker_results import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 from tfdist.utils.linux_syscalls import die_with_parent, fork
@@ -34,6 +36,21 @@ def program(function: str, *arguments: Any) -> str:
             f"{function}({', '.join(map(repr, arguments))})",
         ]
     )
+
+
+@contextlib.contextmanager
+def call_directory(
+    call: bytes, function: str = "run_worker", *, script: str = "worker.py", prefix: str = "tfdist-notebook-"
+) -> Iterator[tuple[Path, Path]]:
+    """Yields a new directory with a call of `pickle_call`, and a script there that runs `function` of this module.
+
+    The directory is removed at the end.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        directory = Path(folder)
+        write_call(directory, call)
+        (directory / script).write_text(program(function, folder))
+        yield directory, directory / script
 
 
 def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> None:

@@ -183,35 +183,33 @@ def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
     return WorkerError("\n".join([f"The launcher of the workers ended: {how}", *(f"  {line}" for line in last_lines)]))
 
 
-def raise_failure(
+def values_by_rank(
     exit_code: int,
     failure: Mapping[str, Any] | None,
     results: Mapping[tuple[int, int], RankResult],
     *,
-    workers: int,
+    calls: int,
+    workers: int | None = None,
     last_lines: Sequence[str],
-) -> None:
-    """Raises the error of a run that has failed.
+) -> list[Any]:
+    """Returns the values of the last attempt of a run.
+
+    Args:
+        exit_code: Exit code of the launcher.
+        failure: The launcher's error file, or None if it wrote none.
+        results: The results of workers, by attempt and rank.
+        calls: How many processes have called the function.
+        workers: How many workers there are, if others than those have called it.
+        last_lines: What the launcher said last.
 
     Raises:
-        WorkerError: If the exit code is not 0.
+        WorkerError: If the exit code is not 0, or a value is missing, or could not be pickled or restored.
     """
-    if exit_code == 0:
-        return
-    if failure is None or exit_code == PREEMPTED_EXIT_CODE:
-        raise failed_launcher(exit_code, tuple(last_lines))
-    result = results.get((failure["attempt"], failure["cause"]["rank"]))
-    raise failed_worker(failure, None if result is None else result.error, workers)
-
-
-def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) -> list[Any]:
-    """Returns the values of the last attempt.
-
-    `calls` is the number of processes that have called the function.
-
-    Raises:
-        WorkerError: If a value is missing, or could not be pickled or restored.
-    """
+    if exit_code != 0:
+        if failure is None or exit_code == PREEMPTED_EXIT_CODE:
+            raise failed_launcher(exit_code, tuple(last_lines))
+        failed = results.get((failure["attempt"], failure["cause"]["rank"]))
+        raise failed_worker(failure, None if failed is None else failed.error, workers or calls)
     attempt = max((attempt for attempt, _ in results), default=0)
     last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
     for rank, result in enumerate(last_results):

@@ -2,17 +2,15 @@
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call, write_call
+from tfdist.launch.function_call.child_programs import call_directory
+from tfdist.launch.function_call.function_pickling import check_function, pickle_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import (
     FAILURE,
-    raise_failure,
     read_failure,
     read_results,
     values_by_rank,
@@ -102,12 +100,7 @@ def from_notebook(
     )
     if network not in _NETWORKS:
         raise ValueError(f"Invalid `network`. Received: network={network!r}. Expected: one of {_NETWORKS}.")
-    import_cloudpickle()
-    with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
-        directory = Path(folder)
-        write_call(directory, pickle_call(function, args))
-        script = directory / "worker.py"
-        script.write_text(program("run_worker", folder))
+    with call_directory(pickle_call(function, args)) as (directory, script):
         calls = spec.calls
         spec = dataclasses.replace(spec, error_file=directory / FAILURE)
         by_plan: list[str] = []
@@ -123,8 +116,7 @@ def from_notebook(
         if launcher.error:
             raise UsageError(launcher.error)
         results = read_results(directory)
-        raise_failure(code, read_failure(directory), results, workers=calls, last_lines=launcher.last_lines)
-        return values_by_rank(results, calls)
+        return values_by_rank(code, read_failure(directory), results, calls=calls, last_lines=launcher.last_lines)
 
 
 def _calls_of_plan(path: Path, workers: int | None) -> int | None:
