@@ -231,10 +231,7 @@ def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list
 
 
 def _placement(environ: Mapping[str, str], counts: tuple[int, ...], components: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the index of the node, and the index on that node, of each rank.
-
-    Nodes of a component are consecutive.
-    """
+    """Returns the index of the node, and the index on that node, of each rank. Nodes of a component are consecutive."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
     kind = distribution.replace(",", ":").split(":")[0].strip() or "block"
     placement: list[tuple[int, int]] = []

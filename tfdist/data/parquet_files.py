@@ -66,10 +66,7 @@ class ParquetSource(BlockSource):
     """The row groups of Parquet files."""
 
     def __init__(self, schema: Any, files: Sequence[str], blocks: Sequence[tuple[int, int, int]]) -> None:
-        """Creates a source.
-
-        `blocks` are the index of the file, the row group and the number of rows of each block.
-        """
+        """Creates a source. `blocks` are the index of the file, the row group and the number of rows of each block."""
         self.schema, self.files, self._blocks = schema, list(files), list(blocks)
         self.rows_of_blocks = [rows for _, _, rows in blocks]
         self._open = threading.local()

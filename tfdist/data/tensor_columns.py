@@ -8,8 +8,6 @@ import numpy as np
 
 from tfdist.data.arrow_import import import_arrow
 
-_MICROSECONDS = {"timestamp": "timestamp('us')", "duration": "duration('us')", "time64": "time64('us')"}
-
 
 @dataclass(frozen=True)
 class ColumnFormat:

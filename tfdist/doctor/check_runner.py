@@ -48,10 +48,7 @@ _LAST_TRY_SECONDS = 10.0
 
 
 def run_machine_checks(context: CheckContext, checks: Sequence[Check] = MACHINE_CHECKS) -> list[Finding]:
-    """Runs the checks of this machine, one after another.
-
-    A check that raises becomes a finding.
-    """
+    """Runs the checks of this machine, one after another. A check that raises becomes a finding."""
     findings = []
     for check in checks:
         try:

@@ -64,10 +64,7 @@ def reachability_findings(
 
 
 def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Finding]:
-    """Compares the clocks of all tasks with that of one task.
-
-    Only measurements of `reference` count.
-    """
+    """Compares the clocks of all tasks with that of one task. Only measurements of `reference` count."""
     reference_links = [link for link in links if link.first == reference]
     if not reference_links:
         return []

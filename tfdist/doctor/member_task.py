@@ -27,10 +27,7 @@ class ReportSummary:
 
 
 class MemberTask:
-    """This task in its cluster.
-
-    Without a `server` its port is taken.
-    """
+    """This task in its cluster. Without a `server` its port is taken."""
 
     def __init__(
         self,

@@ -23,12 +23,7 @@ ETHERNET_PAYLOAD = 1448 / 1538
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A connection between two workers, in each direction.
-
-    >>> gigabit = Link(bytes_per_second=125e6, latency_seconds=1e-4)
-    >>> gigabit.transfer_seconds(1.25e6)
-    0.0101
-    """
+    """A connection between two workers, in each direction."""
 
     bytes_per_second: float  # the bandwidth of one direction
     latency_seconds: float = 0.0  # from the call that sends to the first byte that is received, half a round trip
@@ -41,10 +36,6 @@ class Link:
         941
         """
         return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
-
-    def transfer_seconds(self, nbytes: float) -> float:
-        """Returns how long a message takes."""
-        return self.latency_seconds + nbytes / self.bytes_per_second
 
 
 def all_reduce_bytes(nbytes: float, members: int) -> float:

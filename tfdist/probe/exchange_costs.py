@@ -63,10 +63,7 @@ class LoopbackExchange:
 def measure_exchange(
     strategy: ProbeStrategy, updates: Sequence[UpdateGradients], method: str, members: int, error: float | None = None
 ) -> ExchangeMeasurement:
-    """Measures the exchange of `updates`.
-
-    The error of the method is measured unless it is known.
-    """
+    """Measures the exchange of `updates`. The error of the method is measured unless it is known."""
     exchange = LoopbackExchange(strategy, method, members)
     function = tf.function(lambda: _run(exchange, updates), autograph=False)
     sizes = [int(nbytes) for nbytes in function()[1]]

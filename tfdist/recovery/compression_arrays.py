@@ -23,10 +23,7 @@ class CompressionArrays:
     """
 
     def __init__(self, model: Any, keys: Mapping[int, str], rank: int, local_replicas: int) -> None:
-        """Reads the strategy of `model`.
-
-        `keys` are those of the model's variables by `id(variable)`.
-        """
+        """Reads the strategy of `model`. `keys` are those of the model's variables by `id(variable)`."""
         self._strategy = model.distribute_strategy
         self._state = training_strategy(self._strategy).compression_state
         self._rank, self._local_replicas = rank, local_replicas

@@ -112,10 +112,7 @@ class EngineCall:
         return dataclasses.replace(self, spec=spec, round=self.round + 1)
 
     def task(self, rank: int, addresses: Sequence[PlaceAddress], *, threads: int | None = None) -> PlaceTask:
-        """Returns what a place does.
-
-        `threads` are the cores that the engine gives each place, if that is known.
-        """
+        """Returns what a place does. `threads` are the cores that the engine gives each place, if that is known."""
         spec, rendezvous = self.spec, addresses[0]
         log_dir = spec.log_dir
         if log_dir is not None and self.round:

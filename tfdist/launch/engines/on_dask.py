@@ -83,10 +83,7 @@ class DaskWorker(NamedTuple):
 
 
 def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWorker:
-    """Describes the Dask worker that this runs in, beside its tasks.
-
-    `Client.run` sets `dask_worker`.
-    """
+    """Describes the Dask worker that this runs in, beside its tasks. `Client.run` sets `dask_worker`."""
     state = dask_worker.state
     has_place = any(str(key).startswith(PLACE_KEY) for key in state.tasks)
     has_resources = all(state.available_resources.get(name, 0) >= need for name, need in resources.items())

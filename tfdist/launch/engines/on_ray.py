@@ -291,10 +291,7 @@ class OutputOfActors:
         self._asked: dict[Any, Any] = {}  # by actor: the answer that is under way
 
     def show_new(self, *, is_last: bool = False) -> None:
-        """Prints the lines that have come since the last call.
-
-        With `is_last` it waits for the rest.
-        """
+        """Prints the lines that have come since the last call. With `is_last` it waits for the rest."""
         ray = import_ray()
         for _ in range(1 + is_last):  # an answer that is under way may lack the last lines
             for actor in self._actors:

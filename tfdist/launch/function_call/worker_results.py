@@ -60,10 +60,7 @@ class RankFiles:
         self._stem.parent.mkdir(exist_ok=True)
 
     def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes the value.
-
-        If `dump` raises, no file remains.
-        """
+        """Writes the value. If `dump` raises, no file remains."""
         with self._replacing(self._stem.with_suffix(".value")) as file:
             dump(file)
 

@@ -149,10 +149,7 @@ class HeartbeatMonitor:
             self._record_progress(worker, message)
 
     def check(self, is_stopped: Mapping[int, bool], *, now: float) -> HealthReport:
-        """Checks all running workers.
-
-        `is_stopped` says of each of them whether its process is stopped.
-        """
+        """Checks all running workers. `is_stopped` says of each of them whether its process is stopped."""
         self._time = self._clock.advance(now)
         messages = [line for rank, stopped in is_stopped.items() for line in self._record_stop(rank, stopped)]
         frozen = {rank: reason for rank in is_stopped if (reason := self._freeze_reason(self._workers[rank]))}

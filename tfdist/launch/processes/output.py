@@ -172,10 +172,7 @@ class LogFiles:
 
 
 class WorkerOutput:
-    """The two output streams of one worker.
-
-    The log receives both streams without the prefix.
-    """
+    """The two output streams of one worker. The log receives both streams without the prefix."""
 
     def __init__(self, label: str, console: Console, log: BinaryIO | None) -> None:
         self._prefix = f"[{label}] "

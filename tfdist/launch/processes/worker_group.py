@@ -17,10 +17,7 @@ _UNKILLABLE_SECONDS = 30.0
 
 
 class WorkerGroup:
-    """The worker processes of this host.
-
-    `spared` are process ids of children of this process that are not orphans.
-    """
+    """The worker processes of this host. `spared` are process ids of children of this process that are not orphans."""
 
     def __init__(
         self, reaper: OrphanReaper, spares: WarmSpares, *, keeps_spares: bool, spared: Collection[int] = ()
