@@ -104,7 +104,8 @@ class VariableSnapshots:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
         """
         build_for_training(self._model, element_spec)
-        create_anchors(self._model)
+        if (updates := self._local_updates) is not None:
+            updates.prepare(updating_optimizers(self._model))  # their variables, as the first update would
 
     def shared(self) -> Arrays:
         """Returns copies of what is equal on all replicas."""
@@ -156,7 +157,7 @@ class VariableSnapshots:
         If the number of micro-steps per update differs, the count of micro-steps is converted so that the number of
         updates stays.
         """
-        complete_exchanges(self._strategy)
+        self._complete_exchanges()
         named = NamedVariables(self._model)
         present = {name: variable for name, variable in named.shared.items() if name in shared}
         assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
@@ -187,7 +188,8 @@ class VariableSnapshots:
         self._assign(named.per_replica, saved, description)
         _rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
-        resume_local_updates(self._strategy, same_workers=self._has_replicas_of(description))
+        if (updates := self._local_updates) is not None:  # on other workers from the last exchange
+            updates.resume(same_workers=self._has_replicas_of(description))
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
         """Restores the metrics of a resumed epoch. Call this in `on_epoch_begin`, after Keras has reset them.
@@ -242,7 +244,7 @@ class VariableSnapshots:
         return self._copy({**present, **self._compression(named).variables()})
 
     def _copy(self, variables: Mapping[str, Any]) -> Arrays:
-        complete_exchanges(self._strategy)
+        self._complete_exchanges()
         copies = self._copies or HostCopies()
         requested = {name: copies.request(name, variable) for name, variable in variables.items()}
         if self._copies is None:
@@ -288,29 +290,20 @@ class VariableSnapshots:
                 assignments.append((component, value))
         assign_all(assignments)
 
+    @property
+    def _local_updates(self) -> Any:
+        return training_strategy(self._strategy).local_updates
+
+    def _complete_exchanges(self) -> None:
+        """Waits for exchanges that are under way, which change residuals and whose sums are saved."""
+        if (updates := self._local_updates) is not None:
+            updates.hold()
+
     def _has_replicas_of(self, description: Json) -> bool:
         return (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
 
     def _compression(self, named: NamedVariables) -> CompressionArrays:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
-
-
-def create_anchors(model: Any) -> None:
-    """Creates the variables of local updates, which the first update would create."""
-    if (updates := training_strategy(model.distribute_strategy).local_updates) is not None:
-        updates.prepare(updating_optimizers(model))
-
-
-def complete_exchanges(strategy: Any) -> None:
-    """Waits for exchanges that are under way, which change residuals and whose sums are saved."""
-    if (updates := training_strategy(strategy).local_updates) is not None:
-        updates.hold()
-
-
-def resume_local_updates(strategy: Any, *, same_workers: bool) -> None:
-    """Continues with restored variables; on other workers from the last exchange."""
-    if (updates := training_strategy(strategy).local_updates) is not None:
-        updates.resume(same_workers=same_workers)
 
 
 def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
