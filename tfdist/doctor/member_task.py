@@ -51,9 +51,12 @@ class MemberTask:
         self._server: PeerServer | None = None
         if server is not None:
             handlers: dict[str, Handler] = {
-                "state": self._state,
+                "state": lambda _: {"checked": self.findings is not None, "dialed": self.peers.is_done},
                 "stop_waiting": self._stop_waiting,
-                "report": self._report,
+                "report": lambda _: {
+                    "findings": [finding.to_json() for finding in self.findings or ()],
+                    "missing": self.peers.missing,
+                },
                 "measure": self._measure,
                 "see_marker": self._see_marker,
                 "summary": self._take_summary,
@@ -108,18 +111,10 @@ class MemberTask:
             raise ConnectionClosedError(f"{task} has not answered {self.task}")
         return measure(self.task, task, peer.connection, self.clock, with_bandwidth=with_bandwidth)
 
-    def _state(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return {"checked": self.findings is not None, "dialed": self.peers.is_done}
-
     def _stop_waiting(self, request: dict[str, Any]) -> dict[str, Any]:
         del request
         self.peers.stop_waiting()
         return {}
-
-    def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return {"findings": [finding.to_json() for finding in self.findings or ()], "missing": self.peers.missing}
 
     def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -115,13 +115,13 @@ def run_worker(directory: str) -> None:
     except Exception as error:
         trace = _user_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
-        files.write_error(type(error).__qualname__, str(error), text)
+        files.write_json("error", {"type": type(error).__qualname__, "message": str(error), "traceback": text})
         raise
     try:
         files.write_value(lambda file: dump(value, file, tensors=True))
     except PicklingError as error:
         # Not a failure of the attempt: another one would return the same value.
-        files.write_pickling_error(type(value).__qualname__, str(error))
+        files.write_json("pickling-error", {"type": type(value).__qualname__, "reason": str(error)})
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:

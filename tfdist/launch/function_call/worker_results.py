@@ -64,21 +64,14 @@ class RankFiles:
         with self._replacing(self._stem.with_suffix(".value")) as file:
             dump(file)
 
-    def write_pickling_error(self, kind: str, reason: str) -> None:
-        """Writes the type of a value that cannot be pickled, and the reason."""
-        self._write_json(".pickling-error", {"type": kind, "reason": reason})
-
-    def write_error(self, kind: str, message: str, traceback: str) -> None:
-        """Writes the exception that the function raised."""
-        self._write_json(".error", {"type": kind, "message": message, "traceback": traceback})
+    def write_json(self, kind: str, content: dict[str, Any]) -> None:
+        """Writes an `error` that the function raised, or a `pickling-error` of its value; see `RankResult`."""
+        with self._replacing(self._stem.with_suffix(f".{kind}")) as file:
+            file.write(json.dumps(content).encode())
 
     def _replacing(self, path: Path) -> AbstractContextManager[IO[bytes]]:
         path.parent.mkdir(exist_ok=True)
         return atomic_files.replacing(path, durable=False)
-
-    def _write_json(self, suffix: str, content: dict[str, Any]) -> None:
-        with self._replacing(self._stem.with_suffix(suffix)) as file:
-            file.write(json.dumps(content).encode())
 
 
 def read_results(directory: Path) -> dict[tuple[int, int], RankResult]:

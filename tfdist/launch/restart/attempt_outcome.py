@@ -148,7 +148,9 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
     """Returns the message for an outcome. A long message has fewer of the workers' last lines."""
     lines = _MAX_LINES
     while True:
-        exits = [_encode_exit(worker_exit, lines) for worker_exit in outcome.exits]
+        exits = [dataclasses.asdict(worker_exit) for worker_exit in outcome.exits]
+        for worker_exit in exits:
+            worker_exit["last_lines"] = [line[:_MAX_LINE_CHARACTERS] for line in worker_exit["last_lines"][-lines:]]
         if lines <= 1 or len(json.dumps(exits)) <= _MAX_MESSAGE_BYTES:
             break
         lines //= 2
@@ -186,18 +188,6 @@ def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
         saved=_optional_int(message["saved"]),
         errors={int(rank): {str(key): str(value) for key, value in error.items()} for rank, error in errors},
     )
-
-
-def _encode_exit(worker_exit: WorkerExit, lines: int) -> dict[str, Any]:
-    return {
-        "rank": worker_exit.rank,
-        "task": worker_exit.task,
-        "returncode": worker_exit.returncode,
-        "last_lines": [line[:_MAX_LINE_CHARACTERS] for line in worker_exit.last_lines[-lines:]],
-        "was_signalled": worker_exit.was_signalled,
-        "failure_reason": worker_exit.failure_reason,
-        "at": worker_exit.at,
-    }
 
 
 def _decode_exit(message: Mapping[str, Any], host: str) -> WorkerExit:
