@@ -12,25 +12,19 @@ from tfdist.launch.engines.place import PlaceResult, place_address, run_place, s
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
+from tfdist.utils.optional_modules import import_optional
 
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
 
 
 def import_distributed() -> Any:
-    """Returns the module `distributed`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import distributed
-    except ImportError as error:
-        raise ImportError(
-            "Dask is not installed. Received: no module `distributed`. Expected: the extra `dask`. "
-            "Run: pip install 'tfdist[dask]'"
-        ) from error
-    return distributed
+    """Returns the module `distributed`, or raises an ImportError that says how to install it."""
+    return import_optional(
+        "distributed",
+        "Dask is not installed. Received: no module `distributed`. Expected: the extra `dask`. Run: pip install "
+        "'tfdist[dask]'",
+    )
 
 
 @contextlib.contextmanager

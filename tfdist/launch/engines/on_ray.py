@@ -12,6 +12,7 @@ from tfdist.launch.engines.place import PlaceResult, place_address, run_place, s
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.argument_checks import is_number
+from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
@@ -206,18 +207,11 @@ _FLUSH_SECONDS = 5.0
 
 
 def import_ray() -> Any:
-    """Returns the module `ray`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            "Ray is not installed. Received: no module `ray`. Expected: the extra `ray`. Run: pip install 'tfdist[ray]'"
-        ) from error
-    return ray
+    """Returns the module `ray`, or raises an ImportError that says how to install it."""
+    return import_optional(
+        "ray",
+        "Ray is not installed. Received: no module `ray`. Expected: the extra `ray`. Run: pip install 'tfdist[ray]'",
+    )
 
 
 def check_placement(resources: Any, strategy: Any) -> None:

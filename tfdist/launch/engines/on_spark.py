@@ -12,6 +12,7 @@ from tfdist.launch.engines.place import PlaceResult, run_place
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
+from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _POLL_SECONDS = 0.2
@@ -198,19 +199,13 @@ _ERROR_LINES = 12
 
 
 def import_pyspark() -> Any:
-    """Returns the module `pyspark`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import pyspark.sql
-    except ImportError as error:
-        raise ImportError(
-            "Spark is not installed. Received: no module `pyspark`. Expected: the extra `spark`, and Java. "
-            "Run: pip install 'tfdist[spark]'"
-        ) from error
-    return pyspark
+    """Returns the module `pyspark`, or raises an ImportError that says how to install it."""
+    message = (
+        "Spark is not installed. Received: no module `pyspark`. Expected: the extra `spark`, and Java. "
+        "Run: pip install 'tfdist[spark]'"
+    )
+    import_optional("pyspark.sql", message)
+    return import_optional("pyspark", message)
 
 
 def context_of(spark: Any) -> Any:
