@@ -51,11 +51,6 @@ class BatchLayout:
         """About how many bytes a row has in memory; those of strings are not known."""
         return sum(tensor.row_bytes for tensor in self.tensors)
 
-    @property
-    def columns(self) -> list[str]:
-        """All columns that are read, each once."""
-        return list(dict.fromkeys(column.column for tensor in self.tensors for column in tensor.columns))
-
     def structure(self, values: Sequence[Any]) -> Any:
         """Returns what `fit` draws, `x`, `(x, y)` or `(x, y, sample_weight)`, of one value for each tensor."""
         remaining = list(values)
