@@ -105,7 +105,7 @@ def _plan(measured: Measurements, candidate: Candidate, dense_bytes: float) -> P
         memory_bytes=int(predicted.memory_bytes),
         wire_bytes=int(predicted.wire_bytes),
         accuracy=accuracy_of(measured, candidate),
-        reason=reason_of(measured, candidate, dense_bytes),
+        reason=reason_of(candidate, dense_bytes),
         code=code_of(
             candidate.strategy,
             jit_compile=candidate.compiled if says_compiled else None,
@@ -143,7 +143,7 @@ def accuracy_of(measured: Measurements, one: Candidate) -> str:
     return "; ".join(prices) or "exact: the numbers of one process, up to rounding"
 
 
-def reason_of(measured: Measurements, one: Candidate, dense_bytes: float) -> str:
+def reason_of(one: Candidate, dense_bytes: float) -> str:
     """Returns what bounds the step, and what the plan does about it."""
     predicted = one.prediction
     step = predicted.step_seconds
