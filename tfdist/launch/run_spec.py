@@ -50,9 +50,8 @@ class RunSpec:
     restart_delay: float = 1.0  # from a failure to the next start, after an attempt without progress
     warm_spares: bool = False  # whether to keep processes for the next attempt that have imported TensorFlow
     seed: int | None = None  # None: TFDIST_SEED, or a new one
-    grace: float | None = (
-        None  # from SIGTERM to SIGKILL. None: 25 s after a signal to the command, 5 s after a failure.
-    )
+    # from SIGTERM to SIGKILL. None: 25 s after a signal to the command, 5 s after a failure.
+    grace: float | None = None
     start_timeout: float | None = None  # for peers and hosts to start; None: TFDIST_START_TIMEOUT, or 300 s
     rejoin_timeout: float | None = None  # for lost hosts to join again; None: `start_timeout`
     heartbeat_timeout: float = 10.0  # silence after which a worker is frozen, or a host lost; 0: never
