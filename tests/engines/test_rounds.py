@@ -197,7 +197,7 @@ def test_lost_places_lead_to_another_round(lost, left):
     said = []
     run_round, calls = rounds(lost, GOOD)
     assert run_rounds(call_of(where, 1, max_restarts=3), run_round, say=said.append) == [7, 7]
-    assert [call.max_restarts for call in calls] == [3, left]
+    assert [call.spec.max_restarts for call in calls] == [3, left]
     assert len({call.run for call in calls}) == 2
     assert len(said) == 1 and f"({left} restart" in said[0]
 
@@ -230,7 +230,8 @@ def test_a_failure_of_the_function_is_no_lost_place():
 def test_what_a_place_is_told():
     call = call_of(where, 1, max_restarts=3, log_dir="logs", grace_seconds=7, chief=True)
     arguments = " ".join(call.task(1, ADDRESSES, threads=4).arguments)
-    assert "--nodes 2 --node-rank 1 --rendezvous 10.0.0.1:4000 --address fd00::2 --chief" in arguments
+    assert "--node-rank 1 --rendezvous 10.0.0.1:4000 --address fd00::2" in arguments
+    assert "--workers 1 --chief --nodes 2 " in arguments
     assert "--max-restarts 3 " in arguments and "--grace 7 --start-timeout 300" in arguments
     assert "--threads-per-worker 4" in arguments
     assert f"--log-dir {os.getcwd()}/logs" in arguments, "relative paths are those of the driver"

@@ -7,12 +7,12 @@ from tfdist.launch.engines.place import place_address, run_place, stop_places
 
 def run_in_threads(call, *, show=print, should_stop=lambda: False, on_addresses=lambda addresses: None):
     """Runs a round; `show` gets all lines, and `on_addresses` the addresses before the places start."""
-    addresses = [place_address("127.0.0.1") for _ in range(call.workers)]
+    addresses = [place_address("127.0.0.1") for _ in range(call.spec.workers)]
     on_addresses(addresses)
-    with concurrent.futures.ThreadPoolExecutor(call.workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(call.spec.workers) as pool:
         places = [
             pool.submit(run_place, call.task(rank, addresses, threads=1), show=show, should_stop=should_stop)
-            for rank in range(call.workers)
+            for rank in range(call.spec.workers)
         ]
         for place in concurrent.futures.as_completed(places, 120):
             if place.exception() is not None or place.result().ends_round:

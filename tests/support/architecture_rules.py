@@ -57,19 +57,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),  # launch/__init__.py and __main__.py
     "launch/cli": frozenset(
         "checkpoint cluster doctor launch/processes launch/rendezvous launch/restart launch/process_roles "
-        "launch/run_config planning probe utils".split()
+        "launch/run_spec planning probe utils".split()
     ),
-    "launch/notebook": frozenset("launch/cli launch/function_call planning utils".split()),
-    "launch/engines": frozenset("cluster launch/function_call launch/run_config utils".split()),
+    "launch/notebook": frozenset("launch/cli launch/function_call launch/run_spec planning utils".split()),
+    "launch/engines": frozenset("cluster launch/function_call launch/run_spec utils".split()),
     "launch/function_call": frozenset("cluster launch/cli launch/restart utils".split()),
     "launch/rendezvous": frozenset(
-        "cluster launch/processes launch/restart launch/process_roles launch/run_config transport utils".split()
+        "cluster launch/processes launch/restart launch/process_roles launch/run_spec transport utils".split()
     ),
-    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/run_config utils".split()),
-    "launch/restart": frozenset("cluster launch/process_roles utils".split()),
+    "launch/processes": frozenset("cluster launch/restart launch/process_roles launch/run_spec utils".split()),
+    "launch/restart": frozenset("cluster launch/process_roles launch/run_spec utils".split()),
     "launch/process_roles": frozenset({"cluster", "utils"}),
-    "launch/run_config": frozenset(),
-    "doctor": frozenset({"cluster", "transport", "utils", "versions"}),
+    "launch/run_spec": frozenset({"launch/process_roles", "utils"}),
+    "doctor": frozenset({"cluster", "planning", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
     "probe": frozenset(
         "collectives compression exchange internals model_parallel planning strategies training utils".split()
@@ -283,7 +283,7 @@ def shown_arrows() -> dict[str, str]:
         "examples",
         "benchmarks",
         "launch/process_roles",
-        "launch/run_config",
+        "launch/run_spec",
     }
     return {
         titles[room]: ", ".join(sorted(name.removeprefix("launch/") for name in targets - _EVERYWHERE)) or "–"

@@ -120,12 +120,7 @@ def is_slurm_step(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_outside_allocation(environ: Mapping[str, str], host: str) -> bool:
-    """Whether this process is in a shell of `salloc` on a host that Slurm has not allocated, such as a login host.
-
-    Args:
-        environ: The environment.
-        host: The name of this host.
-    """
+    """Whether this process is in a shell of `salloc` on a host that Slurm has not allocated, such as a login host."""
     # Slurm's daemon sets SLURMD_NODENAME for all that it starts.
     if "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" in environ:
         return False
@@ -236,13 +231,7 @@ def _components(environ: Mapping[str, str], nodes: tuple[str, ...]) -> list[list
 
 
 def _placement(environ: Mapping[str, str], counts: tuple[int, ...], components: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the index of the node, and the index on that node, of each rank.
-
-    Args:
-        environ: The environment.
-        counts: Tasks of each node.
-        components: Number of nodes of each component, which are consecutive.
-    """
+    """Returns the index of the node, and the index on that node, of each rank. Nodes of a component are consecutive."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
     kind = distribution.replace(",", ":").split(":")[0].strip() or "block"
     placement: list[tuple[int, int]] = []

@@ -1,7 +1,8 @@
 """Imports the optional libraries that hold data; an error says what to install."""
 
-import importlib
 from typing import Any
+
+from tfdist.utils.optional_modules import import_optional
 
 
 def import_arrow(module: str = "pyarrow") -> Any:
@@ -16,19 +17,12 @@ def import_arrow(module: str = "pyarrow") -> Any:
 def import_library(module: str, purpose: str, extra: str) -> Any:
     """Returns an optional module.
 
-    Args:
-        module: Its name.
-        purpose: What it does for tfdist, for the message.
-        extra: The extra of tfdist that installs it.
-
     Raises:
         ImportError: If it is not installed. The message says how to install it.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        library = module.partition(".")[0]
-        raise ImportError(
-            f"{library}, which {purpose}, is not installed. Received: no module {module}. Expected: the extra "
-            f"`{extra}`, or the library alone. Run: pip install {library}"
-        ) from error
+    library = module.partition(".")[0]
+    return import_optional(
+        module,
+        f"{library}, which {purpose}, is not installed. Received: no module {module}. Expected: the extra `{extra}`, "
+        f"or the library alone. Run: pip install {library}",
+    )

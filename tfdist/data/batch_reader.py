@@ -142,14 +142,6 @@ def batch_pipeline(
 
     Each element of its source is the number of a batch, with a number for the epoch, so a batch depends on nothing that
     was read before it.
-
-    Args:
-        reader: Reads batches.
-        layout: What a batch consists of.
-        batch_size: The number of rows of a global batch.
-        seed: As in `tf.data.Dataset.shuffle`.
-        drop_remainder: Whether a last batch with fewer rows is left out.
-        streams: The number of streams of rows.
     """
     rows = sum(reader.source.rows_of_blocks)
     options = tf.data.Options()
@@ -221,15 +213,11 @@ def number_of_readers() -> int:
     """
     config = cluster.detect()
     jobs = {} if config is None else config.cluster.jobs
-    if "ps" in jobs or ("chief" in jobs and _is_started_by_launcher()):
+    if "ps" in jobs or ("chief" in jobs and "TFDIST_RUN_ID" in os.environ):
         return 1  # one process draws all batches
     present = sum(len(jobs.get(job, ())) for job in ("chief", "worker"))
     remedy = "Start the workers with `tfdist run`, which sets it, or unset it."
     return max(present, optional_integer_variable(os.environ, "TFDIST_FULL_WORKERS", remedy=remedy) or 1, 1)
-
-
-def _is_started_by_launcher() -> bool:
-    return "TFDIST_RUN_ID" in os.environ
 
 
 def _dtype(tensor: TensorFormat) -> tf.DType:

@@ -103,16 +103,7 @@ class DaskSource(BlockSource):
         security: Any,
         timeout_seconds: float,
     ) -> None:
-        """Creates a source.
-
-        Args:
-            schema: The `pyarrow.Schema` of the tables.
-            keys: Their keys in Dask.
-            blocks: The number of the partition and the number of rows of each table.
-            address: The address of Dask's scheduler.
-            security: What a client needs to connect.
-            timeout_seconds: How long to wait for a table.
-        """
+        """Creates a source. `blocks` are the number of the partition and the number of rows of each table."""
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
         self._keys, self._partitions = list(keys), [number for number, _ in blocks]
         self._address, self._security, self._timeout = address, security, timeout_seconds

@@ -66,13 +66,7 @@ class ParquetSource(BlockSource):
     """The row groups of Parquet files."""
 
     def __init__(self, schema: Any, files: Sequence[str], blocks: Sequence[tuple[int, int, int]]) -> None:
-        """Creates a source.
-
-        Args:
-            schema: The `pyarrow.Schema` of the files.
-            files: Their paths.
-            blocks: The index of the file, the row group and the number of rows of each block.
-        """
+        """Creates a source. `blocks` are the index of the file, the row group and the number of rows of each block."""
         self.schema, self.files, self._blocks = schema, list(files), list(blocks)
         self.rows_of_blocks = [rows for _, _, rows in blocks]
         self._open = threading.local()
@@ -186,11 +180,7 @@ def data_in_store(
 ) -> PartitionedData:
     """Lets an engine write Parquet files to a new directory, and returns their data.
 
-    Args:
-        store: A directory that the driver, the engine and all workers share under the same path.
-        write: Takes the path of a new directory, writes files there, and returns the number of rows, if known.
-        keep: Whether the files stay when the data is closed.
-        engine: The name of the engine, for messages.
+    `write` takes the path of a new directory, writes files there, and returns the number of rows, if known.
 
     Raises:
         RuntimeError: The driver does not see what the engine has written.

@@ -91,12 +91,8 @@ class RaySource(BlockSource):
     ) -> None:
         """Creates a source.
 
-        Args:
-            schema: The `pyarrow.Schema` of the tables.
-            holder: The name of the actor that holds them, and of its namespace.
-            blocks: The number in Ray and the number of rows of each block.
-            address: The address of Ray's cluster.
-            timeout_seconds: How long to wait for a block.
+        `holder` is the name of the actor that holds the tables, and of its namespace; `blocks` are the number in Ray
+        and the number of rows of each block.
         """
         self.schema, self.rows_of_blocks = schema, [rows for _, rows in blocks]
         self._holder, self._numbers, self._address = holder, [number for number, _ in blocks], address

@@ -33,17 +33,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring rows of a stream that are in memory together, and are shuffled together.
+    """Neighbouring rows of a stream that are in memory together, and are shuffled together."""
 
-    Attributes:
-        segments: Where they are.
-        start: Their first position in the stream.
-        order: Which row of the segments comes at each position, int64; None: as they are.
-    """
-
-    segments: tuple[Segment, ...]
-    start: int
-    order: Any = None
+    segments: tuple[Segment, ...]  # where they are
+    start: int  # their first position in the stream
+    order: Any = None  # which row of the segments comes at each position, int64; None: as they are
 
     @property
     def rows(self) -> int:
@@ -123,25 +117,17 @@ class RowRange:
 class BatchRows:
     """Which rows the batches of an epoch consist of.
 
-    Attributes:
-        rows: The number of rows.
-        batch_size: The number of rows of a batch; the last one may have fewer.
-        streams: The number of streams.
-        drop_remainder: Whether a last batch with fewer rows is left out.
-        replicas_of_workers: The number of replicas of each worker that shares the batches.
-        rank: The rank of the worker that reads.
-
     >>> batches = BatchRows(rows=7, batch_size=4, streams=2, replicas_of_workers=(1, 1), rank=1)
     >>> batches.number, batches.ranges(0), batches.ranges(1)
     (2, [RowRange(stream=1, start=0, stop=2)], [RowRange(stream=1, start=2, stop=3)])
     """
 
     rows: int
-    batch_size: int
+    batch_size: int  # the number of rows of a batch; the last one may have fewer
     streams: int
-    drop_remainder: bool = False
-    replicas_of_workers: tuple[int, ...] = (1,)
-    rank: int = 0
+    drop_remainder: bool = False  # whether a last batch with fewer rows is left out
+    replicas_of_workers: tuple[int, ...] = (1,)  # the number of replicas of each worker that shares the batches
+    rank: int = 0  # the rank of the worker that reads
 
     @property
     def number(self) -> int:

@@ -49,24 +49,13 @@ def from_spark(
 
 
 def with_lists_for_vectors(df: Any, dtype: str) -> Any:
-    """Returns a DataFrame whose columns of MLlib's vectors are lists of numbers.
-
-    Args:
-        df: A `pyspark.sql.DataFrame`.
-        dtype: The type of the numbers: "float32" or "float64".
-    """
-    vectors = [
-        field.name for field in df.schema.fields if field.dataType.typeName() == "vectorudt" or _is_vector(field)
-    ]
+    """Returns a DataFrame whose columns of MLlib's vectors are lists of numbers."""
+    vectors = [field.name for field in df.schema.fields if type(field.dataType).__name__ == "VectorUDT"]
     if not vectors:
         return df
     from pyspark.ml.functions import vector_to_array
 
     return df.withColumns({name: vector_to_array(df[_quoted(name)], dtype) for name in vectors})
-
-
-def _is_vector(field: Any) -> bool:
-    return type(field.dataType).__name__ == "VectorUDT"
 
 
 def _quoted(name: str) -> str:

@@ -8,26 +8,16 @@ import numpy as np
 
 from tfdist.data.arrow_import import import_arrow
 
-_MICROSECONDS = {"timestamp": "timestamp('us')", "duration": "duration('us')", "time64": "time64('us')"}
-
 
 @dataclass(frozen=True)
 class ColumnFormat:
-    """How the values of a column become a tensor.
+    """How the values of a column become a tensor."""
 
-    Attributes:
-        column: The name of the column.
-        dtype: NumPy's dtype of the tensor; `object` for `tf.string`.
-        shape: The shape of one row; None for lists of Arrow of which no length is known.
-        fill: What replaces null; None: null is an error.
-        is_cast: Whether the user has chosen the dtype.
-    """
-
-    column: str
-    dtype: Any
-    shape: tuple[int, ...] | None
-    fill: Any = None
-    is_cast: bool = False
+    column: str  # the name of the column
+    dtype: Any  # NumPy's dtype of the tensor; `object` for `tf.string`
+    shape: tuple[int, ...] | None  # the shape of one row; None for lists of Arrow of which no length is known
+    fill: Any = None  # what replaces null; None: null is an error
+    is_cast: bool = False  # whether the user has chosen the dtype
 
     @property
     def width(self) -> int:
@@ -40,12 +30,7 @@ def column_format(
 ) -> ColumnFormat:
     """Returns how a column of an Arrow type becomes a tensor.
 
-    Args:
-        column: The name of the column.
-        kind: Its `pyarrow.DataType`.
-        dtype: The dtype to cast to; None: that of the column.
-        shape: The shape of a row, for lists; None: that of the type, if it has one.
-        fill: What replaces null.
+    `dtype` and `shape` replace those of the type; `shape` is that of a row, for lists. `fill` replaces null.
 
     Raises:
         ValueError: No tensor can hold such values, or `shape` or `dtype` does not fit them.
@@ -67,12 +52,6 @@ def column_format(
 def to_array(values: Any, target: ColumnFormat, place: str, first_row: int = 0) -> np.ndarray:
     """Returns a column as an array of shape `[rows, *target.shape]`, without a copy where Arrow's memory permits.
 
-    Args:
-        values: A `pyarrow.ChunkedArray`.
-        target: The format of the column. Its shape is known.
-        place: The name of the block, for messages.
-        first_row: The number of the first row in the block, for messages.
-
     Raises:
         ValueError: A value is null, a list has another length, or a cast would change a value. The message names the
             column, the block and the row.
@@ -88,11 +67,6 @@ def to_array(values: Any, target: ColumnFormat, place: str, first_row: int = 0) 
 
 def infer_shape(column: str, values: Any, place: str) -> tuple[int, ...]:
     """Returns the shape of the first row of lists of which none is null.
-
-    Args:
-        column: The name of the column.
-        values: A `pyarrow.ChunkedArray` of lists.
-        place: The name of the block, for messages.
 
     Raises:
         ValueError: There is no such row.
@@ -278,12 +252,6 @@ def chosen_dtype(column: str, dtype: Any, kind: Any, natural: Any) -> Any:
     >>> chosen_dtype("price", "float32", "double", np.dtype("float64"))
     dtype('float32')
 
-    Args:
-        column: The name of the column.
-        dtype: A dtype of NumPy, its name, or a `tf.DType`.
-        kind: The type of the column in Arrow.
-        natural: The dtype without a choice.
-
     Raises:
         ValueError: It is no dtype of numbers, or the column holds strings.
     """
@@ -302,12 +270,6 @@ def chosen_dtype(column: str, dtype: Any, kind: Any, natural: Any) -> Any:
 
 def check_fill(column: str, fill: Any, values: Any, kind: Any) -> None:
     """Checks that a value fits a column whose nulls it replaces.
-
-    Args:
-        column: The name of the column.
-        fill: The value, None for none.
-        values: The type of the column's values in Arrow.
-        kind: The type of the column in Arrow.
 
     Raises:
         ValueError: The type has no such value: 0.5 among integers.
@@ -332,11 +294,6 @@ def cast_values(values: np.ndarray, dtype: Any, where: str) -> np.ndarray:
 
     >>> cast_values(np.array([1.7, -2.0]), np.dtype("int8"), "column 'c'")
     array([ 1, -2], dtype=int8)
-
-    Args:
-        values: Numbers or bools.
-        dtype: The dtype.
-        where: The column and its block, for messages.
 
     Raises:
         ValueError: A value is outside of the range of an integer dtype, or no number.

@@ -16,17 +16,11 @@ Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """A tensor of a batch: one column, or several numeric columns side by side.
+    """A tensor of a batch: one column, or several numeric columns side by side."""
 
-    Attributes:
-        columns: The columns, in order.
-        dtype: NumPy's dtype; `object` for `tf.string`.
-        shape: The shape of a row.
-    """
-
-    columns: tuple[ColumnFormat, ...]
-    dtype: Any
-    shape: tuple[int, ...]
+    columns: tuple[ColumnFormat, ...]  # the columns, in order
+    dtype: Any  # NumPy's dtype; `object` for `tf.string`
+    shape: tuple[int, ...]  # the shape of a row
 
     @property
     def row_bytes(self) -> int:
@@ -35,13 +29,7 @@ class TensorFormat:
         return int(np.prod(self.shape, dtype=np.int64)) * value
 
     def array(self, table: Any, place: str, first_row: int) -> np.ndarray:
-        """Returns the tensor's values of some rows of a block.
-
-        Args:
-            table: The rows, a `pyarrow.Table`.
-            place: The name of the block, for messages.
-            first_row: The number of the first row in the block, for messages.
-        """
+        """Returns the tensor's values of some rows of a block."""
         parts = [to_array(table.column(column.column), column, place, first_row) for column in self.columns]
         if len(parts) == 1 and self.shape == self.columns[0].shape:
             return parts[0]
@@ -51,29 +39,17 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The tensors of a batch.
+    """The tensors of a batch."""
 
-    Attributes:
-        tensors: All tensors: those of features, label and weight, in this order.
-        features: The names of the features' tensors; None for a single tensor without a name.
-        label: Likewise; an empty tuple without a label.
-        weight: Whether there are sample weights, the last tensor.
-    """
-
-    tensors: tuple[TensorFormat, ...]
-    features: tuple[str, ...] | None
-    label: tuple[str, ...] | None
-    weight: bool
+    tensors: tuple[TensorFormat, ...]  # all tensors: those of features, label and weight, in this order
+    features: tuple[str, ...] | None  # the names of the features' tensors; None for a single tensor without a name
+    label: tuple[str, ...] | None  # likewise; an empty tuple without a label
+    weight: bool  # whether there are sample weights, the last tensor
 
     @property
     def row_bytes(self) -> int:
         """About how many bytes a row has in memory; those of strings are not known."""
         return sum(tensor.row_bytes for tensor in self.tensors)
-
-    @property
-    def columns(self) -> list[str]:
-        """All columns that are read, each once."""
-        return list(dict.fromkeys(column.column for tensor in self.tensors for column in tensor.columns))
 
     def structure(self, values: Sequence[Any]) -> Any:
         """Returns what `fit` draws, `x`, `(x, y)` or `(x, y, sample_weight)`, of one value for each tensor."""

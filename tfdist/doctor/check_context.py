@@ -11,27 +11,16 @@ from tfdist.cluster import ClusterConfig
 
 @dataclasses.dataclass(frozen=True)
 class CheckContext:
-    """What the checks know.
+    """What the checks know."""
 
-    Args:
-        environ: Environment of the training.
-        cores: Number of cores that this process may use.
-        config: The cluster and this task; None: no cluster.
-        workers: Number of workers on this machine.
-        parameters: Number of parameters of the model.
-        checkpoints: Directory for checkpoints, or None.
-        keep: Number of checkpoints that are kept.
-        root: Directory that contains `proc`, `sys` and `dev`.
-    """
-
-    environ: Mapping[str, str]
-    cores: int
-    config: ClusterConfig | None = None
-    workers: int = 1
-    parameters: int = 10_000_000
-    checkpoints: Path | None = None
-    keep: int = 3
-    root: Path = Path("/")
+    environ: Mapping[str, str]  # environment of the training
+    cores: int  # number of cores that this process may use
+    config: ClusterConfig | None = None  # the cluster and this task; None: no cluster
+    workers: int = 1  # number of workers on this machine
+    parameters: int = 10_000_000  # number of parameters of the model
+    checkpoints: Path | None = None  # directory for checkpoints, or None
+    keep: int = 3  # number of checkpoints that are kept
+    root: Path = Path("/")  # directory that contains `proc`, `sys` and `dev`
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -48,12 +48,7 @@ _LAST_TRY_SECONDS = 10.0
 
 
 def run_machine_checks(context: CheckContext, checks: Sequence[Check] = MACHINE_CHECKS) -> list[Finding]:
-    """Runs the checks of this machine, one after another.
-
-    Args:
-        context: What the checks know.
-        checks: The checks. A check that raises becomes a finding.
-    """
+    """Runs the checks of this machine, one after another. A check that raises becomes a finding."""
     findings = []
     for check in checks:
         try:
@@ -76,13 +71,7 @@ def run_checks(
 ) -> Report | ReportSummary:
     """Checks this machine and, together with its peers, the cluster.
 
-    Args:
-        context: The machine and the cluster.
-        timeout_seconds: How long to wait for peers.
-        say: Shows progress to the user.
-        checks: The checks of this machine.
-        clock: Returns the time of this machine, in seconds since 1970.
-        findings: Earlier findings, which the report includes.
+    The report includes the earlier `findings`. `clock` returns the time of this machine, in seconds since 1970.
 
     Returns:
         The report, or its summary if the first task of the cluster has the report.

@@ -26,12 +26,7 @@ _MAX_ALL_PAIRS_TASKS = 4
 
 
 class ChiefTask:
-    """Runs the checks of a cluster whose tasks are connected.
-
-    Args:
-        member: The first task, after the checks of its machine.
-        say: Shows progress to the user.
-    """
+    """Runs the checks of a cluster whose tasks are connected."""
 
     def __init__(self, member: MemberTask, say: Callable[[str], None]) -> None:
         self._member, self._say = member, say

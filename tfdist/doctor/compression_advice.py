@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfdist.doctor.link_measurement import LinkMeasurement
+from tfdist.planning.group_exchanges import wire_bytes
+from tfdist.planning.link_costs import Link, collective_seconds
+from tfdist.planning.measurements import EXCHANGE, GATHER, SUM, Collective
 from tfdist.utils.formatting import format_count, format_rate, format_seconds
 
 MATRIX_SIDE = 1024
@@ -24,40 +27,24 @@ _FAST, _GIGABIT, _SLOW = 1500 * _MBIT, 300 * _MBIT, 30 * _MBIT  # bytes per seco
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Estimate of one gradient exchange.
+    """Estimate of one gradient exchange."""
 
-    Args:
-        method: A name for `compression=`, or `"uncompressed"`.
-        bytes_sent: Bytes that each worker sends.
-        seconds: Lower bound of the time: the bytes on the slowest connection, and the round trips.
-    """
-
-    method: str
-    bytes_sent: int
-    seconds: float
+    method: str  # a name for `compression=`, or `"uncompressed"`
+    bytes_sent: int  # bytes that each worker sends
+    seconds: float  # lower bound of the time: the bytes and the messages in turn, on the slowest connection
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Suggestion for a network.
+    """Suggestion for a network."""
 
-    Args:
-        parameters: Number of parameters of the model.
-        workers: Number of workers.
-        bytes_per_second: Bandwidth of the slowest connection.
-        round_trip_seconds: Round trip of the slowest connection.
-        exchanges: Estimates of all methods, `"uncompressed"` first.
-        suggestion: A name for `compression=`; None: no compression.
-        reason: Why.
-    """
-
-    parameters: int
+    parameters: int  # number of parameters of the model
     workers: int
-    bytes_per_second: float
-    round_trip_seconds: float
-    exchanges: tuple[Exchange, ...]
-    suggestion: str | None
-    reason: str
+    bytes_per_second: float  # bandwidth of the slowest connection
+    round_trip_seconds: float  # round trip of the slowest connection
+    exchanges: tuple[Exchange, ...]  # estimates of all methods, `"uncompressed"` first
+    suggestion: str | None  # a name for `compression=`; None: no compression
+    reason: str  # why
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -74,11 +61,6 @@ class Advice:
 def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> Advice | None:
     """Returns what the connections between the workers suggest; None if no bandwidth was measured.
 
-    Args:
-        parameters: Number of parameters of the model.
-        workers: Number of workers.
-        links: Connections between workers.
-
     >>> fast = LinkMeasurement("worker 0", "worker 1", 1e-4, 0.0, 1e-4, 1.2e9, 1.2e9)
     >>> advise(10_000_000, 2, [fast]).suggestion is None
     True
@@ -88,7 +70,8 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
     if not rates or workers < 2:
         return None
     rate, round_trip = min(rates), max(link.round_trip_seconds for link in measured)
-    exchanges = tuple(_estimate(method, parameters, workers, rate, round_trip) for method in _PAYLOADS)
+    link = Link(rate, round_trip / 2)
+    exchanges = tuple(_estimate(method, parameters, workers, link) for method in _PAYLOADS)
     suggestion, reason = _suggest(parameters, workers, rate, exchanges[0].seconds)
     return Advice(parameters, workers, rate, round_trip, exchanges, suggestion, reason)
 
@@ -96,9 +79,7 @@ def advise(parameters: int, workers: int, links: Iterable[LinkMeasurement]) -> A
 def payload_bytes(method: str, parameters: int) -> int:
     """Returns the size of the payload of a model's gradient.
 
-    Args:
-        method: A method of `Advice.exchanges`.
-        parameters: Number of parameters, in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
+    Its parameters are in matrices of side `MATRIX_SIDE`, or in one smaller matrix.
 
     >>> payload_bytes("uncompressed", 1000), payload_bytes("bf16", 1000), payload_bytes("int8", 1024)
     (4000, 2000, 1040)
@@ -127,17 +108,18 @@ def _suggest(parameters: int, workers: int, rate: float, uncompressed_seconds: f
     return "topk:0.01", reason
 
 
-def _estimate(method: str, parameters: int, workers: int, rate: float, round_trip: float) -> Exchange:
-    payload = payload_bytes(method, parameters)
-    is_gathered = method.startswith("topk") or (workers == 2 and method in ("bf16", "int8"))
-    sent = (workers - 1) * payload if is_gathered else math.ceil(2 * (workers - 1) / workers * payload)
-    if is_gathered:
-        rounds = workers - 1
-    elif method in ("bf16", "int8"):
-        rounds = workers  # one all-to-all, then a ring
-    else:
-        rounds = 2 * (workers - 1) * (2 if method.startswith("powersgd") else 1)
-    return Exchange(method, sent, sent / rate + rounds * round_trip)
+def _estimate(method: str, parameters: int, workers: int, link: Link) -> Exchange:
+    collectives = _collectives(method, payload_bytes(method, parameters), workers)
+    seconds = sum(collective_seconds(one.kind, one.nbytes, workers, link) for one in collectives)
+    return Exchange(method, math.ceil(wire_bytes(collectives, workers)), seconds)
+
+
+def _collectives(method: str, payload: int, workers: int) -> list[Collective]:
+    if method.startswith("topk") or (workers == 2 and method in ("bf16", "int8")):
+        return [Collective(GATHER, payload, 0)]
+    if method in ("bf16", "int8"):  # slices to their owners, then the sums of slices to all
+        return [Collective(EXCHANGE, payload, 0), Collective(GATHER, round(payload / workers), 0)]
+    return [Collective(SUM, payload // 2, 0)] * 2 if method.startswith("powersgd") else [Collective(SUM, payload, 0)]
 
 
 def _powersgd_bytes(parameters: int) -> int:

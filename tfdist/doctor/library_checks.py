@@ -86,9 +86,6 @@ def own_versions() -> dict[str, str]:
 def compare_versions(by_task: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Compares the versions of all tasks.
 
-    Args:
-        by_task: For each task the result of its `own_versions`.
-
     >>> [finding] = compare_versions({"worker 0": {"keras": "3.15.0"}, "worker 1": {"keras": "3.14.0"}})
     >>> finding.level, finding.found
     ('error', 'keras 3.15.0 on worker 0; keras 3.14.0 on worker 1')

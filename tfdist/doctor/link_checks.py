@@ -40,10 +40,8 @@ def reachability_findings(
 ) -> list[Finding]:
     """Returns an error for each task that did not answer and each reason; without any, a finding that all answer.
 
-    Args:
-        missing: For each task that asked: the tasks that did not answer it, with the reasons.
-        addresses: Address of each task.
-        callers: Tasks that have connected to this one.
+    `missing` has the tasks that did not answer, with the reasons, for each task that asked; `callers` have connected to
+    this one.
 
     >>> [finding] = reachability_findings({"worker 0": {"worker 1": "no answer in 5 s"}}, {"worker 1": "b:2222"})
     >>> finding.found
@@ -66,12 +64,7 @@ def reachability_findings(
 
 
 def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Finding]:
-    """Compares the clocks of all tasks with that of one task.
-
-    Args:
-        reference: That task.
-        links: All measurements; those of `reference` count.
-    """
+    """Compares the clocks of all tasks with that of one task. Only measurements of `reference` count."""
     reference_links = [link for link in links if link.first == reference]
     if not reference_links:
         return []
@@ -98,9 +91,7 @@ def clock_findings(reference: str, links: Sequence[LinkMeasurement]) -> list[Fin
 def link_findings(links: Sequence[LinkMeasurement], hosts: Mapping[str, str]) -> list[Finding]:
     """Finds connections between hosts that are much slower than the fastest one.
 
-    Args:
-        links: All measurements.
-        hosts: Hostname of each task; connections within a host do not count.
+    Connections within one of the `hosts` do not count.
     """
     rates = [
         (rate, first, second)

@@ -21,25 +21,15 @@ _MAX_GROWTH = 16  # a burst that the network buffers must not make the next tran
 
 @dataclasses.dataclass(frozen=True)
 class LinkMeasurement:
-    """A connection, as the task `first` measured it.
+    """A connection, as the task `first` measured it."""
 
-    Args:
-        first: The task that measured.
-        second: The other task.
-        round_trip_seconds: Median time from a message to its answer.
-        clock_offset_seconds: How far the clock of `second` is ahead.
-        clock_uncertainty_seconds: Largest error of the offset: half the shortest round trip.
-        bytes_per_second: Bandwidth from `first` to `second`; None: not measured.
-        bytes_per_second_back: Bandwidth from `second` to `first`; None: not measured.
-    """
-
-    first: str
-    second: str
-    round_trip_seconds: float
-    clock_offset_seconds: float
-    clock_uncertainty_seconds: float
-    bytes_per_second: float | None = None
-    bytes_per_second_back: float | None = None
+    first: str  # the task that measured
+    second: str  # the other task
+    round_trip_seconds: float  # median time from a message to its answer
+    clock_offset_seconds: float  # how far the clock of `second` is ahead
+    clock_uncertainty_seconds: float  # largest error of the offset: half the shortest round trip
+    bytes_per_second: float | None = None  # bandwidth from `first` to `second`; None: not measured
+    bytes_per_second_back: float | None = None  # bandwidth from `second` to `first`; None: not measured
 
     @classmethod
     def from_json(cls, document: object) -> "LinkMeasurement":
@@ -68,12 +58,7 @@ def measure(
 ) -> LinkMeasurement:
     """Measures the connection to a peer.
 
-    Args:
-        first: This task.
-        second: The peer.
-        connection: The connection to the peer's server.
-        clock: Returns the time of this machine, in seconds since 1970.
-        with_bandwidth: Whether to measure the bandwidth, which takes about a second and most of the bandwidth.
+    Measuring the bandwidth takes about a second, and most of the bandwidth.
 
     Raises:
         ConnectionClosedError: If the peer is gone or too slow.

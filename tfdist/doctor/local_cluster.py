@@ -16,13 +16,7 @@ _EXIT_SECONDS = 5.0
 
 @contextlib.contextmanager
 def local_cluster(ports: Sequence[int], environ: Mapping[str, str], timeout_seconds: float) -> Iterator[ClusterConfig]:
-    """Starts all workers of a cluster on loopback but the first; yields the cluster of the first; ends the others.
-
-    Args:
-        ports: A free port for each worker.
-        environ: Environment of the workers.
-        timeout_seconds: How long the workers wait for each other.
-    """
+    """Starts all workers of a cluster on loopback but the first; yields the cluster of the first; ends the others."""
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in ports]})
     peers: list[subprocess.Popen[bytes]] = []
     try:

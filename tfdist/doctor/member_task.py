@@ -19,28 +19,15 @@ from tfdist.transport.transport_errors import ConnectionClosedError
 
 @dataclasses.dataclass(frozen=True)
 class ReportSummary:
-    """The result of the chief, as it sends it to the other tasks.
+    """The result of the chief, as it sends it to the other tasks."""
 
-    Args:
-        chief: The task that has the report.
-        errors: Number of errors on all tasks.
-        warnings: Number of warnings on all tasks.
-    """
-
-    chief: str
-    errors: int
-    warnings: int
+    chief: str  # the task that has the report
+    errors: int  # number of errors on all tasks
+    warnings: int  # number of warnings on all tasks
 
 
 class MemberTask:
-    """This task in its cluster.
-
-    Args:
-        context: The cluster and the machine.
-        config: The cluster.
-        server: The listening socket of this task's port; None: the port is taken.
-        clock: Returns the time of this machine, in seconds since 1970.
-    """
+    """This task in its cluster. Without a `server` its port is taken."""
 
     def __init__(
         self,
@@ -64,9 +51,12 @@ class MemberTask:
         self._server: PeerServer | None = None
         if server is not None:
             handlers: dict[str, Handler] = {
-                "state": self._state,
+                "state": lambda _: {"checked": self.findings is not None, "dialed": self.peers.is_done},
                 "stop_waiting": self._stop_waiting,
-                "report": self._report,
+                "report": lambda _: {
+                    "findings": [finding.to_json() for finding in self.findings or ()],
+                    "missing": self.peers.missing,
+                },
                 "measure": self._measure,
                 "see_marker": self._see_marker,
                 "summary": self._take_summary,
@@ -121,18 +111,10 @@ class MemberTask:
             raise ConnectionClosedError(f"{task} has not answered {self.task}")
         return measure(self.task, task, peer.connection, self.clock, with_bandwidth=with_bandwidth)
 
-    def _state(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return {"checked": self.findings is not None, "dialed": self.peers.is_done}
-
     def _stop_waiting(self, request: dict[str, Any]) -> dict[str, Any]:
         del request
         self.peers.stop_waiting()
         return {}
-
-    def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        return {"findings": [finding.to_json() for finding in self.findings or ()], "missing": self.peers.missing}
 
     def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
         try:

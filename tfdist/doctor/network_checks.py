@@ -202,10 +202,6 @@ def holders_of(port: int, root: Path = Path("/")) -> list[str]:
     """Returns the processes that listen on a TCP port, for example `"process 12 (python train.py)"`.
 
     Processes that this user may not inspect are left out.
-
-    Args:
-        port: The port.
-        root: Directory that contains `proc`.
     """
     inodes = set()
     for table in ("tcp", "tcp6"):

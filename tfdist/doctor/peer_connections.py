@@ -46,17 +46,11 @@ MISMATCHES = (OTHER_CLUSTER, OTHER_TOKEN, OTHER_PROTOCOL)
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-    """What a task says about itself.
+    """What a task says about itself."""
 
-    Args:
-        task: Its name, for example `"worker 1"`.
-        host: Its hostname.
-        versions: Versions of Python and the libraries, by name.
-    """
-
-    task: str
-    host: str
-    versions: Mapping[str, str]
+    task: str  # its name, for example `"worker 1"`
+    host: str  # its hostname
+    versions: Mapping[str, str]  # versions of Python and the libraries, by name
 
     @classmethod
     def from_json(cls, document: object) -> "TaskInfo":
@@ -87,10 +81,6 @@ def doctor_credentials(cluster: ClusterSpec, token: str = "") -> Credentials:
 
     Without a token the cluster's description is the secret: that excludes port scanners and the tasks of other
     clusters, but nobody who knows the cluster's addresses.
-
-    Args:
-        cluster: The cluster.
-        token: Value of `TFDIST_TOKEN`, or empty.
     """
     description = json.dumps({job: list(addresses) for job, addresses in cluster.jobs.items()}, sort_keys=True)
     digest = hashlib.sha256(description.encode()).hexdigest()
@@ -99,31 +89,19 @@ def doctor_credentials(cluster: ClusterSpec, token: str = "") -> Credentials:
 
 @dataclasses.dataclass
 class Peer:
-    """Another task, as this task sees it.
+    """Another task, as this task sees it."""
 
-    Args:
-        task: Its name, for example `"worker 1"`.
-        address: Its `"host:port"`.
-        connection: The connection to it, once it has answered.
-        info: What it says about itself, once it has answered.
-        reason: Why the last attempt to connect failed.
-    """
-
-    task: str
-    address: str
-    connection: BlockingConnection | None = None
-    info: TaskInfo | None = None
-    reason: str = NOT_TRIED
+    task: str  # its name, for example `"worker 1"`
+    address: str  # its `"host:port"`
+    connection: BlockingConnection | None = None  # the connection to it, once it has answered
+    info: TaskInfo | None = None  # what it says about itself, once it has answered
+    reason: str = NOT_TRIED  # why the last attempt to connect failed
 
 
 class PeerConnections:
     """Connections to the other tasks. One thread dials each task, because resolving a name has no time limit.
 
-    Args:
-        addresses: Address of each other task.
-        info: What this task says about itself.
-        credentials: What this task proves.
-        names_are_fixed: Whether a name that does not resolve now never will: those of Slurm's nodes, not of pods.
+    If `names_are_fixed`, a name that does not resolve now never will: those of Slurm's nodes, not of pods.
     """
 
     def __init__(

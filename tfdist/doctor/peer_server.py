@@ -25,16 +25,8 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 class PeerServer:
     """Answers the peers, each connection in one thread.
 
-    Every task of the cluster may ask for the time, and send and receive bytes. The chief may ask for more.
-
-    Args:
-        server: The listening socket of this task. `close` closes it.
-        info: What this task says about itself.
-        credentials: What this task proves and expects.
-        chief: The task that may use the handlers.
-        clock: Returns the time of this machine, in seconds since 1970.
-        handlers: Requests of the chief, by name.
-        max_peers: Number of peers.
+    Every task of the cluster may ask for the time, and send and receive bytes. The
+    `handlers` answer further requests, of the chief only. `close` closes the server's socket.
     """
 
     def __init__(

@@ -25,25 +25,18 @@ _CHECK_COLUMNS = 20
 class Finding:
     """Result of a check.
 
-    Args:
-        level: `"ok"`, `"warning"` (a training may run, but look at it) or `"error"` (a training fails, or does not run
-            as intended).
-        check: Name of the check, the same in every version, for example `"open files"`.
-        found: What was found: a sentence or a few words.
-        expected: What was expected; empty if the level is `"ok"`.
-        remedy: What to do; empty if the level is `"ok"`.
-        task: Task whose machine was checked, for example `"worker 1"`; empty for a finding about all tasks.
-
     >>> Finding("warning", "open files", "1024", "at least 4096", "ulimit -n 4096").to_json()["level"]
     'warning'
     """
 
+    # `"ok"`, `"warning"` (a training may run, but look at it) or `"error"` (a training fails, or does not run as
+    # intended)
     level: str
-    check: str
-    found: str
-    expected: str = ""
-    remedy: str = ""
-    task: str = ""
+    check: str  # name of the check, the same in every version, for example `"open files"`
+    found: str  # what was found: a sentence or a few words
+    expected: str = ""  # what was expected; empty if the level is `"ok"`
+    remedy: str = ""  # what to do; empty if the level is `"ok"`
+    task: str = ""  # task whose machine was checked, for example `"worker 1"`; empty for a finding about all tasks
 
     @classmethod
     def from_json(cls, document: object) -> "Finding":
@@ -68,21 +61,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Findings of all tasks.
+    """Findings of all tasks."""
 
-    Args:
-        context: What was checked.
-        findings: The findings.
-        hosts: Hostname of each task that has answered, this task first.
-        links: Measured connections.
-        advice: Suggestion for the measured network; None: nothing was measured.
-    """
-
-    context: CheckContext
+    context: CheckContext  # what was checked
     findings: tuple[Finding, ...]
+    # hostname of each task that has answered, this task first
     hosts: dict[str, str] = dataclasses.field(default_factory=dict)
-    links: tuple[LinkMeasurement, ...] = ()
-    advice: Advice | None = None
+    links: tuple[LinkMeasurement, ...] = ()  # measured connections
+    advice: Advice | None = None  # suggestion for the measured network; None: nothing was measured
 
     @property
     def errors(self) -> int:

@@ -2,12 +2,11 @@
 
 import os
 import resource
-from pathlib import Path
 
 from tfdist.doctor.check_context import CheckContext
 from tfdist.doctor.report import OK, WARNING, Finding
 from tfdist.doctor.tensorflow_checks import nvidia_devices
-from tfdist.utils.cgroup_limits import available_memory
+from tfdist.utils.cgroup_limits import available_memory_bytes
 from tfdist.utils.formatting import counted, format_bytes, format_count
 
 # An idle worker holds TensorFlow and Keras. The rest is float32: weights, two moments, gradient, and a send buffer.
@@ -72,20 +71,3 @@ def check_shared_memory(context: CheckContext) -> list[Finding]:
     expected = f"at least {format_bytes(_MIN_SHARED_BYTES)}: NCCL uses it for the exchange between the GPUs of a host"
     remedy = "docker run --shm-size=1g; in Kubernetes mount an emptyDir of medium Memory at /dev/shm."
     return [Finding(WARNING, "shared memory", found, expected, remedy)]
-
-
-def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the memory that new processes can get: the free memory of the machine and of the cgroups.
-
-    Args:
-        root: Directory that contains `proc` and `sys`.
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    words = fields.get("MemAvailable", "").split()
-    limits = [1024 * int(words[0])] if words and words[0].isdigit() else []
-    limits += available_memory(root)
-    return max(0, min(limits)) if limits else None

@@ -45,10 +45,7 @@ def check_tensorflow_start(
 ) -> list[Finding]:
     """Checks that TensorFlow starts, which devices it finds, and that it has the private symbols that tfdist uses.
 
-    Args:
-        context: What the checks know. The child gets its environment, without the cluster.
-        program: What the child runs.
-        timeout_seconds: How long the child may take.
+    The child gets the environment of the checks without the cluster.
     """
     code, output, errors = _run(context, program, timeout_seconds)
     last_lines = "; ".join(printable(line.strip()) for line in errors.splitlines()[-_LAST_LINES:])

@@ -17,25 +17,16 @@ class Role:
 
     The run ends when no process that runs the script is left. A worker beside parameter servers is restarted alone. A
     process that holds variables for the chief must not exit, because they are lost with it.
-
-    Args:
-        task: Its task in the cluster.
-        name: Its name in messages.
-        label: Prefix of its output lines.
-        log_name: Name of its log file.
-        runs_script: Whether it runs the user's script; otherwise it runs TensorFlow's server
-            (`tfdist.servers`).
-        is_restarted_alone: Whether it is restarted when it exits, while the other processes continue.
-        computes: Whether it shares the cores with the others.
     """
 
-    task: Task
-    name: str
-    label: str
-    log_name: str
+    task: Task  # its task in the cluster
+    name: str  # its name in messages
+    label: str  # prefix of its output lines
+    log_name: str  # name of its log file
+    # whether it runs the user's script; otherwise it runs TensorFlow's server (`tfdist.servers`)
     runs_script: bool = True
-    is_restarted_alone: bool = False
-    computes: bool = True
+    is_restarted_alone: bool = False  # whether it is restarted when it exits, while the other processes continue
+    computes: bool = True  # whether it shares the cores with the others
 
     @property
     def is_server(self) -> bool:
@@ -45,10 +36,6 @@ class Role:
 
 def worker_roles(workers: int, first_rank: int = 0) -> dict[int, Role]:
     """Returns the roles of workers that all run the script, by rank.
-
-    Args:
-        workers: Number of workers.
-        first_rank: Rank of the first of them.
 
     >>> [role] = worker_roles(1, 3).values()
     >>> role.name, role.label, role.log_name
@@ -81,10 +68,7 @@ def chief_and_worker_roles(workers: int) -> dict[int, Role]:
 def run_roles(workers: int, *, parameter_servers: int = 0, has_chief: bool = False) -> dict[int, Role]:
     """Returns the roles of a run, by rank.
 
-    Args:
-        workers: Number of workers.
-        parameter_servers: Number of parameter servers; with any there is a chief.
-        has_chief: Whether a chief runs the script and the workers hold the stages of its model.
+    Parameter servers imply a chief. With `has_chief` the workers hold the stages of its model.
     """
     if parameter_servers:
         return parameter_server_roles(workers, parameter_servers)

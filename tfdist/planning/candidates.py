@@ -31,31 +31,18 @@ _LEAST_EXCHANGES = 2  # in an epoch, which should be several times `sync_every` 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan before it is written out.
+    """A plan before it is written out."""
 
-    Attributes:
-        strategy: The class and its arguments.
-        method: The compression, or `DENSE`.
-        prediction: What is predicted.
-        workers: The number of workers.
-        compiled: Whether XLA compiles steps.
-        accumulated: The number of batches of an update.
-        servers: The number of parameter servers.
-        has_chief: Whether a chief drives the workers.
-        is_local: Whether updates use other weights or batches than those of the program.
-        complexity: How much a user has to know: 0 for data parallel training as it is.
-    """
-
-    strategy: PlannedStrategy
-    method: str
-    prediction: Prediction
+    strategy: PlannedStrategy  # the class and its arguments
+    method: str  # the compression, or `DENSE`
+    prediction: Prediction  # what is predicted
     workers: int
-    compiled: bool = False
-    accumulated: int = 1
-    servers: int = 0
-    has_chief: bool = False
-    is_local: bool = False
-    complexity: int = 0
+    compiled: bool = False  # whether XLA compiles steps
+    accumulated: int = 1  # the number of batches of an update
+    servers: int = 0  # the number of parameter servers
+    has_chief: bool = False  # whether a chief drives the workers
+    is_local: bool = False  # whether updates use other weights or batches than those of the program
+    complexity: int = 0  # how much a user has to know: 0 for data parallel training as it is
 
 
 def candidates(measured: Measurements, conditions: Conditions, workers: int) -> Iterator[Candidate]:

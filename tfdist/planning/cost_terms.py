@@ -12,47 +12,29 @@ from tfdist.planning.step_costs import peak_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A step of a worker.
+    """A step of a worker."""
 
-    Attributes:
-        step_seconds: The mean time of a step of the global batch.
-        compute_seconds: Part of it in which the worker computes gradients and updates.
-        exchange_seconds: How long the cores encode, copy and decode.
-        link_seconds: How long the busiest link is busy.
-        wire_bytes: What a worker sends.
-        memory_bytes: The largest resident memory of a worker.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    exchange_seconds: float
-    link_seconds: float
-    wire_bytes: float
-    memory_bytes: float
+    step_seconds: float  # the mean time of a step of the global batch
+    compute_seconds: float  # part of it in which the worker computes gradients and updates
+    exchange_seconds: float  # how long the cores encode, copy and decode
+    link_seconds: float  # how long the busiest link is busy
+    wire_bytes: float  # what a worker sends
+    memory_bytes: float  # the largest resident memory of a worker
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """The machines, and what the user allows.
+    """The machines, and what the user allows."""
 
-    Attributes:
-        link: The connection of each worker.
-        memory_bytes: What a worker may use.
-        cores: Cores of a worker. Steps are measured on as many.
-        devices: Devices of a worker, each of which computes as the measured one.
-        allow_compression: Whether gradients may be rounded.
-        allow_local_updates: Whether updates may be computed from other weights or batches than the program's: local
-            updates, asynchronous parameter servers, accumulation over several batches.
-        speeds: Measured speeds of the workers, in any unit; empty: equal.
-    """
-
-    link: Link
-    memory_bytes: int
-    cores: int = 1
-    devices: int = 1
-    allow_compression: bool = False
+    link: Link  # the connection of each worker
+    memory_bytes: int  # what a worker may use
+    cores: int = 1  # cores of a worker. Steps are measured on as many.
+    devices: int = 1  # devices of a worker, each of which computes as the measured one
+    allow_compression: bool = False  # whether gradients may be rounded
+    # whether updates may be computed from other weights or batches than the program's: local updates, asynchronous
+    # parameter servers, accumulation over several batches
     allow_local_updates: bool = False
-    speeds: Sequence[float] = ()
+    speeds: Sequence[float] = ()  # measured speeds of the workers, in any unit; empty: equal
 
 
 def expected_slowest(mean_seconds: float, deviation_seconds: float, workers: int) -> float:

@@ -24,21 +24,13 @@ _ONE_PHASE = ("randomk", "powersgd", "topk", DENSE)  # the other methods have tw
 
 @dataclasses.dataclass(frozen=True)
 class BucketCost:
-    """What the exchange of a bucket needs, beside nothing else.
+    """What the exchange of a bucket needs, beside nothing else."""
 
-    Attributes:
-        encode_seconds: The cores, before it is sent.
-        copy_seconds: The cores, while it is sent and received.
-        link_seconds: The link.
-        wait_seconds: Neither: latencies, and what the first message waits for copies.
-        decode_seconds: The cores, when it has arrived.
-    """
-
-    encode_seconds: float = 0.0
-    copy_seconds: float = 0.0
+    encode_seconds: float = 0.0  # the cores, before it is sent
+    copy_seconds: float = 0.0  # the cores, while it is sent and received
     link_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    wait_seconds: float = 0.0  # neither: latencies, and what the first message waits for copies
+    decode_seconds: float = 0.0  # the cores, when it has arrived
 
     @property
     def core_seconds(self) -> float:
@@ -87,14 +79,8 @@ def bucket_costs(
     """Returns the cost of each bucket in turn.
 
     Half of the computation of a method counts as encoding and half as decoding; each bucket takes a part of it in
-    proportion to its gradients. Copies run beside the link, except those of the first segment for each owner.
-
-    Args:
-        exchange: The exchange.
-        dense: The uncompressed one of as many members, which says how large the gradients of a bucket are.
-        link: The connection of each member.
-        transfers: What collectives cost the cores.
-        cores: Cores of a member, which share the work.
+    proportion to its gradients. Copies run beside the link, except those of the first segment for each owner. `dense`
+    is the uncompressed exchange of as many members, which says how large the gradients of a bucket are.
     """
     members = exchange.members
     sizes = bucket_bytes(dense)
@@ -165,6 +151,8 @@ def _scaled(exchange: ExchangeMeasurement, members: int) -> Iterable[Collective]
 def exchanged_seconds(compute_seconds: float, ready_seconds: Sequence[float], buckets: Sequence[BucketCost]) -> float:
     """Returns when computation and exchanges have ended.
 
+    `ready_seconds` say when each bucket's gradients are computed, without exchanges, increasing.
+
     What an exchange needs of the cores delays the computation that follows. On the link buckets follow one another,
     beside the computation; latencies of one bucket pass while the next one is sent.
 
@@ -176,11 +164,6 @@ def exchanged_seconds(compute_seconds: float, ready_seconds: Sequence[float], bu
     11.5
     >>> exchanged_seconds(3.0, [1.0, 2.0], [BucketCost(copy_seconds=5.0)] * 2)  # the core is busy all the time
     13.0
-
-    Args:
-        compute_seconds: The computation of a step up to the last gradient.
-        ready_seconds: When each bucket's gradients are computed, without exchanges, increasing.
-        buckets: Their costs.
     """
     delay, link_free = 0.0, 0.0
     arrivals = []

@@ -23,19 +23,10 @@ ETHERNET_PAYLOAD = 1448 / 1538
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A connection between two workers, in each direction.
+    """A connection between two workers, in each direction."""
 
-    >>> gigabit = Link(bytes_per_second=125e6, latency_seconds=1e-4)
-    >>> gigabit.transfer_seconds(1.25e6)
-    0.0101
-
-    Attributes:
-        bytes_per_second: The bandwidth of one direction.
-        latency_seconds: From the call that sends to the first byte that is received, half a round trip.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
+    bytes_per_second: float  # the bandwidth of one direction
+    latency_seconds: float = 0.0  # from the call that sends to the first byte that is received, half a round trip
 
     @classmethod
     def ethernet(cls, bits_per_second: float, latency_seconds: float = 0.0) -> "Link":
@@ -45,10 +36,6 @@ class Link:
         941
         """
         return cls(bits_per_second / 8 * ETHERNET_PAYLOAD, latency_seconds)
-
-    def transfer_seconds(self, nbytes: float) -> float:
-        """Returns how long a message takes."""
-        return self.latency_seconds + nbytes / self.bytes_per_second
 
 
 def all_reduce_bytes(nbytes: float, members: int) -> float:
@@ -122,14 +109,12 @@ def occupied_seconds(kind: str, nbytes: float, members: int, link: Link) -> floa
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Returns the value at `x` of the line through neighbouring points; beyond them through the two nearest.
 
+    The points have different `x`, in increasing order. A line that falls below zero gives 0.
+
     >>> interpolate([(0.0, 1.0), (10.0, 2.0), (20.0, 4.0)], 5.0), interpolate([(10.0, 2.0), (20.0, 4.0)], 30.0)
     (1.5, 6.0)
     >>> interpolate([(10.0, 3.0)], 99.0), interpolate([(10.0, 1.0), (20.0, 9.0)], 1.0)
     (3.0, 0.0)
-
-    Args:
-        points: At least one, by different `x` in increasing order.
-        x: Where. A line that falls below zero gives 0.
     """
     if len(points) == 1:
         return points[0][1]
@@ -146,12 +131,9 @@ class TransferCosts:
     >>> costs = TransferCosts(tuple(measured))
     >>> round(costs.core_seconds("sum", 2e6, members=2), 6), round(costs.core_seconds("sum", 2e6, members=4), 6)
     (0.002, 0.003)
-
-    Attributes:
-        measured: Exchanges of two members.
     """
 
-    measured: tuple[TransferMeasurement, ...]
+    measured: tuple[TransferMeasurement, ...]  # exchanges of two members
 
     def seconds(self, kind: str, nbytes: float, members: int) -> float:
         """Returns the time of an exchange alone, from the call to the result."""

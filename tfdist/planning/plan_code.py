@@ -14,16 +14,13 @@ _WIDTH = 112
 def code_of(strategy: PlannedStrategy, *, jit_compile: bool | None = None, accumulated: int = 1) -> str:
     """Returns the lines to paste.
 
+    Without `jit_compile` it is as the program says.
+
     >>> local = PlannedStrategy("MultiWorkerMirroredStrategy", {"mode": planned_object("LocalSGD", sync_every=20)})
     >>> print(code_of(local, jit_compile=True))
     from tfdist.strategies import LocalSGD, MultiWorkerMirroredStrategy
     strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=20))
     model.jit_compile = True  # after model.compile
-
-    Args:
-        strategy: The class and its arguments.
-        jit_compile: Whether XLA compiles steps; None: as the program says.
-        accumulated: The number of batches of an update.
     """
     names = sorted({strategy.name, *_classes(strategy.arguments)}, key=str.lower)
     lines = [f"from tfdist.strategies import {', '.join(names)}"]
@@ -53,19 +50,14 @@ def start_command(
 ) -> str:
     """Returns the command that starts the plan.
 
+    `cluster` describes the cluster whose tasks the workers are; empty: they are on one host.
+
     >>> start_command(4, 1, has_chief=True)
     'tfdist run --workers 4 --parameter-servers 1 train.py'
     >>> start_command(2, 0, has_chief=True), start_command(1, 0, has_chief=False)
     ('tfdist run --chief --workers 2 train.py', 'python train.py')
     >>> start_command(2, 0, has_chief=False, cluster="Slurm")
     'srun --ntasks=2 python train.py'
-
-    Args:
-        workers: Their number.
-        parameter_servers: Their number.
-        has_chief: Whether a chief runs the script.
-        script: The script and its arguments.
-        cluster: What describes the cluster whose tasks the workers are; empty: the workers are on one host.
     """
     if cluster and workers > 1 and not has_chief:
         start = f"srun --ntasks={workers} " if cluster == "Slurm" else ""

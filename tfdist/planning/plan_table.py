@@ -54,15 +54,8 @@ def to_lines(
 ) -> list[str]:
     """Returns the lines for one number of workers.
 
-    Args:
-        plans: Those that fit, best first.
-        too_large: Those that do not, with the missing bytes.
-        rows: Samples of a global batch.
-        link: The connection of each worker; None: they are on one machine.
-        memory_bytes: The memory of a worker.
-        shown: How many plans are shown.
-        script: The name of the program.
-        cluster: What describes the cluster whose tasks the workers are; see `start_command`.
+    `plans` fit, best first; those that are `too_large` are shown with their missing bytes. Without a `link` the workers
+    are on one machine.
     """
     of_all = [*plans, *(plan for plan, _ in too_large)]
     workers = of_all[0].workers if of_all else 0

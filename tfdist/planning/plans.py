@@ -119,17 +119,11 @@ PLAN_VARIABLE = "TFDIST_PLAN"
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a run.
-
-    Attributes:
-        workers: The number of workers.
-        parameter_servers: The number of parameter servers, which imply a chief.
-        has_chief: Whether a chief drives the workers without parameter servers.
-    """
+    """The processes of a run."""
 
     workers: int
-    parameter_servers: int = 0
-    has_chief: bool = False
+    parameter_servers: int = 0  # the number of parameter servers, which imply a chief
+    has_chief: bool = False  # whether a chief drives the workers without parameter servers
 
     @classmethod
     def of(cls, plan: Plan) -> "Processes":

@@ -25,25 +25,15 @@ _METRICS = Collective(SUM, 256, 0)
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel:
-    """The options of data parallel training.
+    """The options of data parallel training."""
 
-    Attributes:
-        method: The argument `compression=`, or `DENSE`.
-        compiled: Whether XLA compiles the step.
-        shard_state: Whether each worker holds `1 / N` of the slots.
-        micro_batches: The parts in which a worker computes its rows, one after another.
-        accumulated: The number of batches whose gradients are added up before they are exchanged.
-        one_bucket: Whether all gradients are sent together, after backpropagation.
-        is_balanced: Whether rows follow the speeds of the workers.
-    """
-
-    method: str = DENSE
-    compiled: bool = False
-    shard_state: bool = False
-    micro_batches: int = 1
-    accumulated: int = 1
-    one_bucket: bool = False
-    is_balanced: bool = False
+    method: str = DENSE  # the argument `compression=`, or `DENSE`
+    compiled: bool = False  # whether XLA compiles the step
+    shard_state: bool = False  # whether each worker holds `1 / N` of the slots
+    micro_batches: int = 1  # the parts in which a worker computes its rows, one after another
+    accumulated: int = 1  # the number of batches whose gradients are added up before they are exchanged
+    one_bucket: bool = False  # whether all gradients are sent together, after backpropagation
+    is_balanced: bool = False  # whether rows follow the speeds of the workers
 
 
 def predict_data_parallel(
@@ -120,18 +110,14 @@ def rows_of_workers(
 ) -> list[tuple[float, float]]:
     """Returns how many rows each kind of worker computes, and how much slower than the measured one it is.
 
+    The first speed is that of the measured worker; without speeds all are equal.
+
     Source: `docs/load_balancing.md`: shares in proportion to the speeds let all workers end at the same time.
 
     >>> rows_of_workers(120, 2, (), is_balanced=False), rows_of_workers(120, 2, (1.0, 0.5), is_balanced=False)
     ([(60.0, 1.0)], [(60.0, 1.0), (60.0, 2.0)])
     >>> rows_of_workers(120, 2, (1.0, 0.5), is_balanced=True)
     [(80.0, 1.0), (40.0, 2.0)]
-
-    Args:
-        rows: The samples of the global batch.
-        workers: The number of workers.
-        speeds: One for each worker, or empty for equal ones. The first is that of the measured worker.
-        is_balanced: Whether shares follow the speeds.
     """
     if not speeds:
         return [(rows / workers, 1.0)]

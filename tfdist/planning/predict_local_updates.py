@@ -17,23 +17,14 @@ from tfdist.planning.step_costs import scaled, step_of
 
 @dataclasses.dataclass(frozen=True)
 class LocalTraining:
-    """The options of local updates.
+    """The options of local updates."""
 
-    Attributes:
-        sync_every: Updates from one exchange of a variable to the next.
-        has_outer_optimizer: Whether an outer optimizer with one slot applies the differences (DiLoCo).
-        fragments: In how many parts, one after another, variables are exchanged.
-        overlap_steps: Updates that are made while an exchange is under way.
-        method: The compression of differences, or `DENSE`.
-        compiled: Whether XLA compiles the step.
-    """
-
-    sync_every: int
-    has_outer_optimizer: bool = False
-    fragments: int = 1
-    overlap_steps: int = 0
-    method: str = DENSE
-    compiled: bool = False
+    sync_every: int  # updates from one exchange of a variable to the next
+    has_outer_optimizer: bool = False  # whether an outer optimizer with one slot applies the differences (DiLoCo)
+    fragments: int = 1  # in how many parts, one after another, variables are exchanged
+    overlap_steps: int = 0  # updates that are made while an exchange is under way
+    method: str = DENSE  # the compression of differences, or `DENSE`
+    compiled: bool = False  # whether XLA compiles the step
 
 
 def exchanges_of_epoch(steps: int, sync_every: float) -> float:

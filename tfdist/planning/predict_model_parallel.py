@@ -24,21 +24,13 @@ _SUMS_OF_LAYER = 4
 
 @dataclasses.dataclass(frozen=True)
 class ModelParallel:
-    """The options of model parallel training.
+    """The options of model parallel training."""
 
-    Attributes:
-        stages: The parts into which the sequence of layers is cut.
-        columns: Copies of all stages, each of which computes a part of a batch.
-        ways: The workers that share the layers of a stage.
-        micro_batches: The parts of a column's rows.
-        method: The compression of gradients between columns, or `DENSE`.
-    """
-
-    stages: int = 1
-    columns: int = 1
-    ways: int = 1
-    micro_batches: int = 4
-    method: str = DENSE
+    stages: int = 1  # the parts into which the sequence of layers is cut
+    columns: int = 1  # copies of all stages, each of which computes a part of a batch
+    ways: int = 1  # the workers that share the layers of a stage
+    micro_batches: int = 4  # the parts of a column's rows
+    method: str = DENSE  # the compression of gradients between columns, or `DENSE`
 
     @property
     def workers(self) -> int:
@@ -188,6 +180,9 @@ def pipeline_seconds(
 ) -> float:
     """Returns the time of the forward and backward passes of a step.
 
+    `hop_seconds` is how long activations, or their gradients, take from a stage to the next one, and `hop_link_seconds`
+    how long they occupy one direction of a link. The schedule is "1f1b" or "gpipe".
+
     The slowest stage, or the slowest link, is busy with all micro-batches; before its first and after its last one, the
     others compute one each, and activations and gradients pass every cut once. By 1F1B, stage `s` of `P` begins another
     micro-batch when the gradients of one of `P - s` have returned: on slow links stages wait for this.
@@ -198,13 +193,6 @@ def pipeline_seconds(
     6.0
     >>> pipeline_seconds([1.0, 1.0], 4, 3.0, 3.0, schedule="gpipe")  # the link is slower than the stages
     17.0
-
-    Args:
-        stage_seconds: How long each stage computes a micro-batch, forward and backward.
-        micro_batches: The number of micro-batches.
-        hop_seconds: How long activations, or their gradients, take from a stage to the next one.
-        hop_link_seconds: How long they occupy one direction of a link.
-        schedule: "1f1b" or "gpipe".
     """
     pace = max(*stage_seconds, hop_link_seconds)
     stages = len(stage_seconds)

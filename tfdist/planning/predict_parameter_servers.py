@@ -20,17 +20,11 @@ _MESSAGES_IN_TURN = 6
 
 @dataclasses.dataclass(frozen=True)
 class ParameterServers:
-    """The options of parameter servers.
-
-    Attributes:
-        servers: Their number.
-        asynchronous: Whether each worker's batch is a separate update.
-        method: How gradients are encoded, or `DENSE`.
-    """
+    """The options of parameter servers."""
 
     servers: int = 1
-    asynchronous: bool = False
-    method: str = DENSE
+    asynchronous: bool = False  # whether each worker's batch is a separate update
+    method: str = DENSE  # how gradients are encoded, or `DENSE`
 
 
 def server_seconds(nbytes: float, workers: int, servers: int, bytes_per_second: float) -> float:

@@ -18,15 +18,10 @@ TIE = 0.05
 
 
 class FoundPlans(NamedTuple):
-    """The plans for a number of workers.
+    """The plans for a number of workers."""
 
-    Attributes:
-        plans: Those that fit, best first.
-        too_large: Those that do not, with the missing bytes; the smallest excess first.
-    """
-
-    plans: list[Plan]
-    too_large: list[tuple[Plan, int]]
+    plans: list[Plan]  # those that fit, best first
+    too_large: list[tuple[Plan, int]]  # those that do not, with the missing bytes; the smallest excess first
 
 
 def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> FoundPlans:
@@ -35,11 +30,6 @@ def find_plans(measured: Measurements, conditions: Conditions, workers: int) -> 
     They are ordered by samples in a second. Parameter servers and stages, whose chief's own time is not measured,
     follow all others. Among plans within 5 % of the fastest one that is left, the simplest is first: exact before
     inexact, fewer options before more, then the smaller error of a gradient.
-
-    Args:
-        measured: The program and this machine.
-        conditions: The workers, and what the user allows.
-        workers: Their number.
     """
     all_candidates = list(candidates(measured, conditions, workers))
     fitting = [
@@ -115,7 +105,7 @@ def _plan(measured: Measurements, candidate: Candidate, dense_bytes: float) -> P
         memory_bytes=int(predicted.memory_bytes),
         wire_bytes=int(predicted.wire_bytes),
         accuracy=accuracy_of(measured, candidate),
-        reason=reason_of(measured, candidate, dense_bytes),
+        reason=reason_of(candidate, dense_bytes),
         code=code_of(
             candidate.strategy,
             jit_compile=candidate.compiled if says_compiled else None,
@@ -153,7 +143,7 @@ def accuracy_of(measured: Measurements, one: Candidate) -> str:
     return "; ".join(prices) or "exact: the numbers of one process, up to rounding"
 
 
-def reason_of(measured: Measurements, one: Candidate, dense_bytes: float) -> str:
+def reason_of(one: Candidate, dense_bytes: float) -> str:
     """Returns what bounds the step, and what the plan does about it."""
     predicted = one.prediction
     step = predicted.step_seconds

@@ -25,17 +25,11 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class FailureCosts:
-    """What saves and restarts cost, and how often tasks fail.
+    """What saves and restarts cost, and how often tasks fail."""
 
-    Attributes:
-        task_mtbf_seconds: The mean time between two failures of one task.
-        save_seconds: How long a save delays the training.
-        restart_seconds: From a failure to the next step, without the steps that are computed again.
-    """
-
-    task_mtbf_seconds: float
-    save_seconds: float
-    restart_seconds: float
+    task_mtbf_seconds: float  # the mean time between two failures of one task
+    save_seconds: float  # how long a save delays the training
+    restart_seconds: float  # from a failure to the next step, without the steps that are computed again
 
     def mtbf_seconds(self, tasks: int) -> float:
         """Returns the mean time between two failures of any of `tasks` tasks, each of which ends an attempt.
@@ -81,74 +75,45 @@ def goodput(interval_seconds: float, costs: FailureCosts, tasks: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedCluster:
-    """The clusters that are simulated.
+    """The clusters that are simulated."""
 
-    Attributes:
-        workers: Their numbers of workers.
-        topology: Their network.
-        scaling: `WEAK`: each worker computes as many samples as the program's batch has, so the global batch grows with
-            the workers. `STRONG`: the workers divide the program's batch.
-        files_are_sharded: Whether each worker reads only its part of the data; otherwise it reads all and keeps a part.
-        failures: What failures and saves cost; None: nothing fails.
-        price_per_hour: The price of a host with one worker, in any currency; None: unknown.
-    """
-
-    workers: Sequence[int]
-    topology: Topology
+    workers: Sequence[int]  # their numbers of workers
+    topology: Topology  # their network
+    # `WEAK`: each worker computes as many samples as the program's batch has, so the global batch grows with the
+    # workers. `STRONG`: the workers divide the program's batch.
     scaling: str = WEAK
+    # whether each worker reads only its part of the data; otherwise it reads all and keeps a part
     files_are_sharded: bool = False
-    failures: FailureCosts | None = None
-    price_per_hour: float | None = None
+    failures: FailureCosts | None = None  # what failures and saves cost; None: nothing fails
+    price_per_hour: float | None = None  # the price of a host with one worker, in any currency; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedPoint:
-    """A plan on a number of workers.
+    """A plan on a number of workers."""
 
-    Attributes:
-        kind: The kind of the plan, of which it is the fastest one.
-        workers: The number of workers.
-        plan: The plan.
-        samples: Samples of a global batch.
-        samples_per_second: Without failures.
-        efficiency: `samples_per_second` divided by that of as many workers that do not wait for each other.
-        data_seconds: Time in which a worker, or the chief of stages, reads the data of a step.
-        straggler_seconds: Part of a step in which the mean worker waits because times of steps vary.
-        exists: Whether the topology has as many hosts.
-        checkpoint_seconds: Best time between two saves; None: nothing fails.
-        goodput: Part of the time in which steps are computed that count.
-        cost_per_million_samples: Price, with failures; None: unknown.
-    """
-
-    kind: str
+    kind: str  # the kind of the plan, of which it is the fastest one
     workers: int
     plan: Plan
-    samples: int
-    samples_per_second: float
-    efficiency: float
-    data_seconds: float
-    straggler_seconds: float
-    exists: bool
-    checkpoint_seconds: float | None
-    goodput: float
-    cost_per_million_samples: float | None
+    samples: int  # samples of a global batch
+    samples_per_second: float  # without failures
+    efficiency: float  # `samples_per_second` divided by that of as many workers that do not wait for each other
+    data_seconds: float  # time in which a worker, or the chief of stages, reads the data of a step
+    straggler_seconds: float  # part of a step in which the mean worker waits because times of steps vary
+    exists: bool  # whether the topology has as many hosts
+    checkpoint_seconds: float | None  # best time between two saves; None: nothing fails
+    goodput: float  # part of the time in which steps are computed that count
+    cost_per_million_samples: float | None  # price, with failures; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """All points, by kind and number of workers, and what they were simulated for.
+    """All points, by kind and number of workers, and what they were simulated for."""
 
-    Attributes:
-        cluster: The clusters.
-        points: Kinds in the order of their efficiency on the fewest workers.
-        samples_of_epoch: Samples of an epoch; None: unknown.
-        left_out: Numbers of workers for which there is no plan.
-    """
-
-    cluster: SimulatedCluster
-    points: Sequence[SimulatedPoint]
-    samples_of_epoch: int | None
-    left_out: Sequence[int]
+    cluster: SimulatedCluster  # the clusters
+    points: Sequence[SimulatedPoint]  # kinds in the order of their efficiency on the fewest workers
+    samples_of_epoch: int | None  # samples of an epoch; None: unknown
+    left_out: Sequence[int]  # numbers of workers for which there is no plan
 
     def kinds(self) -> list[str]:
         """Returns the kinds of plans."""
@@ -177,13 +142,7 @@ class Simulation:
 
 
 def simulate(measured: Measurements, cluster: SimulatedCluster, find_plans: FindPlans) -> Simulation:
-    """Simulates a program on clusters.
-
-    Args:
-        measured: The program on one worker.
-        cluster: The clusters.
-        find_plans: Returns the plans that fit into memory, from measurements, a link and a number of workers.
-    """
+    """Simulates a program on clusters."""
     alone = _fastest(find_plans(measured, cluster.topology.link(1), 1))
     samples_of_one = max((plan.samples_per_second for plan in alone.values()), default=0.0)
     points: list[SimulatedPoint] = []

@@ -10,19 +10,12 @@ from tfdist.planning.measurements import Measurements, ProgramMeasurement
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """The parts of a step that exchanges nothing.
+    """The parts of a step that exchanges nothing."""
 
-    Attributes:
-        forward_seconds: Up to the loss.
-        backward_seconds: Backpropagation.
-        update_seconds: The optimizer.
-        deviation_seconds: Standard deviation of the time of a step.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    deviation_seconds: float = 0.0
+    forward_seconds: float  # up to the loss
+    backward_seconds: float  # backpropagation
+    update_seconds: float  # the optimizer
+    deviation_seconds: float = 0.0  # standard deviation of the time of a step
 
     @property
     def seconds(self) -> float:
@@ -110,10 +103,6 @@ def on_shared_cores(measured: Measurements, workers: int) -> Measurements:
 
     They exchange by shared memory. Workers in one step compute, encode and wait at the same times, so that each gets an
     equal part of the cores.
-
-    Args:
-        measured: The measurements of a worker with `cores_per_worker` cores.
-        workers: The number of workers on this machine.
     """
     machine, program = measured.machine, measured.program
     transfers = machine.local_transfers or machine.transfers

@@ -16,23 +16,16 @@ from tfdist.planning.units import bits_per_second, duration_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A network of hosts.
+    """A network of hosts."""
 
-    Attributes:
-        text: As the user has described it.
-        port: The link of a host to its rack's switch, in each direction; its latency is that between two hosts of a
-            rack.
-        uplink: The link of a rack to the others, in each direction, for all of its hosts together; its latency is that
-            between two hosts of different racks. None: all hosts are connected by one switch that is never full.
-        hosts_per_rack: The number of hosts of a rack.
-        racks: The number of racks that exist; None: as many as the workers need.
-    """
-
-    text: str
+    text: str  # as the user has described it
+    # the link of a host to its rack's switch, in each direction; its latency is that between two hosts of a rack
     port: Link
+    # the link of a rack to the others, in each direction, for all of its hosts together; its latency is that between
+    # two hosts of different racks. None: all hosts are connected by one switch that is never full.
     uplink: Link | None = None
     hosts_per_rack: int = 1
-    racks: int | None = None
+    racks: int | None = None  # the number of racks that exist; None: as many as the workers need
 
     @property
     def hosts(self) -> int | None:

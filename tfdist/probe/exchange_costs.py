@@ -24,13 +24,7 @@ _MAX_COMPARED_VALUES = 1 << 26
 
 
 class LoopbackExchange:
-    """The exchange of the gradients of a step between equal members, one of which computes.
-
-    Attributes:
-        recorder: Records the calls of the newest trace.
-        counters: What the member would have sent.
-        state: The state of the compressors.
-    """
+    """The exchange of the gradients of a step between equal members, one of which computes."""
 
     def __init__(self, strategy: ProbeStrategy, method: str, members: int, *, adds_up: bool = False) -> None:
         """Prepares an exchange by `method`; see `LoopbackLauncher` for `adds_up`."""
@@ -69,15 +63,7 @@ class LoopbackExchange:
 def measure_exchange(
     strategy: ProbeStrategy, updates: Sequence[UpdateGradients], method: str, members: int, error: float | None = None
 ) -> ExchangeMeasurement:
-    """Measures the exchange of `updates`.
-
-    Args:
-        strategy: The strategy of the probe.
-        updates: The gradients of a step.
-        method: `DENSE` or the name of a compressor.
-        members: The number of workers.
-        error: The error of the method if it is known.
-    """
+    """Measures the exchange of `updates`. The error of the method is measured unless it is known."""
     exchange = LoopbackExchange(strategy, method, members)
     function = tf.function(lambda: _run(exchange, updates), autograph=False)
     sizes = [int(nbytes) for nbytes in function()[1]]
@@ -117,10 +103,7 @@ def bucket_ready(
 ) -> tuple[float, ...]:
     """Returns the part of backpropagation after which each bucket is complete, in (0, 1].
 
-    Args:
-        steps: When each step began, and when each of its buckets was complete.
-        forward_seconds: The time from the begin of a step to its loss.
-        median: Returns the median of several values.
+    `steps` have when each began, and when each of its buckets was complete.
     """
     parts: list[list[float]] = []
     for began, times in steps:

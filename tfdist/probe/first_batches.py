@@ -19,21 +19,13 @@ _MAX_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class FirstBatches:
-    """Global batches.
+    """Global batches."""
 
-    Attributes:
-        batches: One or two, as the training step gets them: structures of tensors.
-        spec: The `tf.TypeSpec`s of their leaves in order, as a step is traced with.
-        rows: Samples of a batch.
-        steps: Batches of an epoch, or None.
-        seconds: Median time in which the program's data produces a batch.
-    """
-
-    batches: tuple[Any, ...]
-    spec: tuple[Any, ...]
-    rows: int
-    steps: int | None
-    seconds: float
+    batches: tuple[Any, ...]  # one or two, as the training step gets them: structures of tensors
+    spec: tuple[Any, ...]  # the `tf.TypeSpec`s of their leaves in order, as a step is traced with
+    rows: int  # samples of a batch
+    steps: int | None  # batches of an epoch, or None
+    seconds: float  # median time in which the program's data produces a batch
 
     def dataset(self, rows: int) -> tf.data.Dataset:
         """Returns an endless dataset in memory: batches of the first `rows` samples, of sizes as static as those."""
@@ -75,10 +67,7 @@ class _Steps(keras.callbacks.Callback):
 def first_batches(model: Any, fit: Callable[..., Any], arguments: Mapping[str, Any]) -> FirstBatches:
     """Draws batches by a `fit` that makes no step.
 
-    Args:
-        model: The model.
-        fit: The method of Keras.
-        arguments: The arguments of the program's `fit`, by name. Its callbacks and validation data are not used.
+    Callbacks and validation data among the arguments of `fit` are not used.
 
     Raises:
         Exception: What Keras raises about the arguments or the data.

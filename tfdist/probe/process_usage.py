@@ -23,11 +23,7 @@ def work_seconds() -> float:
 
 
 class StepClock:
-    """Collects the ends of steps.
-
-    Attributes:
-        steps: The number of complete steps.
-    """
+    """Collects the ends of steps."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -47,14 +43,7 @@ class StepClock:
 
 
 def timed(call: Callable[[], object], *, least: int = 4, most: int = 15, seconds: float = 0.3) -> float:
-    """Returns the median time of `call`, after two calls that are left out.
-
-    Args:
-        call: Waits for its results.
-        least: The smallest number of calls.
-        most: The largest number.
-        seconds: Until when more calls than `least` are made.
-    """
+    """Returns the median time of `call`, after two calls that are left out."""
     for _ in range(2):
         call()
     spent: list[float] = []

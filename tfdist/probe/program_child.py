@@ -44,21 +44,13 @@ _MAX_MEASURED_LAYERS = 24  # each takes about 0.15 s to trace
 
 @dataclass(frozen=True)
 class _ProbeRequest:
-    """What is to be measured.
+    """What is to be measured."""
 
-    Attributes:
-        workers: Numbers of workers, whose parts of a batch are measured.
-        methods: Compression methods.
-        with_xla: Whether steps are compiled by XLA, too.
-        timeout_seconds: The time limit of the process.
-        started: When the process was started, in seconds since 1970.
-    """
-
-    workers: Sequence[int]
-    methods: Sequence[str]
-    with_xla: bool
-    timeout_seconds: float
-    started: float
+    workers: Sequence[int]  # numbers of workers, whose parts of a batch are measured
+    methods: Sequence[str]  # compression methods
+    with_xla: bool  # whether steps are compiled by XLA, too
+    timeout_seconds: float  # the time limit of the process
+    started: float  # when the process was started, in seconds since 1970
 
     @property
     def has_time(self) -> bool:
@@ -281,8 +273,7 @@ class _Channel:
 def main(argv: list[str]) -> None:
     """Runs the program.
 
-    Args:
-        argv: The descriptor of the pipe, the request as a JSON object, and the script with its arguments.
+    Arguments are the descriptor of the pipe, the request as a JSON object, and the script with its arguments.
     """
     channel, request, script = _Channel(int(argv[0])), _ProbeRequest(**json.loads(argv[1])), argv[2:]
     strategy = ProbeStrategy()

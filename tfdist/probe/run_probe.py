@@ -17,7 +17,7 @@ from typing import Any
 
 import tfdist
 from tfdist.planning.measurements import Measurements
-from tfdist.utils.cgroup_limits import available_memory
+from tfdist.utils.cgroup_limits import available_memory_bytes
 from tfdist.utils.cores_and_ports import ReservedPorts, ThreadShare, usable_cores
 from tfdist.utils.formatting import signal_name
 from tfdist.utils.linux_syscalls import die_with_parent
@@ -75,7 +75,7 @@ def measure(
     machine = {
         "cores": cores,
         "cores_per_worker": worker_cores,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": available_memory_bytes() or 0,
         "connection_bytes": max(measured_transfers.pop("peak_bytes") - result["bare_bytes"], 0),
         **measured_transfers,
     }
@@ -151,18 +151,6 @@ def _too_slow(limit: float, stage: str) -> ProbeError:
     )
 
 
-def _memory_bytes() -> int:
-    """Returns the memory that is available to new processes; 0 if that is not known."""
-    limits = available_memory()
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        limits.append(1024 * int(fields["MemAvailable"].split()[0]))
-    except (OSError, KeyError, ValueError):
-        pass
-    return min(limits, default=0)
-
-
 def _versions() -> dict[str, str]:
     versions = {"python": sys.version.split()[0]}
     for library in _LIBRARIES:
@@ -202,14 +190,7 @@ class MeasuringProcess:
     def __init__(
         self, module: str, arguments: Sequence[str], environ: Mapping[str, str], *, cores: Sequence[int]
     ) -> None:
-        """Starts the process.
-
-        Args:
-            module: The module.
-            arguments: The arguments after the descriptor.
-            environ: The environment.
-            cores: The numbers of its cores among the usable ones.
-        """
+        """Starts the process. `cores` are the numbers of its cores among the usable ones."""
         self.timed_out = False
         self._read, write = os.pipe()
         parent = os.getpid()

@@ -13,15 +13,10 @@ from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
 
 @dataclass(frozen=True)
 class UpdateGradients:
-    """The gradients of one update of an optimizer.
+    """The gradients of one update of an optimizer."""
 
-    Attributes:
-        paths: The paths of the variables.
-        gradients: Dense tensors or `tf.IndexedSlices`.
-    """
-
-    paths: tuple[str, ...]
-    gradients: tuple[Any, ...]
+    paths: tuple[str, ...]  # the paths of the variables
+    gradients: tuple[Any, ...]  # dense tensors or `tf.IndexedSlices`
 
 
 class SeenGradients:

@@ -28,19 +28,13 @@ _TIMED_STEPS = 6
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """What is known of a worker's step after a first look.
+    """What is known of a worker's step after a first look."""
 
-    Attributes:
-        updates: The gradients of its updates.
-        bucket_times: When each timed step began and when each of its buckets was complete, in seconds since 1970.
-        exchanges_per_step: How often they are exchanged in a step; below 1 with accumulated gradients.
-        other_collectives: What a step exchanges beside gradients.
-    """
-
-    updates: Sequence[UpdateGradients]
+    updates: Sequence[UpdateGradients]  # the gradients of its updates
+    # when each timed step began and when each of its buckets was complete, in seconds since 1970
     bucket_times: Sequence[tuple[float, Sequence[float]]]
-    exchanges_per_step: float
-    other_collectives: Sequence[Collective]
+    exchanges_per_step: float  # how often they are exchanged in a step; below 1 with accumulated gradients
+    other_collectives: Sequence[Collective]  # what a step exchanges beside gradients
 
 
 class WorkerSteps:

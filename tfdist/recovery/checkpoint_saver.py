@@ -40,12 +40,8 @@ class CheckpointSaver:
     ) -> float:
         """Takes a snapshot and starts to write it, after waiting for the previous write.
 
-        Args:
-            progress: The present progress.
-            logs: The logs of the last step, None between epochs.
-            learning_rates: The learning rates with which the run started.
-            on_written: Called on the chief with sequence number and step when the checkpoint is complete, unless None.
-            background: Whether to return before the checkpoint is on disk.
+        `logs` are those of the last step, None between epochs. `on_written` is called on the chief with sequence number
+        and step when the checkpoint is complete.
 
         Returns:
             For how many seconds the training stalled.
@@ -65,21 +61,20 @@ class CheckpointSaver:
         started = time.perf_counter()
         position = self._iterator.position(progress.next_step, logs)
         self._writer.wait()  # the next snapshot overwrites what it writes
-        shared_shard, rank_shard = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
-        worker_files = self._state.take_worker_files()
+        snapshot = self._state.snapshot({"position": position.to_json()}, is_chief=rank == 0)
         self._next_sequence += 1
 
         def write() -> None:
-            self._state.finish_snapshot()
+            snapshot.finish()
             self._store.save(
                 sequence,
                 self._attempt,
                 rank=rank,
                 num_ranks=num_workers,
-                rank_shard=rank_shard,
-                shared_shard=shared_shard,
+                rank_shard=snapshot.rank,
+                shared_shard=snapshot.shared,
                 metadata=metadata,
-                worker_files=worker_files,
+                worker_files=snapshot.worker_files,
             )
             if on_written is not None and rank == 0:  # the chief's write ends after those of all ranks
                 on_written(sequence, progress.step)

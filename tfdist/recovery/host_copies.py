@@ -38,9 +38,7 @@ class HostCopies:
     def request(self, name: str, variable: Any) -> np.ndarray:
         """Requests a copy of `variable`.
 
-        Args:
-            name: Its name. The array of this name is reused if it has the same shape and dtype.
-            variable: A `tf.Variable`, or a split one. It is not changed.
+        The array of this name is reused if it has the same shape and dtype.
 
         Returns:
             An array of its shape and dtype that has its present value after `finish`.

@@ -139,11 +139,6 @@ def exit_process(exit_code: int, callbacks: Iterable[Any], *, is_alone: bool) ->
     """Flushes the files of `callbacks` and ends this process.
 
     Keras does not call `on_train_end` of the callbacks: the training is not over.
-
-    Args:
-        exit_code: The exit code of the process.
-        callbacks: The callbacks of `fit`.
-        is_alone: Whether there are no other workers. TensorFlow's shutdown would wait for those, which are here, too.
     """
     for file in (file for callback in callbacks for file in open_files(callback)):
         try:

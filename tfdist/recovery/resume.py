@@ -66,12 +66,8 @@ def resume_data(
 ) -> None:
     """Moves the training data to the position of the checkpoint.
 
-    Args:
-        iterator: The data of the running `fit`.
-        checkpoint: The checkpoint. An additional worker resumes at the position of rank 0.
-        rank: The rank of this worker.
-        num_workers: The present number of workers.
-        replay: Whether data without a position may be drawn again from its beginning.
+    An additional worker resumes at the position of rank 0. With `replay` data without a position may be drawn again
+    from its beginning.
     """
     position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
     same_workers = checkpoint.num_ranks == num_workers

@@ -1,6 +1,6 @@
 """The state of a training besides the data position: its counts of steps and epochs, and the shards of a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,6 @@ _ROW_SHARES = "row_shares"
 class TrainingProgress:
     """Counts of a training, equal on all workers.
 
-    Attributes:
-        step: Training steps since the training began, over all epochs and restarts; with accumulation, micro-steps.
-        epoch: The current epoch, or the next one between two epochs, from 0.
-        next_step: The next step of that epoch, from 0.
-        stopped: Whether a callback has ended the training before its last epoch.
-        requested_epochs: How many epochs `fit` was asked for when the training ended; None before its end.
-
     >>> progress = TrainingProgress().after_batch(0).after_batch(1)
     >>> progress.step, progress.next_step, progress.after_epoch()
     (2, 2, TrainingProgress(step=2, epoch=1, next_step=0, stopped=False, requested_epochs=None))
@@ -56,10 +49,12 @@ class TrainingProgress:
     (True, False)
     """
 
+    # training steps since the training began, over all epochs and restarts; with accumulation, micro-steps
     step: int = 0
-    epoch: int = 0
-    next_step: int = 0
-    stopped: bool = False
+    epoch: int = 0  # the current epoch, or the next one between two epochs, from 0
+    next_step: int = 0  # the next step of that epoch, from 0
+    stopped: bool = False  # whether a callback has ended the training before its last epoch
+    # how many epochs `fit` was asked for when the training ended; None before its end
     requested_epochs: int | None = None
 
     def in_epoch(self, epoch: int) -> "TrainingProgress":
@@ -86,6 +81,17 @@ class TrainingProgress:
     def resumed(self) -> "TrainingProgress":
         """Returns the progress of a training that resumes, also of one that ended and is asked for more epochs."""
         return replace(self, stopped=False, requested_epochs=None)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a training between two steps, for a checkpoint."""
+
+    shared: Shard | None  # None on other ranks than the chief
+    rank: Shard  # of this rank
+    worker_files: WorkerFiles | None  # what workers write; None: all variables are on this process
+    # fills the arrays of the shards, in any thread. Until then steps need memory for what they change.
+    finish: Callable[[], None]
 
 
 class TrainingState:
@@ -117,7 +123,6 @@ class TrainingState:
         self._timeout_seconds = timeout_seconds
         is_placed = bool(placed_devices(model.distribute_strategy))
         self._copies = WorkerCopies(timeout_seconds) if is_placed else HostCopies()
-        self._worker_files: WorkerFiles | None = None
         self._variables = VariableSnapshots(model, self._copies)
         self._variables.build(element_spec)
 
@@ -137,37 +142,22 @@ class TrainingState:
         if (training := training_of(self._model)) is not None:
             training.wait()
 
-    def snapshot(self, metadata: dict[str, Any], *, is_chief: bool) -> tuple[Shard | None, Shard]:
-        """Returns the shared shard (None on other ranks than the chief) and the shard of this rank.
-
-        `finish_snapshot` fills the arrays with the present values. The next snapshot overwrites them.
-
-        Args:
-            metadata: JSON to save in the shard of this rank.
-            is_chief: Whether this is rank 0.
-        """
+    def snapshot(self, metadata: dict[str, Any], *, is_chief: bool) -> "Snapshot":
+        """Returns the present state, with `metadata` as JSON in the shard of this rank. The next one overwrites it."""
         callbacks = save_callbacks(self._callbacks)
         rank_metadata = {**metadata, "generators": python_and_numpy_state(), "callbacks": callbacks.values}
         if not is_chief:
             NamedVariables(self._model).send_split_slots()
-            return None, Shard(self._variables.per_replica(), rank_metadata)
+            return Snapshot(None, Shard(self._variables.per_replica(), rank_metadata), None, self._copies.finish)
         shared, per_replica, description = self._variables.snapshot()
         shared_metadata = {"description": description}
         if (shares := training_strategy(self._model.distribute_strategy).row_shares) is not None:
             shared_metadata[_ROW_SHARES] = shares.saved()
-        if isinstance(self._copies, WorkerCopies) and (files := self._copies.copy_on_workers()) is not None:
-            shared_metadata[_ON_WORKERS] = files.description
-            self._worker_files = files
-        return Shard({**shared, **callbacks.tensors}, shared_metadata), Shard(per_replica, rank_metadata)
-
-    def take_worker_files(self) -> WorkerFiles | None:
-        """Returns what workers write for the last snapshot, once; None if all variables are on this process."""
-        files, self._worker_files = self._worker_files, None
-        return files
-
-    def finish_snapshot(self) -> None:
-        """Copies the values to host memory, in any thread. Until then steps need memory for what they change."""
-        self._copies.finish()
+        worker_files = self._copies.copy_on_workers() if isinstance(self._copies, WorkerCopies) else None
+        if worker_files is not None:
+            shared_metadata[_ON_WORKERS] = worker_files.description
+        shared_shard = Shard({**shared, **callbacks.tensors}, shared_metadata)
+        return Snapshot(shared_shard, Shard(per_replica, rank_metadata), worker_files, self._copies.finish)
 
     def adopt_accumulation_steps(self, checkpoint: Checkpoint) -> None:
         """Sets the number of micro-steps per update to that of the checkpoint."""
@@ -179,11 +169,7 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint, rank: int, num_workers: int, *, metrics: bool) -> None:
         """Restores a checkpoint, also one that another number of ranks or replicas saved.
 
-        Args:
-            checkpoint: A complete checkpoint.
-            rank: The rank of this worker.
-            num_workers: The present number of workers.
-            metrics: Whether to restore the metrics, for an epoch that resumes.
+        The metrics are restored for an epoch that resumes.
 
         Raises:
             ValueError: If the checkpoint does not match this program; nothing is changed in that case.

@@ -31,17 +31,12 @@ EXACT_WEIGHTS = "exact_weights/"
 
 @dataclass(frozen=True)
 class NamedVariable:
-    """A variable of a training.
+    """A variable of a training."""
 
-    Attributes:
-        path: The name that users know.
-        components: Its `tf.Variable`s on this worker: one per local replica if it is distributed, else one.
-        rule: How it is converted to another number of replicas.
-    """
-
-    path: str
+    path: str  # the name that users know
+    # its `tf.Variable`s on this worker: one per local replica if it is distributed, else one
     components: list[Any] = field(repr=False)
-    rule: Rule = "first"
+    rule: Rule = "first"  # how it is converted to another number of replicas
 
     @property
     def spec(self) -> VariableSpec:

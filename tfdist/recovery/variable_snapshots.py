@@ -104,7 +104,8 @@ class VariableSnapshots:
             RuntimeError: If variables are missing and the shapes of a batch are not known.
         """
         build_for_training(self._model, element_spec)
-        create_anchors(self._model)
+        if (updates := self._local_updates) is not None:
+            updates.prepare(updating_optimizers(self._model))  # their variables, as the first update would
 
     def shared(self) -> Arrays:
         """Returns copies of what is equal on all replicas."""
@@ -156,7 +157,7 @@ class VariableSnapshots:
         If the number of micro-steps per update differs, the count of micro-steps is converted so that the number of
         updates stays.
         """
-        complete_exchanges(self._strategy)
+        self._complete_exchanges()
         named = NamedVariables(self._model)
         present = {name: variable for name, variable in named.shared.items() if name in shared}
         assign_all([(part, shared[name]) for name, variable in present.items() for part in variable.components])
@@ -187,17 +188,14 @@ class VariableSnapshots:
         self._assign(named.per_replica, saved, description)
         _rescale_accumulators(self._strategy, named, saved, description, are_split=False)
         self._compression(named).restore(per_replica, description["compressing_replicas"])
-        resume_local_updates(self._strategy, same_workers=self._has_replicas_of(description))
+        if (updates := self._local_updates) is not None:  # on other workers from the last exchange
+            updates.resume(same_workers=self._has_replicas_of(description))
 
     def restore_metrics(self, per_replica: Arrays, description: Json) -> None:
         """Restores the metrics of a resumed epoch. Call this in `on_epoch_begin`, after Keras has reset them.
 
         If the number of replicas differs, replica 0 gets the sums of all and the others zeros, so that the results
         over all replicas stay.
-
-        Args:
-            per_replica: As for `restore_per_replica`, which raises the same error.
-            description: The saved `description`.
         """
         named = NamedVariables(self._model)
         self._assign(named.metrics, group_by_variable(per_replica), description)
@@ -246,7 +244,7 @@ class VariableSnapshots:
         return self._copy({**present, **self._compression(named).variables()})
 
     def _copy(self, variables: Mapping[str, Any]) -> Arrays:
-        complete_exchanges(self._strategy)
+        self._complete_exchanges()
         copies = self._copies or HostCopies()
         requested = {name: copies.request(name, variable) for name, variable in variables.items()}
         if self._copies is None:
@@ -292,6 +290,15 @@ class VariableSnapshots:
                 assignments.append((component, value))
         assign_all(assignments)
 
+    @property
+    def _local_updates(self) -> Any:
+        return training_strategy(self._strategy).local_updates
+
+    def _complete_exchanges(self) -> None:
+        """Waits for exchanges that are under way, which change residuals and whose sums are saved."""
+        if (updates := self._local_updates) is not None:
+            updates.hold()
+
     def _has_replicas_of(self, description: Json) -> bool:
         return (description["replicas"], description["local_replicas"]) == (self._num_replicas, self._local_replicas)
 
@@ -299,31 +306,8 @@ class VariableSnapshots:
         return CompressionArrays(self._model, named.model_keys(), self._rank, named.local_replicas)
 
 
-def create_anchors(model: Any) -> None:
-    """Creates the variables of local updates, which the first update would create."""
-    if (updates := training_strategy(model.distribute_strategy).local_updates) is not None:
-        updates.prepare(updating_optimizers(model))
-
-
-def complete_exchanges(strategy: Any) -> None:
-    """Waits for exchanges that are under way, which change residuals and whose sums are saved."""
-    if (updates := training_strategy(strategy).local_updates) is not None:
-        updates.hold()
-
-
-def resume_local_updates(strategy: Any, *, same_workers: bool) -> None:
-    """Continues with restored variables; on other workers from the last exchange."""
-    if (updates := training_strategy(strategy).local_updates) is not None:
-        updates.resume(same_workers=same_workers)
-
-
 def _accumulation_progress(optimizer: OptimizerState, saved: Json) -> AccumulationProgress:
-    """Returns where accumulation resumes.
-
-    Args:
-        optimizer: The optimizer of the program.
-        saved: Its description in the checkpoint.
-    """
+    """Returns where accumulation resumes."""
     return convert_micro_steps(saved["micro_steps"], saved["accumulation_steps"], optimizer.accumulation_steps)
 
 
@@ -365,12 +349,7 @@ def _rescale_accumulators(
 ) -> None:
     """Converts restored sums to the number of micro-steps of the program; those that were not saved become zero.
 
-    Args:
-        strategy: The strategy of the program.
-        named: The variables of the program.
-        saved: The names of what was restored.
-        description: The description in the checkpoint.
-        are_split: Whether to convert those that are split over the replicas, or the others.
+    Those that are split over the replicas are converted if `are_split`, the others if not.
     """
     for index, (optimizer, described) in enumerate(zip(named.optimizers, description["optimizers"], strict=True)):
         for number, accumulator in enumerate(optimizer.accumulators):

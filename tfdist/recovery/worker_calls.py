@@ -47,10 +47,7 @@ def host_of(device: str) -> str:
 def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_seconds: float) -> dict[str, Any]:
     """Makes calls at the same time, each of which runs operations on one task.
 
-    Args:
-        calls: The call for each task.
-        action: What they do, for messages: "write" or "read".
-        timeout_seconds: How long to wait. A call that has not ended then, as of a frozen worker, is left alone.
+    A call that has not ended in time, as of a frozen worker, is left alone.
 
     Returns:
         What the calls return, by task.
@@ -120,11 +117,6 @@ def call_once(function: Any) -> Callable[[], Any]:
 
 def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_seconds: float) -> None:
     """Checks that the tasks see a file that this process writes into the directory of checkpoints.
-
-    Args:
-        directory: The directory.
-        tasks: A device of each task, by task.
-        timeout_seconds: How long to wait for an answer.
 
     Raises:
         CheckpointError: If a worker does not see the file, or does not answer, or this process cannot write it.

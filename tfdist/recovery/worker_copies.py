@@ -35,9 +35,6 @@ class WorkerCopies:
 
     A variable with copies on several workers is copied on the one that has the fewest bytes to write so far, and so is
     each part of a split one.
-
-    Args:
-        timeout_seconds: How long to wait for workers that copy or write.
     """
 
     def __init__(self, timeout_seconds: float) -> None:

@@ -18,25 +18,17 @@ from tfdist.tensorflow_internals.split_variables import ShardedVariable
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The elements of a tensor from `begin` to before `end` along one axis, and all elements along the others.
+    """The elements of a tensor from `begin` to before `end` along one axis, and all elements along the others."""
 
-    Attributes:
-        axis: The axis, from 0.
-        begin: The first position.
-        end: The position after the last one.
-    """
-
-    axis: int
-    begin: int
-    end: int
+    axis: int  # the axis, from 0
+    begin: int  # the first position
+    end: int  # the position after the last one
 
 
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
     """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements.
 
-    Args:
-        shape: The shape of the complete tensor.
-        *parts: Parts of it; None is all of it.
+    A part of None is all of it.
 
     >>> slice_spec([8, 16], TensorSlice(1, 0, 8))
     '8 16 -:0,8'
@@ -66,40 +58,26 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a worker has written of a tensor.
+    """What a worker has written of a tensor."""
 
-    Attributes:
-        prefix: The path of its files without their endings.
-        part: Which part of the tensor is there; None for all of it.
-    """
-
-    prefix: str
-    part: TensorSlice | None
+    prefix: str  # the path of its files without their endings
+    part: TensorSlice | None  # which part of the tensor is there; None for all of it
 
 
 @dataclass(frozen=True)
 class WorkerTensor:
-    """A tensor in files that workers wrote. It is read only where it is needed.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        written: Its parts, in the order of their positions along the axis of all of them.
-        name: Its name in the files.
-        timeout_seconds: How long to wait for a worker that reads it.
-    """
+    """A tensor in files that workers wrote. It is read only where it is needed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    written: tuple[WrittenPart, ...]
-    name: str
-    timeout_seconds: float
+    written: tuple[WrittenPart, ...]  # its parts, in the order of their positions along the axis of all of them
+    name: str  # its name in the files
+    timeout_seconds: float  # how long to wait for a worker that reads it
 
     def read(self, part: TensorSlice | None = None) -> tf.Tensor:
         """Adds the operations that read it, on the device of the present scope, to the function that is traced.
 
-        Args:
-            part: Which part of it. It may be split in another way in the files.
+        It may be split in another way in the files.
         """
         tensors = []
         for written in self.written:
@@ -144,9 +122,7 @@ def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
 def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
     """Assigns values to `tf.Variable`s.
 
-    Args:
-        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads. Each shard
-            of a split variable is assigned its part.
+    A `WorkerTensor` is read by the task of its variable. Each shard of a split variable is assigned its part.
 
     Raises:
         CheckpointError: If a worker is lost, or a file is missing or damaged.
@@ -173,13 +149,7 @@ def multiply(variables: Sequence[Any], factor: float) -> None:
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
-    """Returns the tensors of a checkpoint that workers wrote.
-
-    Args:
-        checkpoint: The checkpoint.
-        description: The `description` of its `WorkerBundles`.
-        timeout_seconds: How long to wait for a worker that reads one.
-    """
+    """Returns the tensors of a checkpoint that workers wrote."""
     written: dict[str, list[WrittenPart]] = {}
     kinds: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
     for prefix, tensors in description.items():

@@ -294,10 +294,6 @@ class RunDirectory:
     """The directory of one training.
 
     A run with a name stays, and resumes if the same training is started again. Others are removed at the end.
-
-    Args:
-        store: The store.
-        run_id: The name of the run, or None.
     """
 
     def __init__(self, store: Path, run_id: str | None) -> None:
@@ -318,10 +314,7 @@ class RunDirectory:
     def data(self, train: Any, validation: Any, fingerprint: Callable[[], str]) -> tuple[PartitionedData, Any]:
         """Writes the rows, or finds those of the same run, and returns the data to train on and to validate with.
 
-        Args:
-            train: A DataFrame.
-            validation: A DataFrame, or None.
-            fingerprint: Computes what a run with the same name must have in common with this one.
+        `fingerprint` computes what a run with the same name must have in common with this one.
 
         Raises:
             ValueError: If the store has another run of this name.

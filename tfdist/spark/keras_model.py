@@ -49,15 +49,7 @@ class KerasModel(Model, ColumnParams, MLWritable, MLReadable):
         epoch: Sequence[int] = (),
         custom_objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """Not called by users.
-
-        Args:
-            content: The file of the model.
-            output_shapes: The shapes of the outputs for one row.
-            history: The losses and metrics of the epochs.
-            epoch: The numbers of the epochs.
-            custom_objects: Classes and functions by the names that they have in the file.
-        """
+        """Not called by users."""
         super().__init__()
         self._content = content
         self._broadcast: tuple[Any, Any] | None = None
@@ -184,25 +176,15 @@ _KEPT_MODELS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What to predict.
+    """What to predict."""
 
-    Args:
-        key: Identifies the model.
-        content: The content of its file: a broadcast variable of Spark.
-        custom_objects: Classes and functions by the names that they have in the file.
-        feature_cols: The columns of the features.
-        label_cols: The columns of the labels, which name outputs in dictionaries.
-        output_types: The types of the outputs: "double", "array", "vector" or "class".
-        batch_size: Rows of a batch.
-    """
-
-    key: str
-    content: Any
-    custom_objects: Mapping[str, Any]
-    feature_cols: tuple[str, ...]
-    label_cols: tuple[str, ...]
-    output_types: tuple[str, ...]
-    batch_size: int
+    key: str  # identifies the model
+    content: Any  # the content of its file: a broadcast variable of Spark
+    custom_objects: Mapping[str, Any]  # classes and functions by the names that they have in the file
+    feature_cols: tuple[str, ...]  # the columns of the features
+    label_cols: tuple[str, ...]  # the columns of the labels, which name outputs in dictionaries
+    output_types: tuple[str, ...]  # the types of the outputs: "double", "array", "vector" or "class"
+    batch_size: int  # rows of a batch
 
 
 def predict_function(prediction: Prediction) -> Callable[[Iterator[Any]], Iterator[Any]]:

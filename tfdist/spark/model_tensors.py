@@ -9,23 +9,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class InputSpec:
-    """An input of a model, as the tensors of its columns must be.
+    """An input of a model, as the tensors of its columns must be."""
 
-    Args:
-        columns: Its columns; several are side by side in one vector.
-        dtype: NumPy's dtype to which numbers are cast, or None: as they are.
-        shape: The shape of a row, or None: that of the column.
-    """
-
-    columns: tuple[str, ...]
-    dtype: str | None
-    shape: tuple[int, ...] | None
+    columns: tuple[str, ...]  # its columns; several are side by side in one vector
+    dtype: str | None  # NumPy's dtype to which numbers are cast, or None: as they are
+    shape: tuple[int, ...] | None  # the shape of a row, or None: that of the column
 
     def array(self, values: Sequence[Any]) -> np.ndarray:
         """Returns the values of a batch.
-
-        Args:
-            values: The values of rows for each column: numbers, strings, or arrays.
 
         Raises:
             ValueError: If a value is null, or the rows of a column have different shapes.
@@ -43,9 +34,7 @@ class InputSpec:
 def input_specs(model: Any, feature_cols: Sequence[str]) -> dict[str | int, InputSpec]:
     """Returns the inputs of a model, by the names that its columns have in common with them, or by their order.
 
-    Args:
-        model: A Keras model. A model without declared inputs has one input.
-        feature_cols: Its columns: one for each input, or all of one input.
+    A model without declared inputs has one input. There is one column for each input, or all are of one input.
 
     Raises:
         ValueError: If there are more inputs than one, and not as many columns.

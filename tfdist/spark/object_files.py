@@ -18,15 +18,7 @@ _OBJECTS = "objects.pickle"
 def save_params(
     instance: Params, path: str, session: Any, extra: Mapping[str, Any], objects: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes the parameters of an instance: what JSON can hold as Spark ML does, the others by cloudpickle.
-
-    Args:
-        instance: An estimator or a model.
-        path: The directory to create.
-        session: The session of Spark.
-        extra: What to write beside the parameters, as JSON.
-        objects: What to write beside them by cloudpickle.
-    """
+    """Writes the parameters of an instance: what JSON can hold as Spark ML does, the others by cloudpickle."""
     plain: dict[str, Any] = {}
     pickled: dict[str, Any] = {}
     for param, value in instance._paramMap.items():

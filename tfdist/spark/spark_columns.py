@@ -70,12 +70,7 @@ def split(df: Any, validation: Any, columns: Sequence[str], seed: int) -> tuple[
 
 
 def fingerprint(df: Any, extra: str) -> str:
-    """Returns a hash of the rows in any order, and of a text. It computes the DataFrame.
-
-    Args:
-        df: A DataFrame of arrays, numbers and strings.
-        extra: The text.
-    """
+    """Returns a hash of the rows in any order, and of a text. It computes the DataFrame."""
     from pyspark.sql import functions
 
     rows = functions.xxhash64(*(column(name) for name in df.columns)).cast("decimal(38,0)")

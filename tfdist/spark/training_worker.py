@@ -16,64 +16,36 @@ MODEL_FILE = "model.keras"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingTask:
-    """What to train, on what, and how.
+    """What to train, on what, and how."""
 
-    Args:
-        model: A function that returns a model, or the file of a model.
-        model_kwargs: Keyword arguments of the function.
-        compile_args: Arguments of `Model.compile`, portable; empty: the model is compiled already.
-        custom_objects: Classes and functions by the names that they have in the model's file.
-        callbacks: Keras callbacks, or a function that returns them.
-        train: The rows to train on.
-        validation: The rows to validate with, or None.
-        feature_cols: The columns of the features.
-        label_cols: The columns of the labels.
-        sample_weight_col: The column of the sample weights, or None.
-        batch_size: Rows of an update, over all workers.
-        val_batch_size: Rows of a step of the validation, over all workers.
-        epochs: Number of epochs.
-        shuffle: Whether rows come in another order in each epoch.
-        seed: The seed of Keras, NumPy and Python.
-        verbose: The argument of `Model.fit` on the first worker.
-        compression: The argument of the strategy.
-        checkpoint_every_steps: Number of steps between two checkpoints; None: a checkpoint after each epoch.
-        directory: The directory of this run; all workers and the driver see it.
-    """
-
-    model: Callable[..., Any] | ModelFile
-    model_kwargs: Mapping[str, Any]
-    compile_args: Mapping[str, Any]
-    custom_objects: Mapping[str, Any]
-    callbacks: Sequence[Any] | Callable[[], Sequence[Any]]
-    train: PartitionedData
-    validation: PartitionedData | None
-    feature_cols: Sequence[str]
-    label_cols: Sequence[str]
-    sample_weight_col: str | None
-    batch_size: int
-    val_batch_size: int
+    model: Callable[..., Any] | ModelFile  # a function that returns a model, or the file of a model
+    model_kwargs: Mapping[str, Any]  # keyword arguments of the function
+    compile_args: Mapping[str, Any]  # arguments of `Model.compile`, portable; empty: the model is compiled already
+    custom_objects: Mapping[str, Any]  # classes and functions by the names that they have in the model's file
+    callbacks: Sequence[Any] | Callable[[], Sequence[Any]]  # Keras callbacks, or a function that returns them
+    train: PartitionedData  # the rows to train on
+    validation: PartitionedData | None  # the rows to validate with, or None
+    feature_cols: Sequence[str]  # the columns of the features
+    label_cols: Sequence[str]  # the columns of the labels
+    sample_weight_col: str | None  # the column of the sample weights, or None
+    batch_size: int  # rows of an update, over all workers
+    val_batch_size: int  # rows of a step of the validation, over all workers
     epochs: int
-    shuffle: bool
-    seed: int
-    verbose: int
-    compression: Any
-    checkpoint_every_steps: int | None
-    directory: str
+    shuffle: bool  # whether rows come in another order in each epoch
+    seed: int  # the seed of Keras, NumPy and Python
+    verbose: int  # the argument of `Model.fit` on the first worker
+    compression: Any  # the argument of the strategy
+    checkpoint_every_steps: int | None  # number of steps between two checkpoints; None: a checkpoint after each epoch
+    directory: str  # the directory of this run; all workers and the driver see it
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """What the first worker returns.
+    """What the first worker returns."""
 
-    Args:
-        epoch: The numbers of the epochs.
-        history: Losses and metrics of the epochs.
-        output_shapes: The shapes of the outputs for one row.
-    """
-
-    epoch: list[int]
-    history: dict[str, list[float]]
-    output_shapes: list[tuple[int | None, ...]]
+    epoch: list[int]  # the numbers of the epochs
+    history: dict[str, list[float]]  # losses and metrics of the epochs
+    output_shapes: list[tuple[int | None, ...]]  # the shapes of the outputs for one row
 
 
 def train_worker(task: TrainingTask) -> TrainingResult | None:

@@ -43,9 +43,6 @@ def decode_object(body: bytes) -> dict[str, Any]:
 class FrameBuffer:
     r"""Splits received bytes into frame bodies.
 
-    Args:
-        max_bytes: Longest accepted body.
-
     >>> buffer = FrameBuffer(max_bytes=100)
     >>> buffer.feed(b"\x00\x00\x00\x02{}\x00")
     >>> buffer.next(), buffer.next()
@@ -89,12 +86,8 @@ class MessageCodec:
     """Encodes and decodes the authenticated JSON messages of one connection.
 
     Each message carries an HMAC of itself and of its number in its direction. A message cannot be changed, dropped,
-    repeated, reflected, or moved to another connection without being noticed.
-
-    Args:
-        send_key: Authenticates sent messages.
-        receive_key: Authenticates received messages.
-        received: Bytes that arrived behind the handshake.
+    repeated, reflected, or moved to another connection without being noticed. `received` are bytes that arrived behind
+    the handshake.
     """
 
     def __init__(self, *, send_key: bytes, receive_key: bytes, received: bytes = b"") -> None:

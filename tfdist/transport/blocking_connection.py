@@ -19,10 +19,7 @@ BlockingHandshake = Callable[[socket.socket, Credentials, float], tuple[SessionK
 class BlockingConnection:
     """Sends and receives JSON objects after a handshake, for one thread at a time.
 
-    Args:
-        connection: A connected socket. `close` closes it.
-        keys: This side's keys.
-        received: Bytes that arrived behind the handshake.
+    `close` closes the socket. `received` are bytes that arrived behind the handshake.
 
     >>> ends = socket.socketpair()
     >>> ours = BlockingConnection(ends[0], SessionKeys(b"client", b"server"))
@@ -219,11 +216,6 @@ def set_tcp_options(connection: socket.socket) -> None:
 
 def client_handshake(connection: socket.socket, credentials: Credentials, deadline: float) -> tuple[SessionKeys, bytes]:
     """Runs the client's side over a blocking socket.
-
-    Args:
-        connection: The connected socket.
-        credentials: The credentials of this process.
-        deadline: Monotonic time at which the handshake must be complete.
 
     Returns:
         The keys, and the bytes that arrived behind the handshake.

@@ -34,21 +34,14 @@ _WRONG_TOKEN, _WRONG_CLUSTER = "wrong token", "wrong cluster"
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """What a process proves in a handshake, and expects of the other side.
+    """What a process proves in a handshake, and expects of the other side."""
 
-    Args:
-        service: The program, for example `"tfdist doctor"`.
-        protocol: Number of the service's protocol.
-        token: Secret of all processes. Empty: `cluster` takes its place.
-        cluster: Digest of the cluster's description, or empty. Both sides must have the same.
-        same_version: Whether both sides must run the same version of tfdist.
-    """
-
-    service: str
-    protocol: int
-    token: str = dataclasses.field(repr=False)
+    service: str  # the program, for example `"tfdist doctor"`
+    protocol: int  # number of the service's protocol
+    token: str = dataclasses.field(repr=False)  # secret of all processes. Empty: `cluster` takes its place.
+    # digest of the cluster's description, or empty. Both sides must have the same.
     cluster: str = dataclasses.field(default="", repr=False)
-    same_version: bool = False
+    same_version: bool = False  # whether both sides must run the same version of tfdist
 
     def __post_init__(self) -> None:
         if not (self.token or self.cluster):
@@ -66,21 +59,13 @@ class Credentials:
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """First message of each side.
+    """First message of each side."""
 
-    Args:
-        service: The program.
-        protocol: Number of its protocol.
-        version: Version of tfdist.
-        nonce: Random, used once.
-        cluster: Fingerprint of the client's cluster; empty in the server's hello.
-    """
-
-    service: str
+    service: str  # the program
     protocol: int
-    version: str
-    nonce: str
-    cluster: str = ""
+    version: str  # version of tfdist
+    nonce: str  # random, used once
+    cluster: str = ""  # fingerprint of the client's cluster; empty in the server's hello
 
     @classmethod
     def of(cls, credentials: Credentials, *, is_client: bool) -> "Hello":
@@ -117,10 +102,7 @@ class Hello:
     def require_compatible(self, other: "Hello", *, same_version: bool, reply: bytes = b"") -> None:
         """Checks that both sides understand each other.
 
-        Args:
-            other: The other side's hello.
-            same_version: Whether both must run the same version of tfdist.
-            reply: What the error carries for the other side.
+        The error carries `reply` for the other side.
 
         Raises:
             ProtocolMismatchError: If their versions are incompatible.
@@ -138,23 +120,14 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class SessionKeys:
-    """Keys of one side, which authenticate the messages behind the handshake.
+    """Keys of one side, which authenticate the messages behind the handshake."""
 
-    Args:
-        send_key: Authenticates sent messages.
-        receive_key: Authenticates received messages.
-    """
-
-    send_key: bytes
-    receive_key: bytes
+    send_key: bytes  # authenticates sent messages
+    receive_key: bytes  # authenticates received messages
 
 
 class ClientHandshake:
-    """The client's side, without I/O: bodies of frames in, bodies of frames out.
-
-    Args:
-        credentials: The credentials of this process.
-    """
+    """The client's side, without I/O: bodies of frames in, bodies of frames out."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -193,11 +166,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The server's side, without I/O: bodies of frames in, bodies of frames out.
-
-    Args:
-        credentials: The credentials of this process.
-    """
+    """The server's side, without I/O: bodies of frames in, bodies of frames out."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

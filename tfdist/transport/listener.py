@@ -21,10 +21,8 @@ _MAX_REPORTS = 100
 class Listener:
     """Accepts connections, runs their handshakes, and returns those that prove the token in time. Never blocks.
 
-    Args:
-        server: A listening socket. `close` closes it.
-        credentials: The credentials of this process.
-        say: Shows the user a line about each refused connection, once per address and reason.
+    `close` closes the listening socket. `say` shows the user a line about each refused connection, once per address and
+    reason.
     """
 
     def __init__(self, server: socket.socket, credentials: Credentials, say: Callable[[str], None]) -> None:
@@ -39,11 +37,7 @@ class Listener:
         return [self._server.fileno(), *self._pending]
 
     def accept(self, *, now: float) -> list[NonblockingConnection]:
-        """Accepts, advances handshakes, drops late ones, and returns the connections that have proved the token.
-
-        Args:
-            now: Time in seconds.
-        """
+        """Accepts, advances handshakes, drops late ones, and returns the connections that have proved the token."""
         self._accept_pending(now)
         connections = []
         for fd, pending in list(self._pending.items()):

@@ -31,10 +31,7 @@ _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 class NonblockingConnection:
     """Sends and receives JSON objects after a handshake; see `MessageCodec`.
 
-    Args:
-        connection: A connected stream socket. `close` closes it.
-        keys: This side's keys.
-        received: Bytes that arrived behind the handshake.
+    `close` closes the socket. `received` are bytes that arrived behind the handshake.
     """
 
     def __init__(self, connection: socket.socket, keys: SessionKeys, received: bytes = b"") -> None:
@@ -141,12 +138,7 @@ def dial(
 ) -> NonblockingConnection:
     """Connects to a server and runs the handshake, again and again until one try succeeds or the time is over.
 
-    Args:
-        host: Host of the server.
-        port: Port of the server.
-        credentials: The credentials of this process.
-        timeout_seconds: How long to try.
-        on_wait: Called once with the reason if the server does not answer for two seconds.
+    `on_wait` is called once with the reason if the server does not answer for two seconds.
 
     Raises:
         ConnectionClosedError: If no try succeeds in time; the text is the last reason.

@@ -14,12 +14,7 @@ class ConnectionClosedError(TransportError):
 
 
 class HandshakeError(TransportError):
-    """The handshake failed.
-
-    Args:
-        reason: Why.
-        reply: Frame body that tells the other side, or empty.
-    """
+    """The handshake failed. `reply` is a frame body that tells the other side, or empty."""
 
     def __init__(self, reason: str, *, reply: bytes = b"") -> None:
         super().__init__(reason)

@@ -48,6 +48,18 @@ def available_memory(root: Path = Path("/")) -> list[int]:
     return available
 
 
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the memory that new processes can get: the free memory of the machine and of the cgroups.
+
+    None if it is not known. `root` contains `proc` and `sys`.
+    """
+    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    words = fields.get("MemAvailable", "").split()
+    limits = [1024 * int(words[0])] if words and words[0].isdigit() else []
+    limits += available_memory(root)
+    return max(0, min(limits)) if limits else None
+
+
 def _groups(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
     """Yields (whether it is cgroups v2, directory) of this process's groups with a controller, and their parents."""
     for line in _read(root / "proc/self/cgroup").splitlines():

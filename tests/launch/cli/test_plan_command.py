@@ -8,7 +8,7 @@ import pytest
 from planned_programs import program
 
 from tfdist.launch.cli import plan_command, plan_network
-from tfdist.launch.cli.main import main
+from tfdist.launch.cli.main import add_command, main
 from tfdist.launch.cli.plan_command import link, memory_bytes
 from tfdist.launch.cli.plan_execution import METHODS
 from tfdist.planning.link_costs import Link
@@ -43,7 +43,7 @@ class Probe:
 
 def plan(*arguments, probe=None):
     parser = argparse.ArgumentParser()
-    plan_command.add_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "plan")
     options = parser.parse_args(["plan", *arguments])
     return plan_command.execute(options, probe or Probe())
 

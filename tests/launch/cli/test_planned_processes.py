@@ -5,8 +5,8 @@ import argparse
 import pytest
 from written_plans import plan, write_plans
 
-from tfdist.launch.cli.main import main
-from tfdist.launch.cli.run_options import add_run_parser, apply_plan
+from tfdist.launch.cli.main import add_command, main
+from tfdist.launch.cli.run_options import apply_plan
 
 SERVERS = plan("ParameterServerStrategy", workers=2, parameter_servers=1, has_chief=True, samples_per_second=900.0)
 STAGES = plan("ModelParallelStrategy", workers=3, has_chief=True, samples_per_second=700.0)
@@ -15,7 +15,7 @@ LAYOUT = plan("ModelParallelStrategy", workers=5, has_chief=True, arguments={"la
 
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
-    add_run_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "run")
     return parser.parse_args(["run", *arguments, "train.py"])
 
 

@@ -6,13 +6,12 @@ import types
 
 import pytest
 
-from tfdist.launch.process_roles import worker_roles
 from tfdist.launch.processes import run_policy
 from tfdist.launch.processes.run_policy import RunEnd, SingleNodePolicy
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
 from tfdist.launch.restart.worker_exit import WorkerExit
+from tfdist.launch.run_spec import RunSpec
 
 
 class Signals:
@@ -41,15 +40,8 @@ def policy(said):
 
 
 def policy_of(said, *, delay_seconds):
-    restarts = RestartPolicy(workers=3, min_workers=1, max_restarts=3, delay_seconds=delay_seconds)
-    return SingleNodePolicy(
-        AttemptEvaluator(restarts, "f00d"),
-        worker_roles,
-        3,
-        seed=7,
-        error_file=ErrorFile(None, None),
-        say=lambda *lines: said.extend(lines),
-    )
+    spec = RunSpec(workers=3, min_workers=1, max_restarts=3, restart_delay=delay_seconds, run_id="f00d", run_seed=7)
+    return SingleNodePolicy(spec, error_file=ErrorFile(None, None), say=lambda *lines: said.extend(lines))
 
 
 def failed(attempt, code=-9, *, workers=3):

@@ -1,7 +1,7 @@
 """A coordinator and its nodes, without sockets and clocks."""
 
 from tfdist.launch.rendezvous.coordinator import Coordinator
-from tfdist.launch.run_config import RunConfig, Timeouts
+from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.transport_errors import ConnectionClosedError
 
 
@@ -42,25 +42,30 @@ class Hosts:
         chief=False,
         servers=0,
     ) -> None:
-        timeouts = Timeouts(None, silence, 0.0)
-        self.config = RunConfig(
-            "f00d", 7, nodes, max_restarts, min_workers, delay, start_timeout, timeouts, chief, servers
+        self.spec = RunSpec(
+            nodes=nodes,
+            max_restarts=max_restarts,
+            min_workers=min_workers,
+            restart_delay=delay,
+            start_timeout=start_timeout,
+            heartbeat_timeout=silence,
+            chief=chief,
+            parameter_servers=servers,
+            run_id="f00d",
+            run_seed=7,
         )
         self.now = 0.0
-        self.coordinator = Coordinator(self.config, now=0.0)
+        self.coordinator = Coordinator(self.spec, now=0.0)
         self.connections, self.nodes = {}, {}
 
     def join(self, rank, *, workers=1, address="127.0.0.1", seen_as="127.0.0.1", **changed):
         connection = FakeConnection(seen_as)
-        same = {"--nodes": self.config.nodes, "--max-restarts": self.config.max_restarts}
-        roles = {"--chief": self.config.has_chief, "--parameter-servers": self.config.parameter_servers}
-        options = {**same, "--min-workers": self.config.min_workers, "--seed": self.config.seed_option, **roles}
         message = {
             "node": rank,
             "host": f"h{rank}",
             "workers": workers,
             "address": address,
-            "options": options,
+            "options": self.spec.common_options,
             **changed,
         }
         node = self.coordinator.join(connection, message, now=self.now)
@@ -93,7 +98,7 @@ class Hosts:
                 self.tell(rank, "ready", round=prepare["round"], ports=ports)
 
     def start(self, **workers):
-        for rank in range(self.config.nodes):
+        for rank in range(self.spec.nodes):
             self.join(rank, workers=workers.get(f"w{rank}", 1))
         self.get_ready()
         return self

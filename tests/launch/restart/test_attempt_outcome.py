@@ -2,7 +2,7 @@ import pytest
 
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome, encode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_config import Timeouts
+from tfdist.launch.run_spec import RunSpec
 
 SAVED, FINISHED, KILLED = WorkerExit(0, 75), WorkerExit(1, 0), WorkerExit(1, -9, was_signalled=True)
 
@@ -58,7 +58,7 @@ def test_stall_is_reported_without_a_culprit():
     ],
 )
 def test_grace_periods(grace, may_restart, stop, failure, patience):
-    grace_periods = Timeouts(grace, 10.0, 600.0).grace_periods(may_restart=may_restart)
+    grace_periods = RunSpec(grace=grace).grace_periods(may_restart=may_restart)
     assert (grace_periods.stop, grace_periods.failure, grace_periods.patience) == (stop, failure, patience)
 
 

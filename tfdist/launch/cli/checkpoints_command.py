@@ -14,13 +14,14 @@ from tfdist.utils.formatting import align_columns, format_bytes, format_duration
 if TYPE_CHECKING:
     from tfdist.checkpoint import CheckpointInfo
 
-_DESCRIPTION = """\
+HELP = "list, verify and prune the checkpoints of a directory"
+DESCRIPTION = """\
 List the checkpoints in DIR: their steps, sizes and status.
 
 Without --verify a checkpoint counts as complete if its manifest is valid and its files have the recorded sizes. A
 training that resumes verifies all checksums."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   tfdist checkpoints checkpoints
   tfdist checkpoints checkpoints --verify
@@ -32,16 +33,8 @@ _FAILURE_EXIT_CODE = 1
 _HEADINGS = ("sequence", "step", "epoch", "workers", "size", "age", "status")
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the sub-command `checkpoints`."""
-    parser = commands.add_parser(
-        "checkpoints",
-        help="list, verify and prune the checkpoints of a directory",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the sub-command `checkpoints`."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="the directory of FailureRecovery")
     parser.add_argument(
         "--verify", action="store_true", help="verify all checksums; exit code 1 if a checkpoint is corrupt"
@@ -55,7 +48,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--dry-run", action="store_true", help="with --prune: only say what would be removed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tfdist.doctor.report import Finding
 
 _ERRORS_EXIT_CODE = 1
-_DESCRIPTION = """\
+HELP = "check a machine or a cluster before training"
+DESCRIPTION = """\
 Check this machine, or all machines of a cluster, before training: versions, devices, cores, memory, limits, host
 names, ports, proxies, and the disk of the checkpoints. Between the tasks of a cluster: reachability, equal versions,
 clocks, round trips, bandwidth, and the compression that these suggest.
@@ -27,7 +28,7 @@ clocks, round trips, bandwidth, and the compression that these suggest.
 Without a cluster this machine is checked. With a cluster (TF_CONFIG, srun, Kubernetes) start the command on every host
 at the same time: the first task prints the report for all."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   tfdist doctor
   tfdist doctor --workers 2 --checkpoints checkpoints --parameters 25M
@@ -113,16 +114,8 @@ def _say(text: str) -> None:
     print(f"tfdist doctor: {text}", file=sys.stderr, flush=True)
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the sub-command `doctor`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check a machine or a cluster before training",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the sub-command `doctor`."""
     parser.add_argument(
         "--workers",
         type=whole_number(at_least=1, example=2),
@@ -155,7 +148,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="seconds to wait for the other tasks of the cluster (default: 60)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
-    parser.set_defaults(execute=execute)
 
 
 def parameters(text: str) -> int:

@@ -7,10 +7,16 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.launch.cli import checkpoints_command, doctor_command, plan_command, run_command
+from tfdist.launch.cli import checkpoints_command, doctor_command, plan_command, run_command, run_options
 from tfdist.utils.argument_checks import UsageError
 
-_COMMANDS = (run_command, plan_command, checkpoints_command, doctor_command)
+# By name: the module of the help and the options, and the function that executes them.
+_COMMANDS = {
+    "run": (run_options, run_command.execute),
+    "plan": (plan_command, plan_command.execute),
+    "checkpoints": (checkpoints_command, checkpoints_command.execute),
+    "doctor": (doctor_command, doctor_command.execute),
+}
 _USAGE_EXIT_CODE = 2
 
 
@@ -32,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         if "execute" not in options:
-            names = (command.__name__.rpartition(".")[2].removesuffix("_command") for command in _COMMANDS)
-            parser.error(f"A command is missing. Expected: one of {', '.join(names)}. See tfdist --help.")
+            parser.error(f"A command is missing. Expected: one of {', '.join(_COMMANDS)}. See tfdist --help.")
     except SystemExit as ending:  # argparse has printed its message
         return ending.code if isinstance(ending.code, int) else _USAGE_EXIT_CODE
     try:
@@ -65,6 +70,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tfdist {tfdist.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for name in _COMMANDS:
+        add_command(commands, name)
     return parser
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> None:
+    """Adds a sub-command."""
+    module, execute = _COMMANDS[name]
+    parser = commands.add_parser(
+        name,
+        help=module.HELP,
+        description=module.DESCRIPTION,
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_options(parser)
+    parser.set_defaults(execute=execute)

@@ -19,7 +19,8 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
 _MOST_PARTS = 64  # the smallest batch that is measured has a 64th of the rows
 _DEPENDENT = ("topology", "scaling", "sharded_files", "picture", "mtbf", "restart_time", "price_per_hour")
 
-_DESCRIPTION = """\
+HELP = "find the fastest strategy for a program"
+DESCRIPTION = """\
 Find the fastest way to train a program: which strategy, with which compression and options.
 
 The program runs as one process up to its first fit, which is measured for a few steps. Its callbacks do not run, and
@@ -30,7 +31,7 @@ In a cluster (TF_CONFIG, srun, Kubernetes) start the command as every task: the 
 first task measures the program and shows the plans. Otherwise --link describes the network; without it the workers are
 on this machine."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   tfdist plan train.py
   tfdist plan --workers 2,8,64 --link 1gbit,0.1ms --json plan.json train.py --epochs 3
@@ -43,26 +44,8 @@ Exit code: 0; 1 if the program cannot be measured, or no plan fits into memory; 
 the script are passed to it."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the sub-command `plan`."""
-    parser = commands.add_parser(
-        "plan",
-        help="find the fastest strategy for a program",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    parser.set_defaults(execute=execute)
-
-
 def execute(options: argparse.Namespace, measure: Callable[..., Measurements] | None = None) -> int:
     """Measures, prints the plans, and returns the exit code.
-
-    Args:
-        options: The parsed options.
-        measure: Measures the program, by default `tfdist.probe.run_probe.measure`.
 
     Raises:
         UsageError: The command or the environment is invalid. Nothing was measured or written then.

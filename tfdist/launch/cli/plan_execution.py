@@ -33,10 +33,6 @@ _SHOWN = 10
 def measure_and_plan(options: argparse.Namespace, measure: Callable[..., Measurements]) -> int:
     """Measures the program, prints the plans, and returns the exit code.
 
-    Args:
-        options: The parsed options.
-        measure: Measures the program; see `tfdist.probe.run_probe.measure`.
-
     Raises:
         UsageError: The command or the environment is invalid. Nothing was measured or written then.
     """

@@ -20,19 +20,12 @@ _TIMEOUT_OF_PEERS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class PlannedNetwork:
-    """Where the workers are.
+    """Where the workers are."""
 
-    Attributes:
-        workers: Their numbers.
-        link: The connection of each; None: they are on this machine, and share its cores and its memory.
-        cores: Cores of each.
-        cluster: What describes the cluster whose tasks they are: "Slurm", for example; empty: none.
-    """
-
-    workers: tuple[int, ...]
-    link: Link | None
-    cores: int
-    cluster: str = ""
+    workers: tuple[int, ...]  # their numbers
+    link: Link | None  # the connection of each; None: they are on this machine, and share its cores and its memory
+    cores: int  # cores of each
+    cluster: str = ""  # what describes the cluster whose tasks they are: "Slurm", for example; empty: none
 
 
 def network_of(
@@ -40,10 +33,7 @@ def network_of(
 ) -> PlannedNetwork | None:
     """Returns where the workers are, according to the options or the environment.
 
-    Args:
-        options: The options of `tfdist plan`.
-        environ: The environment, which may describe a cluster: then its links are measured.
-        say: Shows progress to the user.
+    If `environ` describes a cluster, its links are measured.
 
     Returns:
         None in a task of a cluster that does not plan.
@@ -78,13 +68,6 @@ def conditions_of(
     options: argparse.Namespace, measured: Measurements, link: Link, workers: int, *, shares_memory: bool
 ) -> Conditions:
     """Returns the conditions of a search.
-
-    Args:
-        options: The options of `tfdist plan`.
-        measured: The measured machine.
-        link: The connection of each worker.
-        workers: Their number.
-        shares_memory: Whether they are on one machine.
 
     Raises:
         UsageError: The memory of this machine is not known.

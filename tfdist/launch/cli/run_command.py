@@ -11,19 +11,8 @@ from collections.abc import Mapping
 
 from tfdist import cluster
 from tfdist.cluster.slurm import is_outside_allocation
-from tfdist.launch.cli.run_options import (
-    START_TIMEOUT_SECONDS,
-    add_run_parser,
-    apply_plan,
-    read_node_options,
-    start_timeout,
-)
-from tfdist.launch.process_roles import (
-    Role,
-    count_computing,
-    describe_jobs,
-    run_roles,
-)
+from tfdist.launch.cli.run_options import apply_plan, read_node_options, start_timeout
+from tfdist.launch.process_roles import count_computing, describe_jobs
 from tfdist.launch.processes.attempt_loop import AttemptLoop
 from tfdist.launch.processes.network_namespace import choose_network
 from tfdist.launch.processes.output import Console, LogFiles
@@ -31,20 +20,12 @@ from tfdist.launch.processes.run_policy import RunPolicy, SingleNodePolicy
 from tfdist.launch.processes.terminal_lines import StatusLine
 from tfdist.launch.processes.worker_process import WorkerEnvironments
 from tfdist.launch.rendezvous.join_run import join_run
-from tfdist.launch.rendezvous.membership import place
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
-from tfdist.launch.run_config import TOKEN_VARIABLE, NodeOptions, RunConfig, Timeouts
+from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 
 _START_TIMEOUT_VARIABLE = "TFDIST_START_TIMEOUT"
-
-
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the sub-command `run`."""
-    parser = add_run_parser(commands)
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -63,24 +44,25 @@ def execute(options: argparse.Namespace) -> int:
     node = read_node_options(options, os.environ)
     _check_no_cluster(os.environ, is_one_host=node is None)
     _check_roles(options)
-    roles = _own_roles(options)
-    threads = ThreadShare(
-        count_computing(roles),
-        usable_cores(),
-        options.threads_per_worker,
-        os.environ,
-        who=describe_jobs(roles.values()),
+    spec = RunSpec.of_options(
+        options,
+        start_timeout=_start_timeout(options, os.environ),
+        run_id=secrets.token_hex(8),
+        run_seed=_seed(options, os.environ),
     )
-    start_timeout = _start_timeout(options, os.environ)
+    # The processes of this host, by their ranks if all hosts have as many workers.
+    roles = spec.roles_of_nodes([spec.workers] * spec.nodes)[0 if node is None else node.rank]
+    threads = ThreadShare(
+        count_computing(roles), usable_cores(), spec.threads_per_worker, os.environ, who=describe_jobs(roles.values())
+    )
     if node is None:
         _check_min_workers(options)
-    run_id, seed = secrets.token_hex(8), _seed(options, os.environ)
     logs = LogFiles(options.log_dir)
     if node is None:
         logs.open(roles, attempt=0)
     error_file = ErrorFile(options.error_file, options.log_dir, is_new_run=node is None)
     has_servers = not all(role.runs_script for role in roles.values())
-    network = choose_network(options.network if node is None else "host", has_servers=has_servers)
+    network = choose_network(spec.network if node is None else "host", has_servers=has_servers)
     status_line = StatusLine.on(sys.stderr.fileno(), os.environ, sys.stderr.encoding)
     # srun shows the output of all its tasks as one.
     number = node.rank if node is not None and _is_slurm_step(os.environ) else None
@@ -93,85 +75,29 @@ def execute(options: argparse.Namespace) -> int:
             f"warning: the workers run on {socket.gethostname()}, which Slurm has not allocated to job "
             f"{os.environ['SLURM_JOB_ID']}. Start tfdist run by srun --ntasks=1 to run on its nodes."
         )
-    timeouts = Timeouts(options.grace, options.heartbeat_timeout, options.stall_timeout)
     try:
         with contextlib.ExitStack() as until_the_end:
             policy: RunPolicy
             if node is None:
-                policy = _single_node_policy(options, run_id, seed, error_file, console)
+                policy = SingleNodePolicy(spec, error_file=error_file, say=console.say)
             else:
-                config = _run_config(options, node, run_id, seed, start_timeout, timeouts)
-                joined = join_run(node, config, console, workers=options.workers, error_file=error_file)
-                policy = until_the_end.enter_context(joined)
-            secret = {} if node is None else {TOKEN_VARIABLE: node.token}
+                policy = until_the_end.enter_context(join_run(node, spec, console, error_file=error_file))
+                environ[TOKEN_VARIABLE] = node.token
             return AttemptLoop(
                 command,
-                WorkerEnvironments(
-                    {**environ, **secret}, start_timeout=start_timeout, threads_per_worker=options.threads_per_worker
-                ),
+                WorkerEnvironments(environ, spec),
                 console,
                 logs,
                 policy=policy,
-                timeouts=timeouts,
-                workers=options.workers,
-                worker_restarts=options.worker_restarts,
-                warm_spares=sum(role.runs_script for role in roles.values()) if options.warm_spares else 0,
+                spec=spec,
+                warm_spares=sum(role.runs_script for role in roles.values()) if spec.warm_spares else 0,
             ).run()
     except OSError as error:
         raise UsageError(
             f"The workers could not be started or watched ({error}); any that were running have been ended. Received: "
-            f"--workers {options.workers}. Expected: as many as this host has memory, processes and open files for. "
+            f"--workers {spec.workers}. Expected: as many as this host has memory, processes and open files for. "
             "Start fewer, or raise the limits (ulimit -u, ulimit -n)."
         ) from error
-
-
-def _single_node_policy(
-    options: argparse.Namespace, run_id: str, seed: int, error_file: ErrorFile, console: Console
-) -> SingleNodePolicy:
-    restarts = RestartPolicy(
-        workers=options.workers,
-        min_workers=options.workers if options.min_workers is None else options.min_workers,
-        max_restarts=options.max_restarts,
-        delay_seconds=options.restart_delay,
-    )
-    return SingleNodePolicy(
-        AttemptEvaluator(restarts, run_id),
-        lambda workers: _roles(options, workers),
-        options.workers,
-        seed=seed,
-        error_file=error_file,
-        say=console.say,
-    )
-
-
-def _run_config(
-    options: argparse.Namespace, node: NodeOptions, run_id: str, seed: int, start_timeout: float, timeouts: Timeouts
-) -> RunConfig:
-    return RunConfig(
-        run_id,
-        seed,
-        node.nodes,
-        options.max_restarts,
-        options.min_workers,
-        options.restart_delay,
-        start_timeout,
-        timeouts,
-        options.chief,
-        options.parameter_servers,
-        options.seed,
-        options.rejoin_timeout,
-    )
-
-
-def _own_roles(options: argparse.Namespace) -> dict[int, Role]:
-    """Returns the roles of this host's processes, by their ranks if all hosts have as many workers."""
-    shares = [options.workers] * options.nodes
-    placed = place(shares, parameter_servers=options.parameter_servers, has_chief=options.chief)
-    return placed[options.node_rank or 0]
-
-
-def _roles(options: argparse.Namespace, workers: int) -> Mapping[int, Role]:
-    return run_roles(workers, parameter_servers=options.parameter_servers, has_chief=options.chief)
 
 
 def _check_roles(options: argparse.Namespace) -> None:
@@ -212,14 +138,10 @@ def _check_min_workers(options: argparse.Namespace) -> None:
         )
 
 
-def _start_timeout(options: argparse.Namespace, environ: Mapping[str, str]) -> float:
+def _start_timeout(options: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
     text = environ.get(_START_TIMEOUT_VARIABLE, "").strip()
-    if options.start_timeout is not None:
-        return float(options.start_timeout)
-    if not text:
-        return START_TIMEOUT_SECONDS
     try:
-        return start_timeout(text)
+        return start_timeout(text) if options.start_timeout is None and text else options.start_timeout
     except argparse.ArgumentTypeError:
         raise UsageError(
             f"Invalid environment variable {_START_TIMEOUT_VARIABLE}. Received: {_START_TIMEOUT_VARIABLE}={text!r}. "

@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.launch.restart.restart_policy import MAX_DELAY_SECONDS
-from tfdist.launch.run_config import (
+from tfdist.launch.run_spec import (
     FAILURE_GRACE_SECONDS,
     RESTART_GRACE_SECONDS,
+    START_TIMEOUT_SECONDS,
     STOP_GRACE_SECONDS,
     TOKEN_VARIABLE,
     NodeOptions,
+    RunSpec,
 )
 from tfdist.planning.plans import PLAN_VARIABLE, PlanFile, Processes, best_plan, describe_processes
 from tfdist.utils.argument_checks import MAX_SEED, UsageError, seconds, whole_number
 
-START_TIMEOUT_SECONDS = 300.0
 _MIN_TOKEN_CHARACTERS = 16
 _MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _MAX_TOKEN_BYTES = 4096
 
-_DESCRIPTION = """\
+HELP = "start the workers of a script on this host and supervise them"
+DESCRIPTION = """\
 Start WORKERS processes of a script on this host, each with its TF_CONFIG, and supervise them.
 
 Every output line of a worker is shown with its rank: "[0] ...". When a worker fails, its rank, its exit code or signal
@@ -42,7 +44,7 @@ With --parameter-servers M a chief runs the script, too. The N workers and M par
 for it. If the chief or a parameter server fails, the attempt fails; a worker that exits or is frozen is restarted alone
 while the training continues."""
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   tfdist run --workers 2 train.py --epochs 10
   tfdist run --workers 4 --max-restarts 3 --log-dir logs -m my_package.train --epochs 10
@@ -57,13 +59,20 @@ start_timeout = seconds(may_be_zero=False, example=START_TIMEOUT_SECONDS)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the sub-command `run`."""
+    parser.usage = "tfdist run (--workers N | --plan FILE) [options] (script.py | -m module) [arguments ...]"
     parser.add_argument(
         "--workers",
         type=whole_number(at_least=1, example=2),
         metavar="N",
         help="number of workers to start; required without --plan",
     )
-    _add_plan_option(parser)
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a file of tfdist plan --json: start the workers, parameter servers and chief of its best plan, with "
+        "--workers of the best one for that number; tfdist.strategies.planned() in the script creates the strategy",
+    )
     parser.add_argument(
         "--chief",
         action="store_true",
@@ -117,7 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart-delay",
         type=seconds(example=1),
-        default=1.0,
+        default=RunSpec.restart_delay,
         metavar="S",
         help="seconds from a failure to the restart after an attempt without progress; doubles after each further "
         f"one, up to {MAX_DELAY_SECONDS:g}. After an attempt with progress there is no delay (default: 1)",
@@ -138,7 +147,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat-timeout",
         type=seconds(example=10),
-        default=10.0,
+        default=RunSpec.heartbeat_timeout,
         metavar="S",
         help="seconds without a heartbeat, or stopped by a signal, after which a worker is frozen and is killed; 0: "
         "never, for debugging (default: 10)",
@@ -146,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stall-timeout",
         type=seconds(example=600),
-        default=600.0,
+        default=RunSpec.stall_timeout,
         metavar="S",
         help="the training has failed if no worker makes a step for ten times the longest interval between two steps, "
         "and for at least S seconds; 0: never (default: 600)",
@@ -160,7 +169,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network",
         choices=("auto", "private", "host"),
-        default="auto",
+        default=RunSpec.network,
         help="private: a network namespace in which only the processes of this run reach each other; host: this host's "
         "network, for scripts that need the internet; auto: host, but with --chief or --parameter-servers, whose ports "
         "anybody may use, private if permitted, else host with a warning (default: auto)",
@@ -181,31 +190,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_node_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="as python -m module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py", help="the script and its arguments")
-
-
-def add_run_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
-    """Adds the sub-command `run` and returns its parser."""
-    parser = commands.add_parser(
-        "run",
-        help="start the workers of a script on this host and supervise them",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tfdist run (--workers N | --plan FILE) [options] (script.py | -m module) [arguments ...]",
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    return parser
-
-
-def _add_plan_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="a file of tfdist plan --json: start the workers, parameter servers and chief of its best plan, with "
-        "--workers of the best one for that number; tfdist.strategies.planned() in the script creates the strategy",
-    )
 
 
 def apply_plan(options: argparse.Namespace) -> dict[str, str]:
@@ -337,7 +321,7 @@ def read_node_options(options: argparse.Namespace, environ: Mapping[str, str]) -
             "Expected: --network host or none. Remove --network."
         )
     host = match["host"].strip("[]")
-    return NodeOptions(nodes, rank, host, int(match["port"]), options.address, _token(options.token_file, environ))
+    return NodeOptions(rank, host, int(match["port"]), options.address, _token(options.token_file, environ))
 
 
 def _token(path: Path | None, environ: Mapping[str, str]) -> str:

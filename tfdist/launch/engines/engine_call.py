@@ -12,61 +12,37 @@ from typing import Any, NamedTuple
 import tfdist
 from tfdist.cluster import new_seed
 from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call
-from tfdist.utils.argument_checks import check_seconds, check_seed, check_whole_number
-
-START_TIMEOUT_SECONDS = 300.0
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS, NodeOptions, RunSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class PlaceAddress:
-    """Where a place is.
+    """Where a place is."""
 
-    Args:
-        host: Its address, at which all other places reach it.
-        port: A TCP port that was free there; place 0's is that of the rendezvous.
-        pid: The process of the engine; 0: unknown.
-    """
-
-    host: str
-    port: int
-    pid: int = 0
+    host: str  # its address, at which all other places reach it
+    port: int  # a TCP port that was free there; place 0's is that of the rendezvous
+    pid: int = 0  # the process of the engine; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class PlaceTask:
-    """What one place does.
+    """What one place does."""
 
-    Args:
-        run: Identifies the round, to stop it.
-        rank: Number of the place.
-        call: The pickled call.
-        arguments: Arguments of `tfdist`, without the program's name, paths of the place, and script.
-        token: The secret of the rendezvous.
-        grace_seconds: Seconds from SIGTERM to SIGKILL.
-        versions: The versions of the driver.
-    """
-
-    run: str
-    rank: int
-    call: bytes = dataclasses.field(repr=False)
-    arguments: tuple[str, ...]
-    token: str = dataclasses.field(repr=False)
-    grace_seconds: float
-    versions: "Versions"
+    run: str  # identifies the round, to stop it
+    rank: int  # number of the place
+    call: bytes = dataclasses.field(repr=False)  # the pickled call
+    arguments: tuple[str, ...]  # arguments of `tfdist`, without the program's name, paths of the place, and script
+    token: str = dataclasses.field(repr=False)  # the secret of the rendezvous
+    grace_seconds: float  # seconds from SIGTERM to SIGKILL
+    versions: "Versions"  # the versions of the driver
 
 
 class Versions(NamedTuple):
-    """What the driver and the places must have in common, so that a function can be sent.
+    """What the driver and the places must have in common, so that a function can be sent."""
 
-    Args:
-        python: Python's version, without its last part.
-        cloudpickle: The first part of cloudpickle's version.
-        tfdist: The version of tfdist.
-    """
-
-    python: str
-    cloudpickle: str
-    tfdist: str
+    python: str  # Python's version, without its last part
+    cloudpickle: str  # the first part of cloudpickle's version
+    tfdist: str  # the version of tfdist
 
     @classmethod
     def of_this_process(cls) -> "Versions":
@@ -80,39 +56,16 @@ class Versions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
-    """The call of a function on the workers of an engine.
+    """The call of a function on the workers of an engine."""
 
-    Args:
-        payload: The pickled call.
-        workers: Number of workers, and of places.
-        parameter_servers: Number of parameter servers, which run beside the workers.
-        has_chief: Whether a chief runs in place 0, beside its worker, and calls the function alone.
-        max_restarts: How often all workers may be restarted.
-        threads_per_worker: Threads of each worker; None: those that the engine gives a place.
-        seed: The seed of the run, the same in all rounds.
-        log_dir: Directory for the workers' output on their hosts, or None.
-        grace_seconds: Seconds from SIGTERM to SIGKILL when workers are ended.
-        start_timeout_seconds: How long to wait for places and for workers.
-        token: The secret of the rendezvous.
-        name: Names the call in its places and in the engine; no secret.
-        round: Number of the round, from 0.
-        versions: The versions of the driver.
-    """
-
-    payload: bytes = dataclasses.field(repr=False)
-    workers: int
-    parameter_servers: int = 0
-    has_chief: bool = False
-    max_restarts: int = 0
-    threads_per_worker: int | None = None
-    seed: int = dataclasses.field(default_factory=lambda: new_seed(os.environ))
-    log_dir: str | None = None
-    grace_seconds: float = 5.0
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    payload: bytes = dataclasses.field(repr=False)  # the pickled call
+    spec: RunSpec  # the run on all places, each of which is a host with one of the workers
+    # the secret of the rendezvous
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    # names the call in its places and in the engine; no secret
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
-    round: int = 0
-    versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)
+    round: int = 0  # number of the round, from 0
+    versions: Versions = dataclasses.field(default_factory=Versions.of_this_process)  # the versions of the driver
 
     @classmethod
     def of(
@@ -121,17 +74,10 @@ class EngineCall:
         arguments: tuple[Any, ...],
         *,
         caller: str,
-        workers: Any,
-        parameter_servers: Any = 0,
-        chief: Any = False,
-        max_restarts: Any = 0,
-        threads_per_worker: Any = None,
-        seed: Any = None,
-        log_dir: str | os.PathLike[str] | None = None,
-        grace_seconds: Any = 5.0,
         start_timeout_seconds: Any = START_TIMEOUT_SECONDS,
+        **options: Any,
     ) -> "EngineCall":
-        """Checks the arguments of `caller`, such as "on_ray", and pickles the call.
+        """Checks the arguments of `caller`, such as "on_ray", and pickles the call. All rounds have the same seed.
 
         Raises:
             TypeError: If `function` is not callable, or it or an argument cannot be pickled.
@@ -139,43 +85,13 @@ class EngineCall:
             ImportError: If cloudpickle is not installed.
         """
         check_function(function, caller=caller)
-        check_whole_number("workers", workers, at_least=1)
-        check_whole_number("parameter_servers", parameter_servers, at_least=0)
-        check_whole_number("max_restarts", max_restarts, at_least=0)
-        if threads_per_worker is not None:
-            check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
-        if seed is not None:
-            check_seed(seed)
-        check_seconds("grace_seconds", grace_seconds)
-        check_seconds("start_timeout_seconds", start_timeout_seconds)
-        if not start_timeout_seconds:
-            raise ValueError(
-                f"Invalid `start_timeout_seconds`. Received: start_timeout_seconds={start_timeout_seconds}. Expected: "
-                "a number of seconds above 0, such as 300."
-            )
-        if chief and parameter_servers:
-            raise ValueError(
-                f"Parameter servers have a chief already. Received: chief={chief!r} with parameter_servers="
-                f"{parameter_servers}. Expected: one of them. Remove `chief` for ParameterServerStrategy, "
-                "`parameter_servers` for ModelParallelStrategy."
-            )
-        return cls(
-            pickle_call(function, arguments),
-            workers,
-            parameter_servers,
-            bool(chief),
-            max_restarts,
-            threads_per_worker,
-            new_seed(os.environ) if seed is None else seed,
-            None if log_dir is None else os.fspath(Path(log_dir).absolute()),
-            float(grace_seconds),
-            float(start_timeout_seconds),
+        spec = RunSpec.of_call(start_timeout_seconds=start_timeout_seconds, **options)
+        spec = dataclasses.replace(
+            spec,
+            seed=new_seed(os.environ) if spec.seed is None else spec.seed,
+            log_dir=None if spec.log_dir is None else Path(spec.log_dir).absolute(),
         )
-
-    @property
-    def calls(self) -> int:
-        """How many processes call the function: all workers, or the chief."""
-        return 1 if self.has_chief or self.parameter_servers else self.workers
+        return cls(pickle_call(function, arguments), spec)
 
     @property
     def run(self) -> str:
@@ -192,33 +108,20 @@ class EngineCall:
 
     def next_round(self, max_restarts: int) -> "EngineCall":
         """Returns the call for another round, with so many restarts left."""
-        return dataclasses.replace(self, max_restarts=max_restarts, round=self.round + 1)
+        spec = dataclasses.replace(self.spec, max_restarts=max_restarts)
+        return dataclasses.replace(self, spec=spec, round=self.round + 1)
 
     def task(self, rank: int, addresses: Sequence[PlaceAddress], *, threads: int | None = None) -> PlaceTask:
-        """Returns what a place does.
-
-        Args:
-            rank: Number of the place.
-            addresses: The addresses of all places, in order.
-            threads: The cores that the engine gives each place; None: unknown.
-        """
-        nodes = len(addresses)
-        arguments = ["run", "--workers", "1", "--network", "host", "--max-restarts", str(self.max_restarts)]
-        arguments += ["--seed", str(self.seed)]
-        arguments += ["--grace", f"{self.grace_seconds:g}", "--start-timeout", f"{self.start_timeout_seconds:g}"]
-        if nodes > 1:
-            rendezvous = addresses[0]
-            host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
-            arguments += ["--nodes", str(nodes), "--node-rank", str(rank), "--rendezvous", f"{host}:{rendezvous.port}"]
-            arguments += ["--address", addresses[rank].host]
-        if self.has_chief:
-            arguments.append("--chief")
-        if self.parameter_servers:
-            arguments += ["--parameter-servers", str(self.parameter_servers)]
-        if (count := self.threads_per_worker or threads) is not None:
-            arguments += ["--threads-per-worker", str(count)]
-        if self.log_dir is not None:
+        """Returns what a place does. `threads` are the cores that the engine gives each place, if that is known."""
+        spec, rendezvous = self.spec, addresses[0]
+        log_dir = spec.log_dir
+        if log_dir is not None and self.round:
             # A launcher empties its files; those of earlier rounds say why there is another.
-            directory = os.path.join(self.log_dir, f"round-{self.round}") if self.round else self.log_dir
-            arguments += ["--log-dir", directory]
-        return PlaceTask(self.run, rank, self.payload, tuple(arguments), self.token, self.grace_seconds, self.versions)
+            log_dir = Path(log_dir) / f"round-{self.round}"
+        threads_per_worker = spec.threads_per_worker or threads
+        spec = dataclasses.replace(
+            spec, workers=1, nodes=len(addresses), threads_per_worker=threads_per_worker, log_dir=log_dir
+        )
+        node = NodeOptions(rank, rendezvous.host, rendezvous.port, addresses[rank].host, self.token)
+        arguments = ("run", *spec.arguments(), *(node.arguments() if spec.nodes > 1 else ()))
+        return PlaceTask(self.run, rank, self.payload, arguments, self.token, spec.grace_seconds, self.versions)

@@ -7,37 +7,29 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
+from tfdist.utils.optional_modules import import_optional
 
 PLACE_KEY = "tfdist-place"
 ANSWER_SECONDS = 30.0
 
 
 def import_distributed() -> Any:
-    """Returns the module `distributed`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import distributed
-    except ImportError as error:
-        raise ImportError(
-            "Dask is not installed. Received: no module `distributed`. Expected: the extra `dask`. "
-            "Run: pip install 'tfdist[dask]'"
-        ) from error
-    return distributed
+    """Returns the module `distributed`, or raises an ImportError that says how to install it."""
+    return import_optional(
+        "distributed",
+        "Dask is not installed. Received: no module `distributed`. Expected: the extra `dask`. Run: pip install "
+        "'tfdist[dask]'",
+    )
 
 
 @contextlib.contextmanager
 def client_in_use(client: Any) -> Iterator[Any]:
     """Yields a client after checks, or the current one. In a task of Dask, secedes from the threads of its worker.
-
-    Args:
-        client: A `distributed.Client`, or None.
 
     Raises:
         TypeError: If `client` is something else.
@@ -77,26 +69,15 @@ class ReplacedWorkerError(Exception):
 
 
 class DaskWorker(NamedTuple):
-    """A Dask worker, as it describes itself.
+    """A Dask worker, as it describes itself."""
 
-    Args:
-        address: The address of its place.
-        threads: Its threads.
-        is_free: Whether it has a free thread, the resources that a place needs, and no place.
-    """
-
-    address: PlaceAddress
+    address: PlaceAddress  # the address of its place
     threads: int
-    is_free: bool
+    is_free: bool  # whether it has a free thread, the resources that a place needs, and no place
 
 
 def describe_worker(resources: Mapping[str, float], dask_worker: Any) -> DaskWorker:
-    """Describes the Dask worker that this runs in, beside its tasks.
-
-    Args:
-        resources: What a place needs of Dask's resources.
-        dask_worker: Set by `Client.run`.
-    """
+    """Describes the Dask worker that this runs in, beside its tasks. `Client.run` sets `dask_worker`."""
     state = dask_worker.state
     has_place = any(str(key).startswith(PLACE_KEY) for key in state.tasks)
     has_resources = all(state.available_resources.get(name, 0) >= need for name, need in resources.items())
@@ -129,13 +110,6 @@ def run_beside_tasks(
 ) -> dict[str, Any]:
     """Calls a function in Dask workers, whether or not their threads are busy.
 
-    Args:
-        client: The client.
-        names: The workers' addresses.
-        function: What to call.
-        *args: Its arguments.
-        seconds: How long to wait for all answers.
-
     Returns:
         The value of each worker that has not been lost meanwhile.
 
@@ -165,9 +139,7 @@ def run_beside_tasks(
 def run_task(task: PlaceTask, pid: int) -> PlaceResult:
     """Runs a place as a task of Dask.
 
-    Args:
-        task: What the place does.
-        pid: The process of the Dask worker that was asked.
+    `pid` is the process of the Dask worker that was asked.
 
     Raises:
         ReplacedWorkerError: If another process has taken over the address of the Dask worker, as after a restart.
@@ -186,10 +158,6 @@ def shown_output(client: Any, call: EngineCall) -> Iterator[None]:
 
     It does not use `distributed.print`, which all clients show: a worker of the training that is a client would send
     the line again.
-
-    Args:
-        client: The client.
-        call: The call.
     """
     client.subscribe_topic(_topic(call.run), lambda event: print(event[1], flush=True))
     try:
@@ -203,11 +171,7 @@ def _topic(run: str) -> str:
 
 
 def ends_early(futures: Mapping[str, Any]) -> bool:
-    """Returns whether a place has failed, or ended so that the others have to be stopped.
-
-    Args:
-        futures: The futures of the places' tasks.
-    """
+    """Returns whether a place has failed, or ended so that the others have to be stopped."""
     return any(
         future.status == "error" or (future.status == "finished" and future.result(timeout=ANSWER_SECONDS).ends_round)
         for future in futures.values()
@@ -335,7 +299,7 @@ class _Round:
 
     def _start(self) -> None:
         """Occupies Dask workers. Calls take turns: otherwise each could hold a part of what another needs."""
-        needed, seconds = self._call.workers, self._call.start_timeout_seconds
+        needed, seconds = self._call.spec.workers, self._call.spec.start_timeout_seconds
         deadline = time.monotonic() + seconds
         lock = import_distributed().Lock(PLACE_KEY, scheduler_rpc=self._client.scheduler, loop=self._client.loop)
         while True:
@@ -367,12 +331,12 @@ class _Round:
                 resources=self._resources or None,
                 pure=False,
             )
-        seconds = self._call.start_timeout_seconds
+        seconds = self._call.spec.start_timeout_seconds
         self._wait(seconds, until=lambda: not any(worker.is_free for worker in self._describe(chosen).values()))
 
     def _stop(self) -> None:
         """Ends the places that have not ended, and waits for them."""
-        deadline = time.monotonic() + self._call.grace_seconds + _STOP_SECONDS
+        deadline = time.monotonic() + self._call.spec.grace_seconds + _STOP_SECONDS
         if running := self._running():
             with contextlib.suppress(TimeoutError):  # one of them is ending
                 run_beside_tasks(self._client, running, stop_places, self._call.run, seconds=_LOOK_SECONDS)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress, PlaceTask
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress, PlaceTask
 from tfdist.launch.engines.place import PlaceResult, place_address, run_place, stop_places
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
 from tfdist.utils.argument_checks import is_number
+from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _LOOK_SECONDS, _STOP_SECONDS = 0.5, 10.0  # the second one after the grace period
@@ -99,14 +101,14 @@ class _Actors:
     def __init__(self, call: EngineCall, resources: Mapping[str, float], strategy: str) -> None:
         self._ray, self._resources = import_ray(), resources
         self._threads = max(1, int(resources.get("CPU", 1)))
-        bundles = [dict(resources) for _ in range(call.workers)]
+        bundles = [dict(resources) for _ in range(call.spec.workers)]
         self._group = self._ray.util.placement_group(bundles, strategy=strategy, name=f"tfdist-{call.run}")
         self._actors: list[Any] = []
         self._output = OutputOfActors(self._actors)
         try:
             self._wait_for_resources(call)
-            place = actor_class(call.max_restarts)
-            for rank in range(call.workers):
+            place = actor_class(call.spec.max_restarts)
+            for rank in range(call.spec.workers):
                 options = resource_options(self._group, rank, resources)
                 self._actors.append(place.options(**options).remote(rank))
         except BaseException:
@@ -126,13 +128,13 @@ class _Actors:
 
     def run_round(self, call: EngineCall) -> list[PlaceResult]:
         """Runs a round; returns how it ended in each place. Raises LostPlaceError if actors were lost."""
-        limit = call.start_timeout_seconds
+        limit = call.spec.start_timeout_seconds
         asked = [actor.address.remote() for actor in self._actors]
         answers, missing = self._gather(asked, call, limit, f"did not start within {limit:g} s", is_start=True)
         if missing:
             raise LostPlaceError(", ".join(missing.values()))
         addresses = [answers[rank] for rank in range(len(asked))]
-        tasks = [call.task(rank, addresses, threads=self._threads) for rank in range(call.workers)]
+        tasks = [call.task(rank, addresses, threads=self._threads) for rank in range(call.spec.workers)]
         refs = [actor.run.remote(task) for actor, task in zip(self._actors, tasks, strict=True)]
         results, lost = self._gather(refs, call, None, "")
         if lost:
@@ -163,7 +165,7 @@ class _Actors:
                 if ends and not is_stopped:
                     is_stopped, late = True, "did not end in time"
                     self._stop(call, pending.values())
-                    deadline = time.monotonic() + call.grace_seconds + _STOP_SECONDS
+                    deadline = time.monotonic() + call.spec.grace_seconds + _STOP_SECONDS
                 if deadline is not None and time.monotonic() >= deadline:
                     missing |= {rank: f"place {rank} {late}" for rank in pending.values()}
                     break
@@ -183,17 +185,17 @@ class _Actors:
         """Lets the workers save and leave after an interrupt."""
         self._stop(call, pending.values())
         if pending:
-            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.grace_seconds + _STOP_SECONDS)
+            self._ray.wait(list(pending), num_returns=len(pending), timeout=call.spec.grace_seconds + _STOP_SECONDS)
 
     def _wait_for_resources(self, call: EngineCall) -> None:
-        deadline = time.monotonic() + call.start_timeout_seconds
+        deadline = time.monotonic() + call.spec.start_timeout_seconds
         while not self._group.wait(_LOOK_SECONDS):
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"Ray has not had the resources of all workers at the same time. Received: "
-                    f"{describe_resources(self._ray)} after {call.start_timeout_seconds:g} s. Expected: workers="
-                    f"{call.workers}, each with {dict(self._resources)}. Start more nodes, wait for other programs, "
-                    "ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
+                    f"{describe_resources(self._ray)} after {call.spec.start_timeout_seconds:g} s. Expected: workers="
+                    f"{call.spec.workers}, each with {dict(self._resources)}. Start more nodes, wait for other "
+                    "programs, ask for less in `resources_per_worker`, or give more `start_timeout_seconds`."
                 )
 
 
@@ -205,18 +207,11 @@ _FLUSH_SECONDS = 5.0
 
 
 def import_ray() -> Any:
-    """Returns the module `ray`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            "Ray is not installed. Received: no module `ray`. Expected: the extra `ray`. Run: pip install 'tfdist[ray]'"
-        ) from error
-    return ray
+    """Returns the module `ray`, or raises an ImportError that says how to install it."""
+    return import_optional(
+        "ray",
+        "Ray is not installed. Received: no module `ray`. Expected: the extra `ray`. Run: pip install 'tfdist[ray]'",
+    )
 
 
 def check_placement(resources: Any, strategy: Any) -> None:
@@ -238,11 +233,7 @@ def check_placement(resources: Any, strategy: Any) -> None:
 
 
 def describe_resources(ray: Any) -> str:
-    """Returns the resources of the cluster, and those that are free.
-
-    Args:
-        ray: The module.
-    """
+    """Returns the resources of the cluster, and those that are free."""
     names = ("CPU", "GPU", "memory")
 
     def chosen(resources: Mapping[str, float]) -> dict[str, float]:
@@ -252,13 +243,7 @@ def describe_resources(ray: Any) -> str:
 
 
 def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the options of the actor of a place.
-
-    Args:
-        group: The placement group.
-        rank: Number of the place, and of its bundle.
-        resources: What it needs.
-    """
+    """Returns the options of the actor of a place."""
     strategy = import_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
     )
@@ -275,10 +260,6 @@ def resource_options(group: Any, rank: int, resources: Mapping[str, float]) -> d
 
 def explain_lost_actor(rank: int, error: Exception) -> str:
     """Returns a clause for a lost place.
-
-    Args:
-        rank: Its number.
-        error: What Ray raised for it.
 
     Raises:
         ImportError: If Ray's node cannot import tfdist.
@@ -297,22 +278,14 @@ def explain_lost_actor(rank: int, error: Exception) -> str:
 
 
 class OutputOfActors:
-    """Shows the output of places in the driver. Ray itself leaves out lines that several actors print.
-
-    Args:
-        actors: The actors of the places.
-    """
+    """Shows the output of places in the driver. Ray itself leaves out lines that several actors print."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = actors
         self._asked: dict[Any, Any] = {}  # by actor: the answer that is under way
 
     def show_new(self, *, is_last: bool = False) -> None:
-        """Prints the lines that have come since the last call.
-
-        Args:
-            is_last: Whether to wait for the rest.
-        """
+        """Prints the lines that have come since the last call. With `is_last` it waits for the rest."""
         ray = import_ray()
         for _ in range(1 + is_last):  # an answer that is under way may lack the last lines
             for actor in self._actors:
@@ -329,11 +302,7 @@ class OutputOfActors:
 
 
 def actor_class(max_restarts: int) -> Any:
-    """Returns the class of the actors.
-
-    Args:
-        max_restarts: How often Ray restarts each of them.
-    """
+    """Returns the class of the actors, each of which Ray restarts at most `max_restarts` times."""
     ray = import_ray()
 
     class Place(_Place):

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from tfdist.launch.engines.engine_call import START_TIMEOUT_SECONDS, EngineCall, PlaceAddress
+from tfdist.launch.engines.engine_call import EngineCall, PlaceAddress
 from tfdist.launch.engines.place import PlaceResult, run_place
 from tfdist.launch.engines.rounds import LostPlaceError, run_rounds
 from tfdist.launch.function_call.worker_results import WorkerError
+from tfdist.launch.run_spec import START_TIMEOUT_SECONDS
+from tfdist.utils.optional_modules import import_optional
 
 Value = TypeVar("Value")
 _POLL_SECONDS = 0.2
@@ -96,7 +98,7 @@ class _Round:
         self._tracker = context.statusTracker()
         self._results: list[PlaceResult] = []
         self._error: Exception | None = None
-        self._limit = time.monotonic() + call.start_timeout_seconds
+        self._limit = time.monotonic() + call.spec.start_timeout_seconds
 
     def run(self) -> list[PlaceResult]:
         """Runs the places; returns how they ended. Raises LostPlaceError if an executor was lost."""
@@ -113,7 +115,7 @@ class _Round:
         return self._results
 
     def _collect(self) -> None:
-        workers = self._call.workers
+        workers = self._call.spec.workers
         try:
             # After an interrupt of Java's threads Spark would leave the Python process as it is.
             self._context.setJobGroup(self._group, f"on_spark: {workers} workers", interruptOnCancel=False)
@@ -123,12 +125,12 @@ class _Round:
             self._error = error
 
     def _wait_for_slots(self) -> None:
-        needed = self._call.workers
+        needed = self._call.spec.workers
         while (slots := slots_of(self._context)) < needed:
             if is_in_driver(self._context) or time.monotonic() >= self._limit:
                 raise TimeoutError(
                     f"There are too few slots for tasks. Received: {slots}, of {self._context.master}, after "
-                    f"{0 if is_in_driver(self._context) else self._call.start_timeout_seconds:g} s. Expected: "
+                    f"{0 if is_in_driver(self._context) else self._call.spec.start_timeout_seconds:g} s. Expected: "
                     f"workers={needed}, all at the same time. {_REMEDY}"
                 )
             time.sleep(_POLL_SECONDS)
@@ -149,8 +151,8 @@ class _Round:
                 raise TimeoutError(
                     f"There are too few free slots for tasks. Received: {slots_of(self._context)} slots of "
                     f"{self._context.master}, of which other jobs use some, after "
-                    f"{self._call.start_timeout_seconds:g} s. Expected: workers={self._call.workers}, all free at the "
-                    f"same time. {_REMEDY}"
+                    f"{self._call.spec.start_timeout_seconds:g} s. Expected: workers={self._call.spec.workers}, all "
+                    f"free at the same time. {_REMEDY}"
                 )
 
     def _failure(self, stage: int) -> Exception:
@@ -197,26 +199,17 @@ _ERROR_LINES = 12
 
 
 def import_pyspark() -> Any:
-    """Returns the module `pyspark`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import pyspark.sql
-    except ImportError as error:
-        raise ImportError(
-            "Spark is not installed. Received: no module `pyspark`. Expected: the extra `spark`, and Java. "
-            "Run: pip install 'tfdist[spark]'"
-        ) from error
-    return pyspark
+    """Returns the module `pyspark`, or raises an ImportError that says how to install it."""
+    message = (
+        "Spark is not installed. Received: no module `pyspark`. Expected: the extra `spark`, and Java. "
+        "Run: pip install 'tfdist[spark]'"
+    )
+    import_optional("pyspark.sql", message)
+    return import_optional("pyspark", message)
 
 
 def context_of(spark: Any) -> Any:
-    """Returns the `SparkContext` of a session after checks.
-
-    Args:
-        spark: A `pyspark.sql.SparkSession`, or None for the active one.
+    """Returns the `SparkContext` of a session, by default the active one, after checks.
 
     Raises:
         ImportError: If Spark is not installed.
@@ -279,11 +272,7 @@ def errors_of_stage(context: Any, stage: int) -> list[str]:
 
 
 def run_barrier_task(call: EngineCall) -> Callable[[Iterable[Any]], Iterator[PlaceResult]]:
-    """Returns the function of a task: it learns the addresses of all places and runs its own.
-
-    Args:
-        call: What to call.
-    """
+    """Returns the function of a task: it learns the addresses of all places and runs its own."""
 
     def run(_: Iterable[Any]) -> Iterator[PlaceResult]:
         context = import_pyspark().BarrierTaskContext.get()

@@ -2,23 +2,19 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch.engines.engine_call import PlaceAddress, PlaceTask, Versions
-from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import write_call
+from tfdist.launch.function_call.child_programs import call_directory
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import FAILURE, RankResult, count_attempts, read_failure, read_results
-from tfdist.launch.run_config import TOKEN_VARIABLE
+from tfdist.launch.run_spec import TOKEN_VARIABLE
 from tfdist.utils.cores_and_ports import ReservedPorts
 from tfdist.utils.formatting import signal_name
 
@@ -33,25 +29,15 @@ _LEFT = (PREEMPTED_EXIT_CODE, LOST_RUN_EXIT_CODE)
 
 @dataclasses.dataclass(frozen=True)
 class PlaceResult:
-    """How a round ended in a place.
+    """How a round ended in a place."""
 
-    Args:
-        rank: Number of the place.
-        exit_code: Exit code of the launcher; negative: the signal that killed it.
-        results: The results of the workers of this place, by attempt and rank.
-        failure: The launcher's error file of the last failed attempt, or None.
-        last_lines: What the launcher said last.
-        usage_error: The launcher's message about a wrong command, or an empty string.
-        attempts: Number of attempts that have begun; 0 if the function is called in other places only.
-    """
-
-    rank: int
-    exit_code: int
-    results: dict[tuple[int, int], RankResult]
-    failure: dict[str, Any] | None
-    last_lines: tuple[str, ...]
-    usage_error: str = ""
-    attempts: int = 0
+    rank: int  # number of the place
+    exit_code: int  # exit code of the launcher; negative: the signal that killed it
+    results: dict[tuple[int, int], RankResult]  # the results of the workers of this place, by attempt and rank
+    failure: dict[str, Any] | None  # the launcher's error file of the last failed attempt, or None
+    last_lines: tuple[str, ...]  # what the launcher said last
+    usage_error: str = ""  # the launcher's message about a wrong command, or an empty string
+    attempts: int = 0  # number of attempts that have begun; 0 if the function is called in other places only
 
     @property
     def is_interrupted(self) -> bool:
@@ -89,11 +75,7 @@ class PlaceResult:
 
 
 def place_address(host: str) -> PlaceAddress:
-    """Returns the address of this place, with a free port.
-
-    Args:
-        host: The address at which other places reach this host.
-    """
+    """Returns the address of this place, with a free port."""
     with ReservedPorts(1) as reserved:
         return PlaceAddress(host, reserved.ports[0], os.getpid())
 
@@ -104,8 +86,7 @@ _stopped_runs: set[str] = set()  # rounds that another thread has asked to stop
 def stop_places(run: str) -> None:
     """Ends the round in this process, from any thread: the workers can save and leave, and are then killed.
 
-    Args:
-        run: `EngineCall.run`. A place of this round that starts later ends at once.
+    A place of this round that starts later ends at once.
     """
     _stopped_runs.add(run)
 
@@ -130,11 +111,7 @@ def run_place(
     """
     if problem := _other_versions(task):
         return PlaceResult(task.rank, 2, {}, None, (), problem)
-    directory = Path(tempfile.mkdtemp(prefix="tfdist-place-"))
-    try:
-        write_call(directory, task.call)
-        script = directory / "worker.py"
-        script.write_text(program("run_worker", str(directory)))
+    with call_directory(task.call, prefix="tfdist-place-") as (directory, script):
         arguments = [*task.arguments, "--error-file", str(directory / FAILURE), str(script)]
         variables = {name: value for name, value in os.environ.items() if name not in _STEP_VARIABLES}
         variables |= {TOKEN_VARIABLE: task.token, **(environ or {})}
@@ -156,8 +133,6 @@ def run_place(
             launcher.error,
             count_attempts(directory),
         )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _other_versions(task: PlaceTask) -> str:

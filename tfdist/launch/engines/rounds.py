@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdist.launch.engines.engine_call import EngineCall
 from tfdist.launch.engines.place import PlaceResult
-from tfdist.launch.function_call.worker_results import WorkerError, raise_failure, values_by_rank
+from tfdist.launch.function_call.worker_results import WorkerError, values_by_rank
 from tfdist.utils.argument_checks import UsageError
 from tfdist.utils.formatting import counted, signal_name
 
@@ -16,12 +16,7 @@ _LOST_PORT = "The coordinator cannot listen."
 
 
 class LostPlaceError(Exception):
-    """The engine has lost places of a round; the others have been stopped.
-
-    Args:
-        message: Which places were lost, and how, as a clause: "place 1 (host-b) was lost: …".
-        results: The results of the places that have answered.
-    """
+    """The engine has lost places of a round; the others have been stopped."""
 
     def __init__(self, message: str, results: Sequence[PlaceResult] = ()) -> None:
         super().__init__(message)
@@ -56,14 +51,14 @@ def run_rounds(
         if any(result.usage_error.startswith(_LOST_PORT) for result in results) and lost_ports < _MAX_LOST_PORTS:
             lost_ports += 1
             say("tfdist: another process has taken the port of the rendezvous; starting again with another one")
-            call = call.next_round(call.max_restarts)
+            call = call.next_round(call.spec.max_restarts)
             continue
         for result in results:
             if result.usage_error:
                 raise UsageError(result.usage_error)
         if not lost:
             return _values(call, results)
-        restarts_left = call.max_restarts - max([1, *(result.used_attempts for result in results)])
+        restarts_left = call.spec.max_restarts - max([1, *(result.used_attempts for result in results)])
         if restarts_left < 0:
             raise WorkerError(
                 f"A place of the workers was lost, and no restart is left. Received: {lost}. Expected: places that "
@@ -93,14 +88,13 @@ def _signal_of(result: PlaceResult) -> str:
 def _values(call: EngineCall, results: Sequence[PlaceResult]) -> list[Any]:
     merged = {key: rank_result for result in results for key, rank_result in result.results.items()}
     failed = [result for result in results if result.exit_code != 0]
-    if failed:
-        # All nodes write the same error file; a place that only lost its peers may have none.
-        described = next((result for result in failed if result.failure is not None), failed[0])
-        raise_failure(
-            described.exit_code,
-            described.failure,
-            merged,
-            workers=call.workers,
-            last_lines=described.last_lines,
-        )
-    return values_by_rank(merged, call.calls)
+    # All nodes write the same error file; a place that only lost its peers may have none.
+    described = next((result for result in failed if result.failure is not None), (failed or results)[0])
+    return values_by_rank(
+        described.exit_code,
+        described.failure,
+        merged,
+        calls=call.spec.calls,
+        workers=call.spec.workers,
+        last_lines=described.last_lines,
+    )

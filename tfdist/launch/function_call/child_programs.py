@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump
+from tfdist.launch.function_call.function_pickling import PicklingError, call_written, dump, write_call
 from tfdist.launch.function_call.worker_results import RankFiles
 from tfdist.launch.restart.worker_exit import reports_lost_peer
 from tfdist.utils.linux_syscalls import die_with_parent, fork
@@ -19,10 +21,6 @@ from tfdist.utils.linux_syscalls import die_with_parent, fork
 
 def program(function: str, *arguments: Any) -> str:
     """Returns the source of a program that calls a function of this module with this process's search path.
-
-    Args:
-        function: Name of the function.
-        arguments: Numbers, strings and lists of them.
 
     >>> print(program("run_worker", "directory"))
     import sys
@@ -40,13 +38,25 @@ def program(function: str, *arguments: Any) -> str:
     )
 
 
+@contextlib.contextmanager
+def call_directory(
+    call: bytes, function: str = "run_worker", *, script: str = "worker.py", prefix: str = "tfdist-notebook-"
+) -> Iterator[tuple[Path, Path]]:
+    """Yields a new directory with a call of `pickle_call`, and a script there that runs `function` of this module.
+
+    The directory is removed at the end.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        directory = Path(folder)
+        write_call(directory, call)
+        (directory / script).write_text(program(function, folder))
+        yield directory, directory / script
+
+
 def run_launcher(caller_pid: int, arguments: list[str], printed: str = "") -> None:
     """Runs `tfdist` with these arguments. The kernel kills it, and its workers, with the caller's process.
 
-    Args:
-        caller_pid: The process that started this one, such as a notebook's.
-        arguments: Arguments of the command.
-        printed: The path of a file for what this process itself prints to its standard output; empty: shows it.
+    What this process itself prints to its standard output goes to the file `printed`, if that is not empty.
     """
     die_with_parent(caller_pid)
     from tfdist.launch.cli.main import main
@@ -62,12 +72,7 @@ def run_orphaned_launcher(caller_pid: int, arguments: list[str], directory: str)
     """Runs `tfdist` likewise, but ends it with SIGTERM when the caller's process dies: the workers can save.
 
     `tfdist` is a child of this process, which forwards signals: when Ray ends one of its processes, it kills the
-    children, but not their children.
-
-    Args:
-        caller_pid: The process that started this one, such as a worker of an engine.
-        arguments: Arguments of the command.
-        directory: Directory of the call, which the caller removes. This process does so if the caller has died.
+    children, but not their children. The caller removes `directory`; this process does so if the caller has died.
     """
     own_pid = os.getpid()
     launcher = fork()
@@ -110,13 +115,13 @@ def run_worker(directory: str) -> None:
     except Exception as error:
         trace = _user_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
-        files.write_error(type(error).__qualname__, str(error), text)
+        files.write_json("error", {"type": type(error).__qualname__, "message": str(error), "traceback": text})
         raise
     try:
         files.write_value(lambda file: dump(value, file, tensors=True))
     except PicklingError as error:
         # Not a failure of the attempt: another one would return the same value.
-        files.write_pickling_error(type(value).__qualname__, str(error))
+        files.write_json("pickling-error", {"type": type(value).__qualname__, "reason": str(error)})
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfdist.utils import atomic_files
+from tfdist.utils.optional_modules import import_optional
 
 # Types are looked up only in libraries that are loaded: otherwise there are no such objects.
 _PROCESS_BOUND = (
@@ -38,10 +39,7 @@ class PicklingError(Exception):
 def dump(value: Any, file: IO[bytes] | io.RawIOBase, *, tensors: bool) -> None:
     """Pickles a value. Functions and classes that are not in a module are pickled with everything they use.
 
-    Args:
-        value: Any object.
-        file: A binary file.
-        tensors: Whether tensors are accepted. Unpickling one in a worker initializes TensorFlow before its strategy.
+    Tensors are accepted if `tensors` is true: unpickling one in a worker initializes TensorFlow before its strategy.
 
     Raises:
         PicklingError: If the value cannot be pickled, or holds an object that belongs to its process: a variable, a
@@ -75,19 +73,12 @@ def _reduced_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def import_cloudpickle() -> Any:
-    """Returns the module `cloudpickle`.
-
-    Raises:
-        ImportError: If it is not installed. The message says how to install it.
-    """
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise ImportError(
-            "cloudpickle, which sends functions to workers, is not installed. Received: no module of that name. "
-            "Expected: the extra `notebook`. Run: pip install 'tfdist[notebook]'"
-        ) from error
-    return cloudpickle
+    """Returns the module `cloudpickle`, or raises an ImportError that says how to install it."""
+    return import_optional(
+        "cloudpickle",
+        "cloudpickle, which sends functions to workers, is not installed. Received: no module of that name. "
+        "Expected: the extra `notebook`. Run: pip install 'tfdist[notebook]'",
+    )
 
 
 def explain_pickling_error(function: Any, arguments: Sequence[Any]) -> str:

@@ -99,10 +99,8 @@ class LauncherProcess:
     def follow(self, poll: Callable[[], None] = lambda: None) -> int:
         """Shows the output until the process has ended.
 
-        The first interrupt ends the workers with SIGTERM, the second kills them, the third kills the launcher.
-
-        Args:
-            poll: Called a few times a second.
+        The first interrupt ends the workers with SIGTERM, the second kills them, the third kills the launcher. `poll`
+        is called a few times a second.
 
         Returns:
             The exit code, or minus the number of the signal that killed the process.

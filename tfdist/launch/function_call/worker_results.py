@@ -39,28 +39,17 @@ class WorkerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """The result of one rank in one attempt. All are None if its process ended before it could write one.
+    """The result of one rank in one attempt. All are None if its process ended before it could write one."""
 
-    Args:
-        value: The pickled value.
-        pickling_error: `type` and `reason` of a value that cannot be pickled.
-        error: `type`, `message` and `traceback` of the exception that the function raised.
-    """
-
-    value: bytes | None = None
-    pickling_error: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
+    value: bytes | None = None  # the pickled value
+    pickling_error: dict[str, Any] | None = None  # `type` and `reason` of a value that cannot be pickled
+    error: dict[str, Any] | None = None  # `type`, `message` and `traceback` of the exception that the function raised
 
 
 class RankFiles:
     """The result of one rank in one attempt: a value, the reason why it cannot be pickled, or an error.
 
     Each file appears complete or not at all.
-
-    Args:
-        directory: Directory of the call, readable by this user only.
-        attempt: Number of the attempt, from 0.
-        rank: Rank of the worker.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int) -> None:
@@ -71,29 +60,18 @@ class RankFiles:
         self._stem.parent.mkdir(exist_ok=True)
 
     def write_value(self, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes the value.
-
-        Args:
-            dump: Writes it to a binary file. If it raises, no file remains.
-        """
+        """Writes the value. If `dump` raises, no file remains."""
         with self._replacing(self._stem.with_suffix(".value")) as file:
             dump(file)
 
-    def write_pickling_error(self, kind: str, reason: str) -> None:
-        """Writes the type of a value that cannot be pickled, and the reason."""
-        self._write_json(".pickling-error", {"type": kind, "reason": reason})
-
-    def write_error(self, kind: str, message: str, traceback: str) -> None:
-        """Writes the exception that the function raised."""
-        self._write_json(".error", {"type": kind, "message": message, "traceback": traceback})
+    def write_json(self, kind: str, content: dict[str, Any]) -> None:
+        """Writes an `error` that the function raised, or a `pickling-error` of its value; see `RankResult`."""
+        with self._replacing(self._stem.with_suffix(f".{kind}")) as file:
+            file.write(json.dumps(content).encode())
 
     def _replacing(self, path: Path) -> AbstractContextManager[IO[bytes]]:
         path.parent.mkdir(exist_ok=True)
         return atomic_files.replacing(path, durable=False)
-
-    def _write_json(self, suffix: str, content: dict[str, Any]) -> None:
-        with self._replacing(self._stem.with_suffix(suffix)) as file:
-            file.write(json.dumps(content).encode())
 
 
 def read_results(directory: Path) -> dict[tuple[int, int], RankResult]:
@@ -134,13 +112,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def failed_worker(failure: Mapping[str, Any], error: Mapping[str, Any] | None, workers: int) -> WorkerError:
-    """Returns the error for a failed attempt.
-
-    Args:
-        failure: The launcher's error file (see `error_file.error_entry`).
-        error: The error file of the worker that failed first, or None if it wrote none.
-        workers: Number of workers.
-    """
+    """Returns the error for a failed attempt."""
     cause, earlier = failure["cause"], failure["earlier"]
     rank, lines = cause["rank"], cause.get("last_lines") or []
     how = str(cause["description"]).removeprefix(f"worker {rank}: ")
@@ -201,44 +173,33 @@ def failed_launcher(exit_code: int, last_lines: tuple[str, ...]) -> WorkerError:
     return WorkerError("\n".join([f"The launcher of the workers ended: {how}", *(f"  {line}" for line in last_lines)]))
 
 
-def raise_failure(
+def values_by_rank(
     exit_code: int,
     failure: Mapping[str, Any] | None,
     results: Mapping[tuple[int, int], RankResult],
     *,
-    workers: int,
+    calls: int,
+    workers: int | None = None,
     last_lines: Sequence[str],
-) -> None:
-    """Raises the error of a run that has failed.
+) -> list[Any]:
+    """Returns the values of the last attempt of a run.
 
     Args:
         exit_code: Exit code of the launcher.
         failure: The launcher's error file, or None if it wrote none.
         results: The results of workers, by attempt and rank.
-        workers: Number of workers.
+        calls: How many processes have called the function.
+        workers: How many workers there are, if others than those have called it.
         last_lines: What the launcher said last.
 
     Raises:
-        WorkerError: If the exit code is not 0.
+        WorkerError: If the exit code is not 0, or a value is missing, or could not be pickled or restored.
     """
-    if exit_code == 0:
-        return
-    if failure is None or exit_code == PREEMPTED_EXIT_CODE:
-        raise failed_launcher(exit_code, tuple(last_lines))
-    result = results.get((failure["attempt"], failure["cause"]["rank"]))
-    raise failed_worker(failure, None if result is None else result.error, workers)
-
-
-def values_by_rank(results: Mapping[tuple[int, int], RankResult], calls: int) -> list[Any]:
-    """Returns the values of the last attempt.
-
-    Args:
-        results: The results of workers, by attempt and rank.
-        calls: How many processes have called the function.
-
-    Raises:
-        WorkerError: If a value is missing, or could not be pickled or restored.
-    """
+    if exit_code != 0:
+        if failure is None or exit_code == PREEMPTED_EXIT_CODE:
+            raise failed_launcher(exit_code, tuple(last_lines))
+        failed = results.get((failure["attempt"], failure["cause"]["rank"]))
+        raise failed_worker(failure, None if failed is None else failed.error, workers or calls)
     attempt = max((attempt for attempt, _ in results), default=0)
     last_results = [results.get((attempt, rank), RankResult()) for rank in range(calls)]
     for rank, result in enumerate(last_results):

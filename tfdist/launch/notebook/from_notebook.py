@@ -1,24 +1,24 @@
 """from_notebook: calls a function of a notebook or a script in several workers."""
 
+import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call, write_call
+from tfdist.launch.function_call.child_programs import call_directory
+from tfdist.launch.function_call.function_pickling import check_function, pickle_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import (
     FAILURE,
-    raise_failure,
     read_failure,
     read_results,
     values_by_rank,
 )
 from tfdist.launch.notebook.plan_from_notebook import NotebookPlans
+from tfdist.launch.run_spec import RunSpec
 from tfdist.planning.plans import PlanFile, Processes, best_plan
-from tfdist.utils.argument_checks import UsageError, check_seconds, check_seed, check_whole_number
+from tfdist.utils.argument_checks import UsageError
 
 Value = TypeVar("Value")
 _NETWORKS = ("auto", "private", "host")
@@ -88,41 +88,35 @@ def from_notebook(
         ImportError: If cloudpickle is not installed (the extra `notebook`).
         KeyboardInterrupt: If the call was interrupted, after the workers have ended.
     """
-    _check_options(function, workers, max_restarts, threads_per_worker, network, grace_seconds)
-    if seed is not None:
-        check_seed(seed)
-    import_cloudpickle()
-    with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
-        directory = Path(folder)
-        write_call(directory, pickle_call(function, args))
-        script = directory / "worker.py"
-        script.write_text(program("run_worker", folder))
-        options = ["--max-restarts", str(max_restarts), "--network", network]
-        if workers is None and plan is None:
-            workers = 2
-        if workers is not None:
-            options += ["--workers", str(workers)]
-        calls = workers or 1
+    check_function(function, caller="from_notebook")
+    spec = RunSpec.of_call(
+        workers=2 if workers is None else workers,
+        max_restarts=max_restarts,
+        threads_per_worker=threads_per_worker,
+        seed=seed,
+        network=network,
+        log_dir=log_dir,
+        grace_seconds=grace_seconds,
+    )
+    if network not in _NETWORKS:
+        raise ValueError(f"Invalid `network`. Received: network={network!r}. Expected: one of {_NETWORKS}.")
+    with call_directory(pickle_call(function, args)) as (directory, script):
+        calls = spec.calls
+        spec = dataclasses.replace(spec, error_file=directory / FAILURE)
+        by_plan: list[str] = []
         if plan is not None:
             path = directory / "plan.json" if isinstance(plan, NotebookPlans) else Path(plan)
             if isinstance(plan, NotebookPlans):
                 plan.save(path)
-            calls = _calls_of_plan(path, workers) or calls
-            options += ["--plan", str(path)]
-        options += ["--error-file", str(directory / FAILURE), "--grace", f"{grace_seconds:g}"]
-        if threads_per_worker is not None:
-            options += ["--threads-per-worker", str(threads_per_worker)]
-        if seed is not None:
-            options += ["--seed", str(seed)]
-        if log_dir is not None:
-            options += ["--log-dir", os.fspath(log_dir)]
-        with LauncherProcess(["run", *options, str(script)]) as launcher:
+            calls = _calls_of_plan(path, workers) or (workers or 1)
+            by_plan = ["--plan", str(path)]
+            spec = dataclasses.replace(spec, workers=workers or 0)
+        with LauncherProcess(["run", *spec.arguments(), *by_plan, str(script)]) as launcher:
             code = launcher.follow()
         if launcher.error:
             raise UsageError(launcher.error)
         results = read_results(directory)
-        raise_failure(code, read_failure(directory), results, workers=calls, last_lines=launcher.last_lines)
-        return values_by_rank(results, calls)
+        return values_by_rank(code, read_failure(directory), results, calls=calls, last_lines=launcher.last_lines)
 
 
 def _calls_of_plan(path: Path, workers: int | None) -> int | None:
@@ -132,17 +126,3 @@ def _calls_of_plan(path: Path, workers: int | None) -> int | None:
         return None
     processes = Processes.of(best)
     return 1 if processes.has_chief or processes.parameter_servers else processes.workers
-
-
-def _check_options(
-    function: Any, workers: Any, max_restarts: Any, threads_per_worker: Any, network: Any, grace_seconds: Any
-) -> None:
-    check_function(function, caller="from_notebook")
-    if workers is not None:
-        check_whole_number("workers", workers, at_least=1)
-    check_whole_number("max_restarts", max_restarts, at_least=0)
-    if threads_per_worker is not None:
-        check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
-    check_seconds("grace_seconds", grace_seconds)
-    if network not in _NETWORKS:
-        raise ValueError(f"Invalid `network`. Received: network={network!r}. Expected: one of {_NETWORKS}.")

@@ -2,15 +2,14 @@
 
 import argparse
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist.launch.cli.plan_command import link as checked_link
 from tfdist.launch.cli.plan_command import memory_bytes as checked_memory
-from tfdist.launch.function_call.child_programs import program
-from tfdist.launch.function_call.function_pickling import check_function, import_cloudpickle, pickle_call, write_call
+from tfdist.launch.function_call.child_programs import call_directory
+from tfdist.launch.function_call.function_pickling import check_function, pickle_call
 from tfdist.launch.function_call.launcher_process import LauncherProcess
 from tfdist.launch.function_call.worker_results import WorkerError
 from tfdist.planning.plans import Plan, PlanFile
@@ -94,12 +93,8 @@ def plan_from_notebook(
     """
     numbers = [workers] if isinstance(workers, int) else list(workers)
     _check_options(function, numbers, link, devices, memory, cores_per_worker, timeout_seconds)
-    import_cloudpickle()
-    with tempfile.TemporaryDirectory(prefix="tfdist-notebook-", ignore_cleanup_errors=True) as folder:
-        directory = Path(folder)
-        write_call(directory, pickle_call(function, args))
-        script, document, table = (directory / name for name in ("function.py", "plan.json", "table.txt"))
-        script.write_text(program("run_probed", folder))
+    with call_directory(pickle_call(function, args), "run_probed", script="function.py") as (directory, script):
+        document, table = directory / "plan.json", directory / "table.txt"
         options = ["--workers", ",".join(map(str, numbers)), "--devices", str(devices), "--json", str(document)]
         options += ["--timeout", f"{timeout_seconds:g}"]
         values_by_option = {"--link": link, "--memory": memory, "--cores-per-worker": cores_per_worker}

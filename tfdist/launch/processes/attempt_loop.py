@@ -16,24 +16,15 @@ from tfdist.launch.processes.worker_group import WorkerGroup
 from tfdist.launch.processes.worker_supervisor import WorkerSupervisor
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
-from tfdist.launch.run_config import Timeouts
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.linux_syscalls import become_subreaper
 
 
 class AttemptLoop:
     """Runs attempts in one thread, the main thread.
 
-    Args:
-        command: The command of every worker.
-        environments: Returns the complete environment of each process of this host, by rank.
-        console: Shows output and messages.
-        logs: The log files.
-        policy: Decides when attempts start and what follows. Closed at the end of the run.
-        timeouts: When workers are frozen, stalled or killed.
-        workers: Number of workers of this host that were requested.
-        worker_restarts: Maximum number of times that a worker beside parameter servers is restarted in an attempt;
-            None: no limit.
-        warm_spares: Number of processes to keep that have imported TensorFlow, for the next attempt.
+    `environments` returns the complete environment of each process of this host, by rank. `warm_spares` is the number
+    of processes to keep for the next attempt. The policy and the logs are closed at the end of the run.
     """
 
     def __init__(
@@ -44,15 +35,13 @@ class AttemptLoop:
         logs: LogFiles,
         *,
         policy: RunPolicy,
-        timeouts: Timeouts,
-        workers: int,
-        worker_restarts: int | None = None,
+        spec: RunSpec,
         warm_spares: int = 0,
     ) -> None:
         self._command, self._environments = command, environments
-        self._console, self._logs, self._policy, self._timeouts = console, logs, policy, timeouts
-        self._worker_restarts, self._spare_count = worker_restarts, warm_spares
-        self._status = RunStatus(workers)
+        self._console, self._logs, self._policy, self._spec = console, logs, policy, spec
+        self._spare_count = warm_spares
+        self._status = RunStatus(spec.workers)
         self._attempt: WorkerSupervisor | None = None
 
     def run(self) -> int:
@@ -94,8 +83,8 @@ class AttemptLoop:
         monitor = HeartbeatMonitor(
             roles,
             now=time.monotonic(),
-            heartbeat_timeout_seconds=self._timeouts.heartbeat_timeout,
-            stall_timeout_seconds=self._timeouts.stall_timeout,
+            heartbeat_timeout_seconds=self._spec.heartbeat_timeout,
+            stall_timeout_seconds=self._spec.stall_timeout,
         )
         self._attempt = WorkerSupervisor(
             start,
@@ -104,9 +93,9 @@ class AttemptLoop:
             logs,
             policy=self._policy,
             group=WorkerGroup(self._reaper, self._spares, keeps_spares=start.may_restart, spared=self._spared),
-            backoff=WorkerBackoff(restarted_alone, limit=self._worker_restarts),
+            backoff=WorkerBackoff(restarted_alone, limit=self._spec.worker_restarts),
             signals=self._signals,
-            grace_periods=self._timeouts.grace_periods(may_restart=start.may_restart),
+            grace_periods=self._spec.grace_periods(may_restart=start.may_restart),
             monitor=monitor,
         )
         self._status.begin_attempt(start.attempt, start.roles, monitor, now=time.monotonic())

@@ -15,12 +15,7 @@ _READ_BYTES = 65_536
 
 
 class EventLoop:
-    """The file descriptors that an attempt waits for, and the outputs that they feed.
-
-    Args:
-        on_heartbeat: Called with a worker whose heartbeats can be read.
-        on_exit: Called with a worker that has exited.
-    """
+    """The file descriptors that an attempt waits for, and the outputs that they feed."""
 
     def __init__(self, on_heartbeat: Callable[[WorkerProcess], None], on_exit: Callable[[WorkerProcess], None]) -> None:
         self._on_heartbeat, self._on_exit = on_heartbeat, on_exit
@@ -50,11 +45,7 @@ class EventLoop:
             self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for events and dispatches them, in the order in which they happened.
-
-        Args:
-            seconds: Maximum time to wait; None: until an event.
-        """
+        """Waits for events, at most so many seconds, and dispatches them in the order in which they happened."""
         for key, _ in self._selector.select(seconds):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # an earlier event removed it: a worker and its output may end at the same time

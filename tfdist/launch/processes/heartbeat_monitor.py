@@ -45,17 +45,11 @@ class _WorkerState:
 
 @dataclasses.dataclass(frozen=True)
 class HealthReport:
-    """The health of all workers.
+    """The health of all workers."""
 
-    Args:
-        frozen: The reason for each frozen worker, by rank.
-        stall: Description of the stall, or an empty string.
-        messages: Changes to show to the user.
-    """
-
-    frozen: Mapping[int, str]
-    stall: str
-    messages: tuple[str, ...]
+    frozen: Mapping[int, str]  # the reason for each frozen worker, by rank
+    stall: str  # description of the stall, or an empty string
+    messages: tuple[str, ...]  # changes to show to the user
 
 
 class HeartbeatMonitor:
@@ -65,13 +59,7 @@ class HeartbeatMonitor:
     one TensorFlow starts and blocks every thread), or if its process is stopped (SIGSTOP) for that time. The training
     *stalls* if no worker makes a step for ten times the longest interval between two steps so far, and for at least
     `stall_timeout_seconds`. Batches of a phase that has some, such as validation, count as steps. Each `fit` of the
-    script is judged by its own steps.
-
-    Args:
-        roles: The processes, by rank.
-        now: Monotonic time in seconds.
-        heartbeat_timeout_seconds: Silence after which a worker is frozen. 0: never.
-        stall_timeout_seconds: Minimum time without a step that is a stall. 0: never.
+    script is judged by its own steps. Times are monotonic, in seconds. A timeout of 0 never expires.
 
     >>> from tfdist.launch.process_roles import worker_roles
     >>> monitor = HeartbeatMonitor(worker_roles(1), now=0.0, heartbeat_timeout_seconds=1.0, stall_timeout_seconds=0.0)
@@ -161,12 +149,7 @@ class HeartbeatMonitor:
             self._record_progress(worker, message)
 
     def check(self, is_stopped: Mapping[int, bool], *, now: float) -> HealthReport:
-        """Checks all running workers.
-
-        Args:
-            is_stopped: Whether the process is stopped, for each running worker.
-            now: Monotonic time in seconds.
-        """
+        """Checks all running workers. `is_stopped` says of each of them whether its process is stopped."""
         self._time = self._clock.advance(now)
         messages = [line for rank, stopped in is_stopped.items() for line in self._record_stop(rank, stopped)]
         frozen = {rank: reason for rank in is_stopped if (reason := self._freeze_reason(self._workers[rank]))}

@@ -22,17 +22,11 @@ _IFREQ = struct.Struct("16sh22x")
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The network that the workers use.
+    """The network that the workers use."""
 
-    Args:
-        is_private: Whether it is a network namespace of this run.
-        denial: Why a private network is not permitted, if one was requested.
-        has_servers: Whether processes of the run start TensorFlow's server.
-    """
-
-    is_private: bool
-    denial: str = ""
-    has_servers: bool = True
+    is_private: bool  # whether it is a network namespace of this run
+    denial: str = ""  # why a private network is not permitted, if one was requested
+    has_servers: bool = True  # whether processes of the run start TensorFlow's server
 
     def describe(self) -> str:
         """Returns the message for the user, if there is one."""

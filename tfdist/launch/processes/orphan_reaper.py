@@ -79,11 +79,7 @@ def _reap_when_closed(reader: int) -> None:
 
 
 def kill_orphans(*, spared: Container[int]) -> None:
-    """Kills all children of this process: those that have left the process group of their worker.
-
-    Args:
-        spared: Process ids of children to leave alone.
-    """
+    """Kills all children of this process: those that have left the process group of their worker."""
     not_permitted: set[int] = set()  # processes of another user, as by sudo
     while orphans := [pid for pid in child_pids() if pid not in spared and pid not in not_permitted]:
         for pid in orphans:
@@ -97,11 +93,7 @@ def kill_orphans(*, spared: Container[int]) -> None:
 
 
 def reap_orphans(*, spared: Container[int]) -> None:
-    """Reaps the children of this process that have exited.
-
-    Args:
-        spared: Process ids of children that others reap.
-    """
+    """Reaps the children of this process that have exited."""
     for pid in child_pids():
         if pid not in spared:
             with contextlib.suppress(ChildProcessError):

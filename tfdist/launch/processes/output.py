@@ -60,12 +60,7 @@ class Console:
         return self._status_line is not None and self._status is not None
 
     def follow(self, status: RunStatus | None, *, now: float) -> None:
-        """Starts to show the status of an attempt, or, with None, ends that.
-
-        Args:
-            status: Shown in the status line; without one, its messages are shown.
-            now: Monotonic time in seconds.
-        """
+        """Starts to show the status of an attempt, or, with None, ends that."""
         previous_status, self._status = self._status, status
         if self._status_line is not None:
             self._paint(self._status_line.update("", now=now))
@@ -125,8 +120,7 @@ class Console:
 class LogFiles:
     """The log file of each process, for example `rank-0.log`.
 
-    Args:
-        directory: Created if it does not exist. None: no files.
+    The directory is created if it does not exist; None: no files.
 
     Raises:
         UsageError: If it cannot be created.
@@ -143,10 +137,6 @@ class LogFiles:
 
     def open(self, roles: Mapping[int, Role], *, attempt: int) -> dict[int, BinaryIO | None]:
         """Returns the files of an attempt: empty in the first attempt; later, continued after a separator.
-
-        Args:
-            roles: The processes, by rank.
-            attempt: Number of the attempt, 0 first.
 
         Raises:
             UsageError: If a file cannot be opened.
@@ -182,13 +172,7 @@ class LogFiles:
 
 
 class WorkerOutput:
-    """The two output streams of one worker.
-
-    Args:
-        label: Prefix of its lines, shown in brackets.
-        console: Shows the lines.
-        log: Receives both streams without the prefix.
-    """
+    """The two output streams of one worker. The log receives both streams without the prefix."""
 
     def __init__(self, label: str, console: Console, log: BinaryIO | None) -> None:
         self._prefix = f"[{label}] "

@@ -12,32 +12,22 @@ from tfdist.launch.processes.stop_signals import StopSignals
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.error_file import ErrorFile
 from tfdist.launch.restart.restart_policy import AttemptEvaluator
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.cores_and_ports import ReservedPorts
 
 
 @dataclasses.dataclass(frozen=True)
 class AttemptStart:
-    """The processes to start in an attempt.
+    """The processes to start in an attempt."""
 
-    Args:
-        attempt: Number of the attempt, 0 first.
-        roles: The processes of all hosts, by rank.
-        local_ranks: Ranks of the processes of this host.
-        addresses: `host:port` of the processes of all hosts, by rank.
-        full_workers: Number of workers that were requested, on all hosts together.
-        run_id: Identifies the run.
-        seed: The seed of the run.
-        may_restart: Whether a failure may be followed by a restart.
-    """
-
-    attempt: int
-    roles: Mapping[int, Role]
-    local_ranks: Sequence[int]
-    addresses: tuple[str, ...]
-    full_workers: int
-    run_id: str
-    seed: int
-    may_restart: bool = False
+    attempt: int  # number of the attempt, 0 first
+    roles: Mapping[int, Role]  # the processes of all hosts, by rank
+    local_ranks: Sequence[int]  # ranks of the processes of this host
+    addresses: tuple[str, ...]  # `host:port` of the processes of all hosts, by rank
+    full_workers: int  # number of workers that were requested, on all hosts together
+    run_id: str  # identifies the run
+    seed: int  # the seed of the run
+    may_restart: bool = False  # whether a failure may be followed by a restart
 
     @property
     def local_roles(self) -> dict[int, Role]:
@@ -47,19 +37,12 @@ class AttemptStart:
 
 @dataclasses.dataclass(frozen=True)
 class ShutdownOrder:
-    """The decision that all hosts end their workers.
+    """The decision that all hosts end their workers."""
 
-    Args:
-        reason: Message for the user.
-        stop_signal: The signal that one of the supervisors received; None after a failure.
-        kill: Whether to kill the workers immediately.
-        only_script: Whether to end only processes that run the script, which may need the others to save.
-    """
-
-    reason: str
-    stop_signal: int | None = None
-    kill: bool = False
-    only_script: bool = False
+    reason: str  # message for the user
+    stop_signal: int | None = None  # the signal that one of the supervisors received; None after a failure
+    kill: bool = False  # whether to kill the workers immediately
+    only_script: bool = False  # whether to end only processes that run the script, which may need the others to save
 
     def as_message(self) -> dict[str, Any]:
         """Returns the fields of a message to other hosts."""
@@ -68,13 +51,9 @@ class ShutdownOrder:
 
 @dataclasses.dataclass(frozen=True)
 class RunEnd:
-    """The end of the run.
+    """The end of the run."""
 
-    Args:
-        exit_code: Exit code of `tfdist run`.
-    """
-
-    exit_code: int
+    exit_code: int  # exit code of `tfdist run`
 
 
 class RunPolicy(Protocol):
@@ -104,11 +83,7 @@ class RunPolicy(Protocol):
         return None
 
     def poll(self, *, suspects_freeze: bool) -> None:
-        """Receives and sends messages. Called several times a second while an attempt runs.
-
-        Args:
-            suspects_freeze: Whether a worker of this host may soon be found frozen.
-        """
+        """Receives and sends messages. Called several times a second while an attempt runs."""
         return
 
     def report_signals(self, received: Sequence[int]) -> None:
@@ -142,30 +117,12 @@ class RunPolicy(Protocol):
 
 
 class SingleNodePolicy(RunPolicy):
-    """The policy of a run on one host: restarts as `AttemptEvaluator` decides.
+    """The policy of a run on one host: restarts as `AttemptEvaluator` decides."""
 
-    Args:
-        evaluator: Decides what follows each attempt.
-        roles: Returns the processes of an attempt, given its number of workers.
-        workers: Number of workers of the first attempt.
-        seed: The seed of the run.
-        error_file: Describes failed attempts.
-        say: Shows lines to the user.
-    """
-
-    def __init__(
-        self,
-        evaluator: AttemptEvaluator,
-        roles: Callable[[int], Mapping[int, Role]],
-        workers: int,
-        *,
-        seed: int,
-        error_file: ErrorFile,
-        say: Callable[..., None],
-    ) -> None:
-        self._evaluator, self._roles, self._error_file, self._say = evaluator, roles, error_file, say
-        self._full_workers = self._workers = workers
-        self._seed = seed
+    def __init__(self, spec: RunSpec, *, error_file: ErrorFile, say: Callable[..., None]) -> None:
+        self._spec, self._error_file, self._say = spec, error_file, say
+        self._evaluator = AttemptEvaluator.of(spec, spec.workers)
+        self._workers = spec.workers
         self._attempt = 0
         self._not_before = 0.0
         self._end: RunEnd | None = None
@@ -180,7 +137,7 @@ class SingleNodePolicy(RunPolicy):
                 signals.clear_wakeup()
             if signals.received:
                 return RunEnd(128 + signals.received[0])
-        roles = self._roles(self._workers)
+        roles = self._spec.roles(self._workers)
         with ReservedPorts(len(roles)) as reserved:
             addresses = tuple(f"127.0.0.1:{port}" for port in reserved.ports)
         return AttemptStart(
@@ -188,9 +145,9 @@ class SingleNodePolicy(RunPolicy):
             roles,
             tuple(roles),
             addresses,
-            self._full_workers,
-            self._evaluator.run_id,
-            self._seed,
+            self._spec.workers,
+            self._spec.run_id,
+            self._spec.run_seed,
             self._evaluator.may_restart,
         )
 

@@ -15,9 +15,6 @@ class RunStatus:
 
     `FailureRecovery` reports steps and checkpoints; without it only the workers are shown.
 
-    Args:
-        workers: Number of workers that were requested.
-
     >>> from tfdist.launch.process_roles import worker_roles
     >>> roles = worker_roles(2)
     >>> monitor = HeartbeatMonitor(roles, now=0.0, heartbeat_timeout_seconds=10.0, stall_timeout_seconds=0.0)
@@ -49,11 +46,7 @@ class RunStatus:
     def begin_attempt(self, attempt: int, roles: Mapping[int, Role], monitor: HeartbeatMonitor, *, now: float) -> None:
         """Records that an attempt begins.
 
-        Args:
-            attempt: Number of the attempt, 0 first.
-            roles: The processes of all hosts, by rank.
-            monitor: The heartbeats of this host's processes.
-            now: The time.
+        The roles are those of all hosts, the heartbeats those of this host's processes.
         """
         workers = count_workers(roles)
         self._jobs = describe_jobs(roles.values())
@@ -84,9 +77,7 @@ class RunStatus:
     def new_messages(self, *, now: float, is_over: bool = False) -> list[str]:
         """Returns messages about what has changed since the last call. Frequent checkpoints are reported less often.
 
-        Args:
-            now: The time.
-            is_over: Whether the attempt is over, so that all messages are due.
+        When the attempt `is_over`, all messages are due.
         """
         self._record_saves(now)
         messages = []

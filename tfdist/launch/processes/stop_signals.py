@@ -16,11 +16,9 @@ _SAME_SIGNAL_SECONDS = 1.0
 class StopSignals:
     """Collects the signals that would end this process, inside a `with` block of the main thread.
 
-    The same signal within a second of the one that was counted last is not counted.
-
-    Args:
-        on_repeat: Called in the signal handler when a signal arrives again, so that a launcher that is blocked by a
-            paused terminal still kills its workers.
+    The same signal within a second of the one that was counted last is not counted. `on_repeat` is called in the signal
+    handler when a signal arrives again, so that a launcher that is blocked by a paused terminal still kills its
+    workers.
     """
 
     def __init__(self, on_repeat: Callable[[], None]) -> None:

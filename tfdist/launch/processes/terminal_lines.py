@@ -23,9 +23,6 @@ _ASCII = str.maketrans({"·": "|", "…": "~"})
 def render(raw: str) -> str:
     r"""Returns what a terminal finally shows of a line.
 
-    Args:
-        raw: The line as written, without its newline.
-
     >>> render("1/3\r2/3\r3/3\r")
     '3/3'
     >>> render("100\b\b\b200")
@@ -78,12 +75,7 @@ class LineSplitter:
         return bool(self._raw)
 
     def feed(self, text: str, *, now: float) -> list[str]:
-        """Returns the lines that `text` finishes.
-
-        Args:
-            text: The next piece of the stream.
-            now: Monotonic time in seconds.
-        """
+        """Returns the lines that `text` finishes."""
         *finished, unfinished_line = text.split("\n")
         lines = [line for piece in finished for line in self._finish(piece)]
         if unfinished_line:
@@ -131,12 +123,7 @@ class StatusLine:
     r"""The line below all others on a terminal that shows the status of the run.
 
     Methods return the text to write to the terminal. The line never fills its row, because some terminals would then
-    start a new one.
-
-    Args:
-        terminal: File descriptor of the terminal. Its width is read at every repaint.
-        has_style: Whether the line is dimmed.
-        is_ascii: Whether the terminal can show ASCII only.
+    start a new one. The width of the terminal is read at every repaint.
 
     >>> reader, writer = os.pipe()  # not a terminal: 80 columns
     >>> line = StatusLine(writer, has_style=False, is_ascii=False)
@@ -157,10 +144,7 @@ class StatusLine:
     def on(cls, fd: int, environ: Mapping[str, str], encoding: str) -> "StatusLine | None":
         """Returns the line of a terminal that can repaint it, or None for any other file.
 
-        Args:
-            fd: File descriptor of the output.
-            environ: The environment, whose TERM and NO_COLOR are used.
-            encoding: Encoding of the terminal.
+        TERM and NO_COLOR of the environment are used.
         """
         if not os.isatty(fd) or environ.get("TERM", "dumb") in ("", "dumb"):
             return None
@@ -180,9 +164,7 @@ class StatusLine:
     def update(self, text: str, *, now: float) -> str:
         """Returns code that shows `text`; empty if it is shown already, or was repainted less than 0.2 s ago.
 
-        Args:
-            text: The line; an empty one erases it.
-            now: Monotonic time in seconds.
+        An empty text erases the line.
         """
         self._text = text
         fitted = self._fitted()

@@ -22,12 +22,7 @@ _IMPORTS = ("tensorflow", "keras", "tfdist.strategies", "tfdist.callbacks")
 
 
 def main(fd: int, command: Sequence[str]) -> None:
-    """Waits for the environment and runs the command as `python` would.
-
-    Args:
-        fd: The socket to the supervisor.
-        command: The arguments after `python`.
-    """
+    """Waits for the environment and runs the command as `python` would."""
     is_module = command[0] == "-m"
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
     sys.argv = list(command[1:] if is_module else command)

@@ -64,12 +64,7 @@ class _WarmSpare:
 
 
 class WarmSpares:
-    """Keeps spares for all workers, started one after another while the workers train.
-
-    Args:
-        command: The command of every worker, the interpreter first.
-        count: Number of spares; 0: none.
-    """
+    """Keeps spares for all workers, started one after another while the workers train."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command, self._count = command, count
@@ -85,10 +80,6 @@ class WarmSpares:
     def start_worker(self, rank: int, environ: Mapping[str, str]) -> WorkerProcess:
         """Starts a worker, in a waiting spare if there is one.
 
-        Args:
-            rank: Rank of the worker.
-            environ: Its complete environment.
-
         Raises:
             OSError: If the system has no room for another process.
         """
@@ -103,8 +94,7 @@ class WarmSpares:
     def refill(self, environ: Mapping[str, str]) -> None:
         """Starts the next spare if one is missing and the previous one is warm.
 
-        Args:
-            environ: The environment of a worker. Variables that differ between workers and attempts are set later.
+        Variables that differ between workers and attempts are set later.
         """
         for spare in [spare for spare in self._waiting if spare.worker.reap() is not None]:
             self._waiting.remove(spare)

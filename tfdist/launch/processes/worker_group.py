@@ -17,14 +17,7 @@ _UNKILLABLE_SECONDS = 30.0
 
 
 class WorkerGroup:
-    """The worker processes of this host.
-
-    Args:
-        reaper: Ends the processes that are left when this process is killed.
-        spares: Starts the processes that run the script.
-        keeps_spares: Whether to prepare spares for a next attempt.
-        spared: Process ids of children of this process that are not orphans.
-    """
+    """The worker processes of this host. `spared` are process ids of children of this process that are not orphans."""
 
     def __init__(
         self, reaper: OrphanReaper, spares: WarmSpares, *, keeps_spares: bool, spared: Collection[int] = ()
@@ -113,11 +106,7 @@ class WorkerGroup:
 
 
 class GroupShutdown:
-    """The shutdown of a worker group: SIGTERM, and SIGKILL after a grace period. Times are monotonic, in seconds.
-
-    Args:
-        group: The workers.
-    """
+    """The shutdown of a worker group: SIGTERM, and SIGKILL after a grace period. Times are monotonic, in seconds."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -139,9 +128,7 @@ class GroupShutdown:
     def terminate(self, grace_seconds: float, *, only_script: bool = False) -> None:
         """Sends SIGTERM, and schedules SIGKILL for all. An earlier SIGKILL that is already scheduled stays.
 
-        Args:
-            grace_seconds: Time to SIGKILL.
-            only_script: Whether to signal only the processes that run the script. A second call signals the others.
+        With `only_script` it signals only the processes that run the script; a second call signals the others.
         """
         now = time.monotonic()
         self.began_at = now if self.began_at is None else self.began_at
@@ -171,8 +158,7 @@ class GroupShutdown:
     def finish(self, grace_seconds: float) -> None:
         """Ends all remaining processes without messages, whatever failed before, and closes their descriptors.
 
-        Args:
-            grace_seconds: Time from SIGTERM to SIGKILL; 0: SIGKILL immediately.
+        Without a grace period it kills them immediately.
         """
         if grace_seconds:
             self.terminate(grace_seconds)

@@ -13,7 +13,7 @@ from tfdist.cluster import SEED_VARIABLE, ClusterConfig
 from tfdist.cluster.heartbeat import VARIABLE
 from tfdist.launch.process_roles import cluster_spec, count_computing, is_chief_with_workers
 from tfdist.launch.processes.run_policy import AttemptStart
-from tfdist.launch.run_config import TOKEN_VARIABLE
+from tfdist.launch.run_spec import TOKEN_VARIABLE, RunSpec
 from tfdist.utils.cores_and_ports import ThreadShare, usable_cores
 from tfdist.utils.linux_syscalls import die_with_parent, pidfd_open
 
@@ -29,13 +29,7 @@ class WorkerProcess:
 
     The process leads a session, so that a signal can be sent to it and all its children, and Ctrl-C on the terminal
     reaches the launcher only. The kernel kills it when the launcher dies. Start it from the launcher's main thread,
-    because the kernel watches the thread.
-
-    Args:
-        rank: Its rank.
-        command: Program and arguments.
-        environ: Its complete environment, without the number of its heartbeat socket.
-        pass_fds: Descriptors that it inherits besides the standard ones.
+    because the kernel watches the thread. Its environment is complete but for the number of its heartbeat socket.
 
     Raises:
         OSError: If the system has no room for another process.
@@ -156,29 +150,25 @@ def _is_group_empty(group: int) -> bool:
 class WorkerEnvironments:
     """Builds the complete environment of each process of this host.
 
-    Args:
-        environ: The launcher's environment, which the workers inherit, but for the token of the rendezvous: they get a
-            token that is derived from it, or from a random one, and cannot join the rendezvous with it.
-        start_timeout: Seconds to wait for peers.
-        threads_per_worker: Threads of each process if the user set it.
+    The processes inherit the launcher's environment, but for the token of the rendezvous: they get a token that is
+    derived from it, or from a random one, and cannot join the rendezvous with it.
     """
 
-    def __init__(self, environ: Mapping[str, str], *, start_timeout: float, threads_per_worker: int | None) -> None:
-        self._environ = environ
+    def __init__(self, environ: Mapping[str, str], spec: RunSpec) -> None:
+        self._environ, self._spec = environ, spec
         self._token = environ.get(TOKEN_VARIABLE, "") or secrets.token_hex(_TOKEN_BYTES)
-        self._start_timeout, self._threads_per_worker = start_timeout, threads_per_worker
 
     def __call__(self, start: AttemptStart) -> dict[int, dict[str, str]]:
         """Returns the environments of an attempt, by rank."""
         roles = start.local_roles
-        share = ThreadShare(count_computing(roles), usable_cores(), self._threads_per_worker, self._environ)
+        share = ThreadShare(count_computing(roles), usable_cores(), self._spec.threads_per_worker, self._environ)
         spec = cluster_spec(start.roles.values(), start.addresses)
         inherited = {name: value for name, value in self._environ.items() if name != TOKEN_VARIABLE}
         common = {
             **seeded_environment(inherited, start.seed),
             **share.environment(),
             "PYTHONUNBUFFERED": "1",
-            "TFDIST_START_TIMEOUT": f"{self._start_timeout:g}",
+            "TFDIST_START_TIMEOUT": f"{self._spec.start_timeout_seconds:g}",
             "TFDIST_RUN_ID": start.run_id,
             TOKEN_VARIABLE: hmac.new(self._token.encode(), f"workers of {start.run_id}".encode(), "sha256").hexdigest(),
             "TFDIST_ATTEMPT": str(start.attempt),

@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from tfdist.launch.process_roles import Role, count_workers
@@ -17,7 +17,7 @@ from tfdist.launch.processes.worker_process import WorkerProcess
 from tfdist.launch.restart.attempt_outcome import Outcome
 from tfdist.launch.restart.restart_policy import WorkerBackoff
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer, root_cause
-from tfdist.launch.run_config import GracePeriods
+from tfdist.launch.run_spec import GracePeriods
 from tfdist.utils.formatting import signal_name
 
 _SHUTDOWN_POLL_SECONDS = 0.05
@@ -29,21 +29,10 @@ _NO_PIDFD_POLL_SECONDS = 0.01
 class WorkerSupervisor:
     """Starts the workers of this host once, which is an attempt, and watches them until all have ended.
 
-    Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking
-    is safe only without other threads. The kernel queues the exits of the workers in the order in which they happened
-    (epoll, pidfd), so the first failure is the first even if the launcher was suspended.
-
-    Args:
-        start: The processes to start. "Worker" below means a process of any role.
-        environments: The complete environment of each process of this host, by rank.
-        console: Shows output and messages.
-        logs: A log file for each process, or None, by rank.
-        policy: Decides with other hosts, if there are any, when the workers must end.
-        group: Starts the workers.
-        backoff: Says when workers that are restarted alone are due.
-        signals: The signals that end the run.
-        grace_periods: How long workers have to exit.
-        monitor: Receives their heartbeats.
+    Everything runs in the main thread: the kernel kills a worker when the *thread* that started it ends, and forking is
+    safe only without other threads. The kernel queues the exits of the workers in the order in which they happened
+    (epoll, pidfd), so the first failure is the first even if the launcher was suspended. A "worker" is a process of any
+    role.
     """
 
     def __init__(
@@ -64,7 +53,9 @@ class WorkerSupervisor:
         self._console, self._logs, self._signals = console, logs, signals
         self._grace_periods, self._monitor = grace_periods, monitor
         self._policy, self._policy_fd = policy, policy.descriptor
-        self._restarts = WorkerRestarts(backoff, policy=policy, say=console.say)
+        self._backoff = backoff
+        # The exit after which this host has no worker any more that is restarted alone.
+        self._last_restartable: WorkerExit | None = None
         self._group, self._shutdown = group, GroupShutdown(group)
         self._outcome = _OutcomeBuilder(start.attempt, self._roles)
         # On a host where no process runs the script, the other hosts decide when the attempt ends.
@@ -121,7 +112,7 @@ class WorkerSupervisor:
                 return
 
     def _start(self, rank: int) -> None:
-        self._restarts.record_start(rank)
+        self._backoff.record_start(rank, now=time.monotonic())
         worker = self._group.start(rank, self._environments[rank], self._roles[rank])
         self._monitor.reset(rank)
         self._events.add(worker, WorkerOutput(self._roles[rank].label, self._console, self._logs[rank]))
@@ -150,7 +141,7 @@ class WorkerSupervisor:
             return _SHUTDOWN_POLL_SECONDS
         if self._monitor.is_enabled or self._policy_fd is not None:
             return _HEARTBEAT_POLL_SECONDS
-        is_pending = self._events.is_pending or self._restarts.is_pending or self._console.has_status_line
+        is_pending = self._events.is_pending or self._backoff.is_pending or self._console.has_status_line
         return _UNFINISHED_POLL_SECONDS if is_pending else None
 
     def _check_health(self) -> None:
@@ -208,7 +199,7 @@ class WorkerSupervisor:
         worker_exit = self._outcome.worker_exit(worker, returncode, lines, all_signalled=all_signalled)
         if self._roles[worker_exit.rank].is_restarted_alone and not all_signalled:
             worker.send_signal(signal.SIGKILL)  # to the children that it left behind
-            self._restarts.record_exit(worker_exit)
+            self._record_restartable_exit(worker_exit)
             self._end_without_workers()
             return
         self._outcome.exits.append(worker_exit)
@@ -229,10 +220,24 @@ class WorkerSupervisor:
             # The peer that it lost may still be about to report the root cause, and must not be signalled before.
             self._patience_until = time.monotonic() + self._grace_periods.patience
 
+    def _record_restartable_exit(self, ended: WorkerExit) -> None:
+        """Says what follows the exit of a worker that is restarted alone, or that it could not be started."""
+        has_others = self._policy.has_other_workers
+        follows = self._backoff.record_exit(ended.rank, now=time.monotonic(), has_others=has_others)
+        self._console.say(f"{ended.name} {'failed' if ended.failed else 'ended'}: {ended.describe()}; {follows}")
+        if self._backoff.is_exhausted:
+            self._last_restartable = ended
+            self._policy.report_no_worker()
+
     def _end_without_workers(self) -> None:
-        """Ends the attempt if no worker that is restarted alone is left on any host."""
-        last_exit = self._restarts.take_failure()
-        if last_exit is not None and not self._shutdown.all_signalled:
+        """Ends the attempt, once, if no worker that is restarted alone is left on any host."""
+        last_exit = self._last_restartable
+        if last_exit is None or self._policy.has_other_workers:
+            return
+        self._last_restartable = None
+        if not self._shutdown.all_signalled:
+            reason = f"{last_exit.describe()}; {self._backoff.none_left}"
+            last_exit = dataclasses.replace(last_exit, failure_reason=reason, was_signalled=False)
             self._outcome.exits.append(last_exit)
             self._fail(f"{last_exit.name}: {last_exit.failure_reason}")
 
@@ -240,13 +245,13 @@ class WorkerSupervisor:
         # Once no process runs the script any more, nobody needs a restarted worker.
         if self._shutdown.all_signalled or (self._runs_script and not self._group.runs_script):
             return
-        for rank in self._restarts.due():
+        for rank in self._backoff.due(now=time.monotonic()):
             self._events.remove(self._group.workers[rank])
             try:
                 self._start(rank)
             except OSError as error:
                 reason = f"it could not be started ({error})"
-                self._restarts.record_exit(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
+                self._record_restartable_exit(WorkerExit(rank, 1, failure_reason=reason, task=self._roles[rank].name))
 
     def _end_if_complete(self) -> None:
         """Ends the rest when no process runs the script any more: servers, or children that workers left behind."""
@@ -300,57 +305,8 @@ class WorkerSupervisor:
         self._shutdown.terminate(self._grace_periods.failure)
 
 
-class WorkerRestarts:
-    """Says what follows the exits of workers that are restarted alone, and notices when none is left on any host.
-
-    Args:
-        backoff: Says when these workers are due.
-        policy: Knows whether other hosts have workers.
-        say: Shows lines to the user.
-    """
-
-    def __init__(self, backoff: WorkerBackoff, *, policy: RunPolicy, say: Callable[..., None]) -> None:
-        self._backoff, self._policy, self._say = backoff, policy, say
-        self._last: WorkerExit | None = None  # the exit after which this host has no worker any more
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a worker waits for its restart."""
-        return self._backoff.is_pending
-
-    def record_start(self, rank: int) -> None:
-        """Records that a process was started. Processes that are not restarted alone are ignored."""
-        self._backoff.record_start(rank, now=time.monotonic())
-
-    def record_exit(self, ended: WorkerExit) -> None:
-        """Records that a worker that is restarted alone exited or could not be started."""
-        has_others = self._policy.has_other_workers
-        follows = self._backoff.record_exit(ended.rank, now=time.monotonic(), has_others=has_others)
-        self._say(f"{ended.name} {'failed' if ended.failed else 'ended'}: {ended.describe()}; {follows}")
-        if self._backoff.is_exhausted:
-            self._last = ended
-            self._policy.report_no_worker()
-
-    def due(self) -> list[int]:
-        """Returns the workers to restart now."""
-        return self._backoff.due(now=time.monotonic())
-
-    def take_failure(self) -> WorkerExit | None:
-        """Returns, once, the exit after which no worker is left on any host; None while there are some."""
-        if self._last is None or self._policy.has_other_workers:
-            return None
-        last_exit, self._last = self._last, None
-        reason = f"{last_exit.describe()}; {self._backoff.none_left}"
-        return dataclasses.replace(last_exit, failure_reason=reason, was_signalled=False)
-
-
 class _OutcomeBuilder:
-    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of the attempt.
-
-    Args:
-        attempt: Number of the attempt, 0 first.
-        roles: The processes of this host, by rank.
-    """
+    """Collects how the workers exited and why the launcher judged them failed, and builds the outcome of an attempt."""
 
     def __init__(self, attempt: int, roles: Mapping[int, Role]) -> None:
         self._attempt, self._roles = attempt, roles
@@ -391,14 +347,7 @@ class _OutcomeBuilder:
     def worker_exit(
         self, worker: WorkerProcess, returncode: int, last_lines: tuple[str, ...], *, all_signalled: bool
     ) -> WorkerExit:
-        """Returns how a worker exited.
-
-        Args:
-            worker: The worker, already reaped.
-            returncode: Its exit code, or minus a signal's number.
-            last_lines: Its last lines of output.
-            all_signalled: Whether all processes have been signalled to exit.
-        """
+        """Returns how a worker exited. `all_signalled` says whether all processes have been signalled to exit."""
         role, reason = self._roles[worker.rank], self._failure_reasons.get(worker.rank, "")
         if role.is_restarted_alone:
             self._failure_reasons.pop(worker.rank, None)
@@ -419,12 +368,7 @@ class _OutcomeBuilder:
         )
 
     def build(self, shutdown_began_at: float | None, monitor: HeartbeatMonitor) -> Outcome:
-        """Returns the outcome of the attempt.
-
-        Args:
-            shutdown_began_at: Monotonic time in seconds at which the workers were signalled to exit; None: now.
-            monitor: The heartbeats of the workers.
-        """
+        """Returns the outcome of the attempt."""
         errors = {
             rank: error
             for rank, error in monitor.errors.items()

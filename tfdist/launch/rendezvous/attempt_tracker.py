@@ -10,21 +10,14 @@ from tfdist.launch.processes.run_policy import ShutdownOrder
 from tfdist.launch.rendezvous.membership import Node
 from tfdist.launch.restart.attempt_outcome import Outcome, decode_outcome
 from tfdist.launch.restart.worker_exit import WorkerExit
-from tfdist.launch.run_config import GracePeriods
+from tfdist.launch.run_spec import GracePeriods
 
 REPORTS = ("failed", "lost_peer", "no_worker", "done")
 """Types of the messages about an attempt."""
 
 
 class AttemptTracker:
-    """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause.
-
-    Args:
-        number: Number of the attempt, from 0.
-        nodes: The nodes that take part.
-        roles: The processes of all nodes, by rank.
-        now: Time in seconds.
-    """
+    """State of one attempt, as the coordinator knows it. The failure that is reported first is the root cause."""
 
     def __init__(self, number: int, nodes: list[Node], roles: Mapping[int, Role], *, now: float) -> None:
         self.number = number
@@ -51,12 +44,6 @@ class AttemptTracker:
         self, node: Node, message: Mapping[str, Any], *, grace_periods: GracePeriods, now: float
     ) -> dict[str, Any] | None:
         """Takes one of the `REPORTS` of a node that runs the attempt.
-
-        Args:
-            node: The node.
-            message: Its report.
-            grace_periods: See `finish`.
-            now: Time in seconds.
 
         Returns:
             The answer, or None.
@@ -131,12 +118,8 @@ class AttemptTracker:
     def finish(self, node: Node, outcome: Outcome, *, grace_periods: GracePeriods, now: float) -> None:
         """Records the outcome of a node.
 
-        Args:
-            node: The node.
-            outcome: The outcome of its workers.
-            grace_periods: How long the other nodes continue after workers have saved and exited, or after a worker has
-                only reported a lost peer.
-            now: Time in seconds.
+        The grace periods say how long the other nodes continue after workers have saved and exited, or after a worker
+        has only reported a lost peer.
         """
         node.outcome = outcome
         root_cause = outcome.root_cause
@@ -156,10 +139,8 @@ class AttemptTracker:
     def check(self, *, suspects: bool, now: float) -> None:
         """Orders the shutdown if a grace period is over.
 
-        Args:
-            suspects: Whether a node, or a worker of a node, may be about to be lost. A failure that only reports a
-                lost peer is then not yet the cause.
-            now: Time in seconds.
+        If it `suspects` that a node, or a worker of a node, is about to be lost, a failure that only reports a lost
+        peer is not yet the cause.
         """
         if self._lost_peer and now >= self._lost_peer_from and not suspects:
             self._order(ShutdownOrder(self._lost_peer), now)
@@ -202,9 +183,7 @@ class AttemptTracker:
 def _merge(outcomes: Sequence[Outcome], **run_fields: Any) -> Outcome:
     """Returns one outcome for all nodes.
 
-    Args:
-        outcomes: Outcomes of the nodes. The node that failed first comes first.
-        **run_fields: Fields that no single node knows.
+    The outcome of the node that failed first comes first; `run_fields` are those that no single node knows.
     """
     exits = tuple(worker_exit for outcome in outcomes for worker_exit in outcome.exits)
     fit = max((outcome.fit for outcome in outcomes), default=1)

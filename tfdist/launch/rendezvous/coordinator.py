@@ -14,11 +14,10 @@ from tfdist.launch.rendezvous.membership import (
     Membership,
     Node,
     NodeConnection,
-    place,
     workers_left_out,
 )
-from tfdist.launch.restart.restart_policy import AttemptEvaluator, RestartPolicy
-from tfdist.launch.run_config import RunConfig
+from tfdist.launch.restart.restart_policy import AttemptEvaluator
+from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.transport_errors import ConnectionClosedError
 from tfdist.utils.formatting import signal_name
 
@@ -36,17 +35,14 @@ class Coordinator:
     """State machine of a run over several nodes, without sockets and clocks.
 
     The caller passes connections, messages, and `now`: a time in seconds, see `ActiveClock`.
-
-    Args:
-        config: Configuration of the run.
     """
 
-    def __init__(self, config: RunConfig, *, now: float) -> None:
-        self._config = config
-        self._membership = Membership(config)
+    def __init__(self, spec: RunSpec, *, now: float) -> None:
+        self._spec = spec
+        self._membership = Membership(spec)
         self._phase = _Phase.GATHERING
         self._attempt = self._round = 0
-        self._not_before, self._deadline = now, now + config.start_timeout
+        self._not_before, self._deadline = now, now + spec.start_timeout_seconds
         self._heartbeat_at = now
         self._evaluator: AttemptEvaluator | None = None  # created when all nodes have joined
         self._left_out: dict[int, int] = {}  # by node: workers that the next attempt leaves out
@@ -81,9 +77,9 @@ class Coordinator:
             return None
         if replaced_node is not None:
             self._handle_loss(replaced_node, "it joined again", now)
-        config = self._config
-        timing = {"heartbeat_seconds": config.heartbeat_seconds, "heartbeat_timeout": config.heartbeat_timeout}
-        connection.send({"type": "joined", "run": config.run_id, "seed": config.seed, **timing})
+        spec = self._spec
+        timing = {"heartbeat_seconds": spec.heartbeat_seconds, "heartbeat_timeout": spec.heartbeat_timeout}
+        connection.send({"type": "joined", "run": spec.run_id, "seed": spec.run_seed, **timing})
         if self._phase is _Phase.RUNNING and self._tracker is not None:
             if self._tracker.take_back(node):
                 self._send(node, {**self._start, "ranks": list(node.roles)})
@@ -111,7 +107,7 @@ class Coordinator:
                 raise ValueError("invalid ports")
             node.ports = ports
         elif kind in REPORTS and tracker is not None and message["attempt"] == self._attempt and node.is_running:
-            grace_periods = self._config.timeouts.grace_periods(may_restart=False)
+            grace_periods = self._spec.grace_periods(may_restart=False)
             answer = tracker.receive(node, message, grace_periods=grace_periods, now=now)
             if answer is not None:
                 self._send(node, answer)
@@ -124,7 +120,7 @@ class Coordinator:
 
     def tick(self, *, now: float) -> None:
         """Does everything that is due."""
-        limit = self._config.heartbeat_timeout
+        limit = self._spec.heartbeat_timeout
         while self._broken:
             node, reason = self._broken.pop()
             self.lose(node, reason, now=now)
@@ -138,7 +134,7 @@ class Coordinator:
         if self._phase is _Phase.RUNNING and self._tracker is not None:
             self._watch(self._tracker, now)
         if now >= self._heartbeat_at:
-            self._heartbeat_at = now + self._config.heartbeat_seconds
+            self._heartbeat_at = now + self._spec.heartbeat_seconds
             self._broadcast({"type": "heartbeat"})
 
     def abort(self, reason: str) -> None:
@@ -149,7 +145,7 @@ class Coordinator:
         """Starts a round when enough nodes are present."""
         if now < self._not_before:
             return
-        missing, least = self._membership.missing, self._config.min_workers
+        missing, least = self._membership.missing, self._spec.min_workers
         is_first = self._evaluator is None
         if missing and (is_first or least is None or self._membership.workers < least):
             names = ", ".join(f"node {rank}" for rank in missing)
@@ -177,11 +173,7 @@ class Coordinator:
             node.share, node.roles = self._share_of(node), {}
             node.ports, node.outcome, node.suspects = None, None, False
         nodes = [node for node in self._membership.nodes if node.share]
-        config = self._config
-        placed = place(
-            [node.share for node in nodes], parameter_servers=config.parameter_servers, has_chief=config.has_chief
-        )
-        for node, node.roles in zip(nodes, placed, strict=True):
+        for node, node.roles in zip(nodes, self._spec.roles_of_nodes([node.share for node in nodes]), strict=True):
             self._send(node, {"type": "prepare", "round": self._round, "processes": len(node.roles)})
         if nodes:
             self._phase, self._ready_by = _Phase.PREPARING, now + _READY_SECONDS
@@ -189,9 +181,8 @@ class Coordinator:
     @property
     def _joining_seconds(self) -> float:
         """How long to wait for missing nodes."""
-        config = self._config
-        has_started = self._evaluator is not None
-        return config.rejoin_timeout if has_started and config.rejoin_timeout is not None else config.start_timeout
+        spec, has_started = self._spec, self._evaluator is not None
+        return spec.rejoin_timeout if has_started and spec.rejoin_timeout is not None else spec.start_timeout_seconds
 
     def _share_of(self, node: Node) -> int:
         return max(0, node.workers - self._left_out.get(node.rank, 0))
@@ -205,14 +196,7 @@ class Coordinator:
             return
         all_workers = self._membership.all_workers
         if self._evaluator is None:
-            policy = RestartPolicy(
-                workers=all_workers,
-                # A lost parameter server says nothing about the number of workers.
-                min_workers=(not self._config.parameter_servers and self._config.min_workers) or all_workers,
-                max_restarts=self._config.max_restarts,
-                delay_seconds=self._config.restart_delay,
-            )
-            self._evaluator = AttemptEvaluator(policy, self._config.run_id)
+            self._evaluator = AttemptEvaluator.of(self._spec, all_workers)
         roles = {rank: role for node in nodes for rank, role in node.roles.items()}
         self._tracker, self._sent_order = AttemptTracker(self._attempt, nodes, roles, now=now), None
         self._phase = _Phase.RUNNING
@@ -222,8 +206,8 @@ class Coordinator:
             "addresses": self._membership.addresses(),
             "workers": sum(node.share for node in nodes),
             "all_workers": all_workers,
-            "parameter_servers": self._config.parameter_servers,
-            "has_chief": self._config.has_chief,
+            "parameter_servers": self._spec.parameter_servers,
+            "has_chief": self._spec.chief,
             "may_restart": self._evaluator.may_restart,
         }
         for node in nodes:
@@ -234,7 +218,7 @@ class Coordinator:
 
     def _watch(self, tracker: AttemptTracker, now: float) -> None:
         running = [node for node in self._membership.nodes if node.is_running]
-        silence = SUSPICIOUS_HEARTBEATS * self._config.heartbeat_seconds
+        silence = SUSPICIOUS_HEARTBEATS * self._spec.heartbeat_seconds
         suspects = any(node.suspects or now - node.heard_at >= silence for node in running)
         tracker.check(suspects=suspects, now=now)
         if tracker.order is not None and tracker.order != self._sent_order:
@@ -249,7 +233,7 @@ class Coordinator:
         if self._evaluator is None:
             return
         outcome, present = tracker.outcome(now=now), self._membership.workers
-        has_enough = self._config.min_workers is not None and present >= self._config.min_workers
+        has_enough = self._spec.min_workers is not None and present >= self._spec.min_workers
         available = present if has_enough else self._membership.all_workers
         result = self._evaluator.evaluate(outcome, is_stopped=tracker.is_stopped, available=available)
         if result.exit_code is not None:

@@ -13,7 +13,7 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.processes.stop_signals import STOP_SIGNALS
 from tfdist.launch.rendezvous.coordinator import Coordinator
 from tfdist.launch.rendezvous.membership import Node, is_loopback
-from tfdist.launch.run_config import RunConfig
+from tfdist.launch.run_spec import RunSpec
 from tfdist.transport.handshake import Credentials
 from tfdist.transport.listener import HANDSHAKE_SECONDS, Listener
 from tfdist.transport.nonblocking_connection import NonblockingConnection
@@ -36,19 +36,14 @@ def rendezvous_credentials(token: str) -> Credentials:
 class CoordinatorProcess:
     """Starts the process and waits for its end. Create it while this process has one thread, because it forks.
 
-    Args:
-        host: Host of `--rendezvous`. On a loopback address the coordinator serves this host only; otherwise it listens
-            on all interfaces, as TensorFlow's servers do.
-        port: Port to listen on.
-        token: The token of the run.
-        config: Configuration of the run.
-        console: Shows refused connections.
+    If `host` is a loopback address it serves this host only; otherwise it listens on all interfaces, as TensorFlow's
+    servers do.
 
     Raises:
         UsageError: If the process cannot listen on the port.
     """
 
-    def __init__(self, host: str, port: int, token: str, config: RunConfig, console: Console) -> None:
+    def __init__(self, host: str, port: int, token: str, spec: RunSpec, console: Console) -> None:
         server = _listen(host, port)
         launcher = os.getpid()
         self.pid = fork()
@@ -56,7 +51,7 @@ class CoordinatorProcess:
             status = 1
             try:
                 _detach(launcher)
-                _serve(server, token, config, console)
+                _serve(server, token, spec, console)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -67,8 +62,7 @@ class CoordinatorProcess:
     def close(self, *, is_graceful: bool) -> None:
         """Ends the process.
 
-        Args:
-            is_graceful: Whether the process may first announce the end of the run to all nodes, in limited time.
+        If `is_graceful`, the process may first announce the end of the run to all nodes, in limited time.
         """
         deadline = time.monotonic() + (2 * _FAREWELL_SECONDS if is_graceful else 0.0)
         with contextlib.suppress(ChildProcessError):
@@ -102,13 +96,13 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _serve(server: socket.socket, token: str, config: RunConfig, console: Console) -> None:
+def _serve(server: socket.socket, token: str, spec: RunSpec, console: Console) -> None:
     """Runs the coordinator until all nodes know the end of the run."""
     listener = Listener(
         server, rendezvous_credentials(token), lambda text: console.say_unless_blocked(f"rendezvous: {text}")
     )
     clock = ActiveClock(now=time.monotonic())
-    coordinator = Coordinator(config, now=0.0)
+    coordinator = Coordinator(spec, now=0.0)
     joining: dict[NonblockingConnection, float] = {}  # connections that have not asked to join, with their deadlines
     nodes: dict[NonblockingConnection, Node] = {}
     farewell_at: float | None = None

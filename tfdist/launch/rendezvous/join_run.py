@@ -8,7 +8,7 @@ from tfdist.launch.processes.output import Console
 from tfdist.launch.rendezvous.coordinator_process import CoordinatorProcess, rendezvous_credentials
 from tfdist.launch.rendezvous.node_client import NodeClient
 from tfdist.launch.restart.error_file import ErrorFile
-from tfdist.launch.run_config import NodeOptions, RunConfig
+from tfdist.launch.run_spec import NodeOptions, RunSpec
 from tfdist.transport.nonblocking_connection import NonblockingConnection, dial
 from tfdist.transport.transport_errors import (
     ConnectionClosedError,
@@ -20,19 +20,10 @@ from tfdist.utils.argument_checks import UsageError
 
 
 @contextlib.contextmanager
-def join_run(
-    node: NodeOptions, config: RunConfig, console: Console, *, workers: int, error_file: ErrorFile
-) -> Iterator[NodeClient]:
+def join_run(node: NodeOptions, spec: RunSpec, console: Console, *, error_file: ErrorFile) -> Iterator[NodeClient]:
     """Joins the run, and leaves it at the end of the `with` block.
 
     Call this while the process has one thread.
-
-    Args:
-        node: This host.
-        config: The configuration of the run, as this host has it.
-        console: Shows messages.
-        workers: Number of workers of this host.
-        error_file: Describes failed attempts.
 
     Yields:
         The run policy of this host.
@@ -43,10 +34,10 @@ def join_run(
     with contextlib.ExitStack() as undo:
         has_joined = False
         if node.rank == 0:
-            coordinator = CoordinatorProcess(node.host, node.port, node.token, config, console)
+            coordinator = CoordinatorProcess(node.host, node.port, node.token, spec, console)
             undo.callback(lambda: coordinator.close(is_graceful=has_joined))
         connection = connect_to_coordinator(
-            node.host, node.port, node.token, timeout_seconds=config.start_timeout, say=console.say
+            node.host, node.port, node.token, timeout_seconds=spec.start_timeout_seconds, say=console.say
         )
         client = NodeClient(connection, node.address, console=console, error_file=error_file)
         undo.callback(client.close)
@@ -54,18 +45,11 @@ def join_run(
             {
                 "node": node.rank,
                 "host": socket.gethostname(),
-                "workers": workers,
-                "options": {
-                    "--nodes": config.nodes,
-                    "--max-restarts": config.max_restarts,
-                    "--min-workers": config.min_workers,
-                    "--chief": config.has_chief,
-                    "--parameter-servers": config.parameter_servers,
-                    "--seed": config.seed_option,
-                },
+                "workers": spec.workers,
+                "options": spec.common_options,
             }
         )
-        console.say(f"node {node.rank} of {node.nodes} has joined run {client.run_id}")
+        console.say(f"node {node.rank} of {spec.nodes} has joined run {client.run_id}")
         has_joined = True
         yield client
 
@@ -74,13 +58,6 @@ def connect_to_coordinator(
     host: str, port: int, token: str, *, timeout_seconds: float, say: Callable[[str], None]
 ) -> NonblockingConnection:
     """Connects to the coordinator, which may not be up yet.
-
-    Args:
-        host: Host of the coordinator.
-        port: Port of the coordinator.
-        token: The token of the run.
-        timeout_seconds: How long to try.
-        say: Shows the user why it takes long.
 
     Raises:
         UsageError: If the coordinator does not answer in time, or has another token, protocol or version.

@@ -5,9 +5,9 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tfdist.launch.process_roles import Role, run_roles
+from tfdist.launch.process_roles import Role
 from tfdist.launch.restart.attempt_outcome import Outcome
-from tfdist.launch.run_config import RunConfig
+from tfdist.launch.run_spec import RunSpec, bracketed
 
 SUSPICIOUS_HEARTBEATS = 2.5
 """Number of missed heartbeats after which a node is suspected to be lost."""
@@ -65,14 +65,10 @@ class Node:
 
 
 class Membership:
-    """The nodes of a run.
+    """The nodes of a run."""
 
-    Args:
-        config: Configuration of the run.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
         self._nodes: dict[int, Node] = {}
         self._sizes: dict[int, int] = {}  # workers of every node that has ever joined
 
@@ -84,7 +80,7 @@ class Membership:
     @property
     def missing(self) -> list[int]:
         """The ranks of the absent nodes."""
-        return [rank for rank in range(self._config.nodes) if rank not in self._nodes]
+        return [rank for rank in range(self._spec.nodes) if rank not in self._nodes]
 
     @property
     def workers(self) -> int:
@@ -103,11 +99,6 @@ class Membership:
     def admit(self, connection: NodeConnection, message: Mapping[str, Any], *, now: float) -> tuple[Node, Node | None]:
         """Adds a node.
 
-        Args:
-            connection: The connection to the node, which has proved the token.
-            message: Its request to join.
-            now: Time in seconds.
-
         Returns:
             The node, and the silent node of the same rank that it replaces, or None.
 
@@ -116,15 +107,8 @@ class Membership:
             ValueError: If the message is malformed. KeyError and TypeError mean the same.
         """
         rank, workers = int(message["node"]), int(message["workers"])
-        config, node_options = self._config, message["options"]
-        run_options: dict[str, int | None] = {
-            "--nodes": config.nodes,
-            "--max-restarts": config.max_restarts,
-            "--min-workers": config.min_workers,
-            "--chief": config.has_chief,
-            "--parameter-servers": config.parameter_servers,
-            "--seed": config.seed_option,
-        }
+        spec, node_options = self._spec, message["options"]
+        run_options = spec.common_options
         differing = [option for option, value in run_options.items() if node_options[option] != value]
         if differing:
             received = " ".join(f"{option} {_shown(node_options[option])}" for option in differing)
@@ -132,16 +116,13 @@ class Membership:
             raise JoinRejectedError(
                 f"Received: {received}. Expected: {expected}, as on node 0. Use the same options on every host."
             )
-        if not 0 <= rank < config.nodes or workers < 1:
+        if not 0 <= rank < spec.nodes or workers < 1:
             raise JoinRejectedError(
-                f"Received: --node-rank {rank} --workers {workers}. Expected: a rank from 0 to {config.nodes - 1} and "
+                f"Received: --node-rank {rank} --workers {workers}. Expected: a rank from 0 to {spec.nodes - 1} and "
                 "at least one worker. Give every host a different rank."
             )
         previous_node = self._nodes.get(rank)
-        if (
-            previous_node is not None
-            and now - previous_node.heard_at < SUSPICIOUS_HEARTBEATS * config.heartbeat_seconds
-        ):
+        if previous_node is not None and now - previous_node.heard_at < SUSPICIOUS_HEARTBEATS * spec.heartbeat_seconds:
             raise JoinRejectedError(
                 f"Received: --node-rank {rank}, which {previous_node.host} has. Expected: a free rank. Give every host "
                 "a different rank, or end the other tfdist run first."
@@ -191,53 +172,14 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def bracketed(address: str) -> str:
-    """Returns an address as it is written before a port.
-
-    >>> bracketed("fd00::1"), bracketed("10.0.0.1")
-    ('[fd00::1]', '10.0.0.1')
-    """
-    return f"[{address}]" if ":" in address else address
-
-
 def _shown(value: object) -> str:
     return "(none)" if value is None else str(value)
-
-
-def place(shares: Sequence[int], *, parameter_servers: int = 0, has_chief: bool = False) -> list[dict[int, Role]]:
-    """Returns the processes of each node, by rank.
-
-    The chief runs on the first node. Workers follow the order of the nodes. Each node in turn gets a parameter server,
-    the first node first: so the network cards of all nodes carry the variables, and a single server is on the node
-    whose loss ends the run anyway.
-
-    Args:
-        shares: Number of workers of each node, at least 1.
-        parameter_servers: Number of parameter servers of all nodes together.
-        has_chief: Whether the workers hold the stages of a chief's model.
-
-    >>> [[role.name for role in roles.values()] for roles in place([1, 2], parameter_servers=3)]
-    [['chief', 'worker 0', 'ps 0', 'ps 2'], ['worker 1', 'worker 2', 'ps 1']]
-    """
-    roles = run_roles(sum(shares), parameter_servers=parameter_servers, has_chief=has_chief)
-    nodes_by_job = {
-        "chief": [0],
-        "worker": [node for node, share in enumerate(shares) for _ in range(share)],
-        "ps": [index % len(shares) for index in range(parameter_servers)],
-    }
-    roles_by_node: list[dict[int, Role]] = [{} for _ in shares]
-    for rank, role in roles.items():
-        roles_by_node[nodes_by_job[role.task.type][role.task.index]][rank] = role
-    return roles_by_node
 
 
 def workers_left_out(nodes: Sequence[Node], failed_rank: int | None, count: int) -> dict[int, int]:
     """Returns how many workers each node leaves out: first the node of the failed worker, then the last nodes.
 
-    Args:
-        nodes: The present nodes, with the roles that they had in the attempt.
-        failed_rank: Rank of the worker that failed, or None.
-        count: Number of workers to leave out.
+    The nodes are the present ones, with the roles that they had in the attempt.
     """
     failed = [node for node in nodes if failed_rank in node.roles]
     left_out: dict[int, int] = {}

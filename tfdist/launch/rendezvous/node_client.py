@@ -29,11 +29,7 @@ _MAX_SIGNALS = 2
 class NodeClient(RunPolicy):
     """The connection of a supervisor to the coordinator.
 
-    Args:
-        connection: The connection.
-        address: Where other nodes reach this node's workers; None: the local address of the connection.
-        console: Shows lines to the user.
-        error_file: Describes failed attempts; entries get this node's host name.
+    Other nodes reach this node's workers at `address`; None: the local address of the connection.
     """
 
     def __init__(
@@ -104,11 +100,7 @@ class NodeClient(RunPolicy):
             self._wait(signals)
 
     def poll(self, *, suspects_freeze: bool = False) -> None:
-        """Handles received messages and sends a heartbeat if it is due. Call this several times a second.
-
-        Args:
-            suspects_freeze: Whether a worker of this node may soon be found frozen.
-        """
+        """Handles received messages and sends a heartbeat if it is due. Call this several times a second."""
         if not self.is_connected:
             return
         try:

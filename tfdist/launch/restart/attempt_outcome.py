@@ -16,42 +16,25 @@ _MAX_LINE_CHARACTERS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt.
+    """The outcome of an attempt."""
 
-    Args:
-        attempt: Number of the attempt, 0 first.
-        workers: Number of workers.
-        exits: How they exited, in order of time.
-        roles: The processes, by rank; empty: all are workers that run the script.
-        started_at: Seconds since 1970.
-        failed_at: Monotonic time in seconds at which the workers were signalled or had exited.
-        seconds: Time from the start to `failed_at`.
-        stop_signal: The signal that this command received, or None.
-        stall: Description of the stall, or an empty string.
-        lost: Which host was lost, and why, or an empty string.
-        start_failure: The rank that could not be started, and the error, or None.
-        heartbeat_ranks: The ranks that sent heartbeats.
-        fit: Number of the last `fit` call of the script, 1 first.
-        step: The highest step of any worker in that `fit`, or None.
-        saved: The highest sequence number of a checkpoint of that `fit`, or None.
-        errors: The exceptions that workers reported by heartbeat, by rank: `type` and `message`.
-    """
-
-    attempt: int
+    attempt: int  # number of the attempt, 0 first
     workers: int
-    exits: tuple[WorkerExit, ...]
+    exits: tuple[WorkerExit, ...]  # how they exited, in order of time
+    # the processes, by rank; empty: all are workers that run the script
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)
-    started_at: float = 0.0
-    failed_at: float = 0.0
-    seconds: float = 0.0
-    stop_signal: int | None = None
-    stall: str = ""
-    lost: str = ""
-    start_failure: tuple[int, OSError] | None = None
-    heartbeat_ranks: frozenset[int] = frozenset()
-    fit: int = 1
-    step: int | None = None
-    saved: int | None = None
+    started_at: float = 0.0  # seconds since 1970
+    failed_at: float = 0.0  # monotonic time in seconds at which the workers were signalled or had exited
+    seconds: float = 0.0  # time from the start to `failed_at`
+    stop_signal: int | None = None  # the signal that this command received, or None
+    stall: str = ""  # description of the stall, or an empty string
+    lost: str = ""  # which host was lost, and why, or an empty string
+    start_failure: tuple[int, OSError] | None = None  # the rank that could not be started, and the error, or None
+    heartbeat_ranks: frozenset[int] = frozenset()  # the ranks that sent heartbeats
+    fit: int = 1  # number of the last `fit` call of the script, 1 first
+    step: int | None = None  # the highest step of any worker in that `fit`, or None
+    saved: int | None = None  # the highest sequence number of a checkpoint of that `fit`, or None
+    # the exceptions that workers reported by heartbeat, by rank: `type` and `message`
     errors: Mapping[int, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -162,14 +145,12 @@ def fit_suffix(number: int) -> str:
 
 
 def encode_outcome(outcome: Outcome) -> dict[str, Any]:
-    """Returns the message for an outcome. A long message has fewer of the workers' last lines.
-
-    Args:
-        outcome: The outcome of this node; its ranks are those of the run.
-    """
+    """Returns the message for an outcome. A long message has fewer of the workers' last lines."""
     lines = _MAX_LINES
     while True:
-        exits = [_encode_exit(worker_exit, lines) for worker_exit in outcome.exits]
+        exits = [dataclasses.asdict(worker_exit) for worker_exit in outcome.exits]
+        for worker_exit in exits:
+            worker_exit["last_lines"] = [line[:_MAX_LINE_CHARACTERS] for line in worker_exit["last_lines"][-lines:]]
         if lines <= 1 or len(json.dumps(exits)) <= _MAX_MESSAGE_BYTES:
             break
         lines //= 2
@@ -190,10 +171,6 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
 def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
     """Returns the outcome of a message.
 
-    Args:
-        message: What `encode_outcome` returned.
-        host: Hostname of the sender.
-
     Raises:
         ValueError: If the message is malformed. KeyError and TypeError mean the same.
     """
@@ -211,18 +188,6 @@ def decode_outcome(message: Mapping[str, Any], host: str) -> Outcome:
         saved=_optional_int(message["saved"]),
         errors={int(rank): {str(key): str(value) for key, value in error.items()} for rank, error in errors},
     )
-
-
-def _encode_exit(worker_exit: WorkerExit, lines: int) -> dict[str, Any]:
-    return {
-        "rank": worker_exit.rank,
-        "task": worker_exit.task,
-        "returncode": worker_exit.returncode,
-        "last_lines": [line[:_MAX_LINE_CHARACTERS] for line in worker_exit.last_lines[-lines:]],
-        "was_signalled": worker_exit.was_signalled,
-        "failure_reason": worker_exit.failure_reason,
-        "at": worker_exit.at,
-    }
 
 
 def _decode_exit(message: Mapping[str, Any], host: str) -> WorkerExit:

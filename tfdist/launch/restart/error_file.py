@@ -75,11 +75,6 @@ class ErrorFile:
 def error_entry(outcome: Outcome, run_id: str, *, earlier: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the content of the file.
 
-    Args:
-        outcome: The failed attempt.
-        run_id: The run it belongs to.
-        earlier: The number and the cause, in one line, of each failed attempt before.
-
     >>> error_entry(Outcome(0, 1, (WorkerExit(0, -9),)), "f00d", earlier=[])["cause"]["signal"]
     'SIGKILL'
     """

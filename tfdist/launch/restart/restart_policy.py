@@ -9,6 +9,7 @@ from tfdist.cluster import PREEMPTED_EXIT_CODE
 from tfdist.launch.restart.attempt_outcome import Outcome, fit_suffix
 from tfdist.launch.restart.error_file import error_entry
 from tfdist.launch.restart.worker_exit import WorkerExit, reports_lost_peer
+from tfdist.launch.run_spec import RunSpec
 from tfdist.utils.formatting import counted
 
 FIRST_DELAY_SECONDS = 1.0
@@ -27,17 +28,11 @@ _TRANSIENT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class RestartDecision:
-    """What follows a failed attempt.
+    """What follows a failed attempt."""
 
-    Args:
-        workers: Number of workers to start; 0: the run ends.
-        delay_seconds: Time from the failure to the next start.
-        text: Message for the user; empty: none.
-    """
-
-    workers: int
-    delay_seconds: float
-    text: str
+    workers: int  # number of workers to start; 0: the run ends
+    delay_seconds: float  # time from the failure to the next start
+    text: str  # message for the user; empty: none
 
 
 class RestartPolicy:
@@ -83,9 +78,7 @@ class RestartPolicy:
     def decide(self, outcome: Outcome, *, available: int | None = None) -> RestartDecision:
         """Decides what follows. Call this once for each failed attempt.
 
-        Args:
-            outcome: The failed attempt.
-            available: Number of workers that the hosts have room for; None: all.
+        `available` is the number of workers that the hosts have room for; None: all.
         """
         if self._max == 0:
             return RestartDecision(0, 0.0, "")
@@ -166,10 +159,6 @@ class WorkerBackoff:
 
     A worker is restarted after 1 s. The delay doubles, up to 30 s, each time the worker ran for less than 60 s.
 
-    Args:
-        ranks: The workers.
-        limit: Maximum number of restarts of each worker; None: no limit.
-
     >>> backoff = WorkerBackoff([1, 2], limit=None)
     >>> backoff.record_start(1, now=0.0)
     >>> backoff.record_exit(1, now=5.0)
@@ -207,11 +196,6 @@ class WorkerBackoff:
     def record_exit(self, rank: int, *, now: float, has_others: bool = False) -> str:
         """Records that a worker exited or could not be started.
 
-        Args:
-            rank: The worker.
-            now: Time in seconds.
-            has_others: Whether other hosts have workers.
-
         Returns:
             What follows, for the user.
         """
@@ -243,29 +227,17 @@ def _record_highest(highest: dict[int, int], fit: int, number: int | None) -> bo
 
 @dataclasses.dataclass(frozen=True)
 class AttemptEvaluation:
-    """What follows an attempt, the same on every host.
+    """What follows an attempt, the same on every host."""
 
-    Args:
-        lines: Messages for the user.
-        error_entry: Content of the error files if the attempt failed.
-        exit_code: Exit code of the run, or None if another attempt follows.
-        workers: Number of workers of the next attempt.
-        delay_seconds: Time from the failure to its start.
-    """
-
-    lines: list[str]
-    error_entry: dict[str, Any] | None = None
-    exit_code: int | None = None
-    workers: int = 0
-    delay_seconds: float = 0.0
+    lines: list[str]  # messages for the user
+    error_entry: dict[str, Any] | None = None  # content of the error files if the attempt failed
+    exit_code: int | None = None  # exit code of the run, or None if another attempt follows
+    workers: int = 0  # number of workers of the next attempt
+    delay_seconds: float = 0.0  # time from the failure to its start
 
 
 class AttemptEvaluator:
     """Evaluates the attempts of a run one after the other.
-
-    Args:
-        restarts: Decides whether a failed attempt is restarted.
-        run_id: Identifies the run.
 
     >>> from tfdist.launch.restart.worker_exit import WorkerExit
     >>> no_restart = RestartPolicy(workers=1, min_workers=1, max_restarts=0, delay_seconds=1.0)
@@ -275,8 +247,20 @@ class AttemptEvaluator:
     """
 
     def __init__(self, restarts: RestartPolicy, run_id: str) -> None:
-        self._restarts, self.run_id = restarts, run_id
+        self._restarts, self._run_id = restarts, run_id
         self._failed: list[dict[str, Any]] = []  # failed attempts, for the error files
+
+    @classmethod
+    def of(cls, spec: RunSpec, workers: int) -> "AttemptEvaluator":
+        """Returns the evaluator of a run with so many workers on all hosts together."""
+        restarts = RestartPolicy(
+            workers=workers,
+            # A lost parameter server says nothing about the number of workers.
+            min_workers=(not spec.parameter_servers and spec.min_workers) or workers,
+            max_restarts=spec.max_restarts,
+            delay_seconds=spec.restart_delay,
+        )
+        return cls(restarts, spec.run_id)
 
     @property
     def may_restart(self) -> bool:
@@ -286,10 +270,7 @@ class AttemptEvaluator:
     def evaluate(self, outcome: Outcome, *, is_stopped: bool, available: int | None = None) -> AttemptEvaluation:
         """Decides what follows. Call this once for each attempt.
 
-        Args:
-            outcome: Outcome of the attempt on all hosts.
-            is_stopped: Whether a supervisor received a signal.
-            available: Number of workers that the hosts have room for; None: all.
+        `is_stopped` says whether a supervisor received a signal.
         """
         if outcome.is_preempted and (is_stopped or not self._restarts.is_left):
             lines = [f"preempted: all workers saved and exited (exit code {PREEMPTED_EXIT_CODE})"]
@@ -300,7 +281,7 @@ class AttemptEvaluator:
         if outcome.is_preempted:
             lines = ["all workers saved and exited, although this command received no signal"]
         else:
-            lines, entry = outcome.report(), error_entry(outcome, self.run_id, earlier=self._failed)
+            lines, entry = outcome.report(), error_entry(outcome, self._run_id, earlier=self._failed)
             self._failed.append({"attempt": outcome.attempt, "cause": outcome.describe()})
         if is_stopped:
             return AttemptEvaluation(lines, entry, exit_code=outcome.exit_code)

@@ -25,27 +25,16 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """How one worker exited.
+    """How one worker exited."""
 
-    Args:
-        rank: Rank of the worker.
-        returncode: Its exit code, or minus the number of the signal that killed it.
-        last_lines: Its last lines of output, both streams.
-        was_signalled: Whether the launcher sent it a signal before it exited.
-        failure_reason: Why the launcher judged it failed, for example "frozen: no heartbeat for 10 s"; or empty.
-        at: Time of the exit, in seconds since 1970.
-        task: Its name in messages where that is not the rank, for example "ps 0"; or empty.
-        host: Name of its host in a run on several hosts; or empty.
-    """
-
-    rank: int
-    returncode: int
-    last_lines: tuple[str, ...] = ()
-    was_signalled: bool = False
-    failure_reason: str = ""
-    at: float = 0.0
-    task: str = ""
-    host: str = ""
+    rank: int  # rank of the worker
+    returncode: int  # its exit code, or minus the number of the signal that killed it
+    last_lines: tuple[str, ...] = ()  # its last lines of output, both streams
+    was_signalled: bool = False  # whether the launcher sent it a signal before it exited
+    failure_reason: str = ""  # why the launcher judged it failed, for example "frozen: no heartbeat for 10 s"; or empty
+    at: float = 0.0  # time of the exit, in seconds since 1970
+    task: str = ""  # its name in messages where that is not the rank, for example "ps 0"; or empty
+    host: str = ""  # name of its host in a run on several hosts; or empty
 
     @property
     def name(self) -> str:
@@ -144,9 +133,6 @@ def root_cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     In order of preference: the first failure that does not report a lost peer; a worker with an error that was still
     shutting down when it was signalled; the first failure.
-
-    Args:
-        exits: How the workers exited, in order of time.
     """
     failures = [worker for worker in exits if worker.failed]
     own_failures = [worker for worker in failures if not worker.reports_lost_peer and not worker.is_preempted]

@@ -1,0 +1,227 @@
+"""What a run is: the options of `tfdist run` as one value, which the command, notebooks and engines make once."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.launch.process_roles import Role, run_roles
+from tfdist.utils.argument_checks import check_seconds, check_seed, check_whole_number
+
+TOKEN_VARIABLE = "TFDIST_TOKEN"
+START_TIMEOUT_SECONDS = 300.0
+# Kubernetes and Slurm send SIGKILL 30 s after SIGTERM by default: the launcher has to exit before.
+STOP_GRACE_SECONDS = 25.0
+FAILURE_GRACE_SECONDS = 5.0
+# Before a restart the state of the other workers is useless, and most of them are blocked and do not handle SIGTERM.
+RESTART_GRACE_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 1.0
+_HEARTBEATS_PER_TIMEOUT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class GracePeriods:
+    """How long workers have to exit, in seconds."""
+
+    stop: float  # time to save and exit after a signal to this command
+    failure: float  # time to exit after the failure of another worker
+    patience: float  # time to show the root cause after another worker reported a lost peer
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """The options of `tfdist run` that describe a run, by their names, and what identifies it. Times are in seconds.
+
+    >>> RunSpec(workers=2, chief=True, grace=7.0).arguments()
+    ['--workers', '2', '--chief', '--grace', '7']
+    """
+
+    workers: int = 0  # number of workers of each host; 0: as a plan says
+    parameter_servers: int = 0  # of all hosts together; with any, the first host also starts their chief
+    # whether the first host also starts a chief, for which all workers run TensorFlow's server and hold stages
+    chief: bool = False
+    nodes: int = 1  # number of hosts
+    max_restarts: int = 0
+    min_workers: int | None = None  # least number of workers of all hosts together; None: all
+    # how often a worker beside parameter servers is restarted in an attempt; None: no limit
+    worker_restarts: int | None = None
+    restart_delay: float = 1.0  # from a failure to the next start, after an attempt without progress
+    warm_spares: bool = False  # whether to keep processes for the next attempt that have imported TensorFlow
+    seed: int | None = None  # None: TFDIST_SEED, or a new one
+    # from SIGTERM to SIGKILL. None: 25 s after a signal to the command, 5 s after a failure.
+    grace: float | None = None
+    start_timeout: float | None = None  # for peers and hosts to start; None: TFDIST_START_TIMEOUT, or 300 s
+    rejoin_timeout: float | None = None  # for lost hosts to join again; None: `start_timeout`
+    heartbeat_timeout: float = 10.0  # silence after which a worker is frozen, or a host lost; 0: never
+    stall_timeout: float = 600.0  # minimum time without a step of any worker that is a stall; 0: never
+    threads_per_worker: int | None = None
+    network: str = "auto"
+    log_dir: str | Path | None = None
+    error_file: str | Path | None = None
+    run_id: str = ""  # the command chooses it, and the seed that the run has
+    run_seed: int = 0
+
+    @classmethod
+    def of_options(cls, options: argparse.Namespace, **chosen: Any) -> "RunSpec":
+        """Returns the run that parsed options describe, with what the command has chosen."""
+        names = [field.name for field in dataclasses.fields(cls) if hasattr(options, field.name)]
+        return cls(**{name: getattr(options, name) for name in names} | chosen)
+
+    @classmethod
+    def of_call(
+        cls,
+        *,
+        workers: Any,
+        parameter_servers: Any = 0,
+        chief: Any = False,
+        max_restarts: Any = 0,
+        threads_per_worker: Any = None,
+        seed: Any = None,
+        network: str = "host",
+        log_dir: str | os.PathLike[str] | None = None,
+        grace_seconds: Any = 5.0,
+        start_timeout_seconds: Any = None,
+    ) -> "RunSpec":
+        """Checks arguments of `from_notebook`, `on_ray`, `on_spark` or `on_dask`, and returns the run.
+
+        Raises:
+            ValueError: If one is invalid.
+        """
+        check_whole_number("workers", workers, at_least=1)
+        check_whole_number("parameter_servers", parameter_servers, at_least=0)
+        check_whole_number("max_restarts", max_restarts, at_least=0)
+        if threads_per_worker is not None:
+            check_whole_number("threads_per_worker", threads_per_worker, at_least=1)
+        if seed is not None:
+            check_seed(seed)
+        check_seconds("grace_seconds", grace_seconds)
+        if start_timeout_seconds is not None:
+            check_seconds("start_timeout_seconds", start_timeout_seconds)
+            if not start_timeout_seconds:
+                raise ValueError(
+                    f"Invalid `start_timeout_seconds`. Received: start_timeout_seconds={start_timeout_seconds}. "
+                    "Expected: a number of seconds above 0, such as 300."
+                )
+        if chief and parameter_servers:
+            raise ValueError(
+                f"Parameter servers have a chief already. Received: chief={chief!r} with parameter_servers="
+                f"{parameter_servers}. Expected: one of them. Remove `chief` for ParameterServerStrategy, "
+                "`parameter_servers` for ModelParallelStrategy."
+            )
+        return cls(
+            workers=workers,
+            parameter_servers=parameter_servers,
+            chief=bool(chief),
+            max_restarts=max_restarts,
+            seed=seed,
+            grace=float(grace_seconds),
+            start_timeout=None if start_timeout_seconds is None else float(start_timeout_seconds),
+            threads_per_worker=threads_per_worker,
+            network=network,
+            log_dir=None if log_dir is None else os.fspath(log_dir),
+        )
+
+    def arguments(self) -> list[str]:
+        """Returns the options of `tfdist run` for this run, without those that have their defaults."""
+        arguments: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                arguments.append(f"--{field.name.replace('_', '-')}")
+                if value is not True:
+                    arguments.append(f"{value:g}" if isinstance(value, float) else str(value))
+        return arguments
+
+    @property
+    def start_timeout_seconds(self) -> float:
+        """How long to wait for workers and hosts that have not started yet."""
+        return START_TIMEOUT_SECONDS if self.start_timeout is None else self.start_timeout
+
+    @property
+    def grace_seconds(self) -> float:
+        """How long workers have to exit after a failure."""
+        return FAILURE_GRACE_SECONDS if self.grace is None else self.grace
+
+    @property
+    def calls(self) -> int:
+        """How many processes run the script, or call the function: all workers, or the chief."""
+        return 1 if self.chief or self.parameter_servers else self.workers
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Seconds between two heartbeats of a supervisor or of the coordinator."""
+        limit = self.heartbeat_timeout
+        return min(_HEARTBEAT_SECONDS, limit / _HEARTBEATS_PER_TIMEOUT) if limit else _HEARTBEAT_SECONDS
+
+    @property
+    def common_options(self) -> dict[str, int | None]:
+        """The options that must be the same on all hosts, which the coordinator compares."""
+        names = ("nodes", "max_restarts", "min_workers", "chief", "parameter_servers", "seed")
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+
+    def grace_periods(self, *, may_restart: bool) -> GracePeriods:
+        """Returns how long workers have to exit; less after a failure that may be followed by a restart.
+
+        >>> RunSpec(grace=60.0).grace_periods(may_restart=True)
+        GracePeriods(stop=60.0, failure=0.5, patience=60.0)
+        """
+        failure = self.grace_seconds
+        return GracePeriods(
+            stop=STOP_GRACE_SECONDS if self.grace is None else self.grace,
+            failure=min(failure, RESTART_GRACE_SECONDS) if may_restart else failure,
+            patience=failure,
+        )
+
+    def roles(self, workers: int) -> dict[int, Role]:
+        """Returns the processes of an attempt with so many workers on all hosts together, by rank."""
+        return run_roles(workers, parameter_servers=self.parameter_servers, has_chief=self.chief)
+
+    def roles_of_nodes(self, shares: Sequence[int]) -> list[dict[int, Role]]:
+        """Returns the processes of each host, by rank, given its number of workers, at least 1.
+
+        The chief runs on the first node. Workers follow the order of the nodes. Each node in turn gets a parameter
+        server, the first node first: so the network cards of all nodes carry the variables, and a single server is on
+        the node whose loss ends the run anyway.
+
+        >>> spec = RunSpec(parameter_servers=3)
+        >>> [[role.name for role in roles.values()] for roles in spec.roles_of_nodes([1, 2])]
+        [['chief', 'worker 0', 'ps 0', 'ps 2'], ['worker 1', 'worker 2', 'ps 1']]
+        """
+        nodes_by_job = {
+            "chief": [0],
+            "worker": [node for node, share in enumerate(shares) for _ in range(share)],
+            "ps": [index % len(shares) for index in range(self.parameter_servers)],
+        }
+        roles_by_node: list[dict[int, Role]] = [{} for _ in shares]
+        for rank, role in self.roles(sum(shares)).items():
+            roles_by_node[nodes_by_job[role.task.type][role.task.index]][rank] = role
+        return roles_by_node
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOptions:
+    """One host of several."""
+
+    rank: int  # number of this host, 0 first
+    host: str  # host of the rendezvous
+    port: int  # port of the rendezvous
+    # address at which other hosts reach this host's workers; None: that of its connection to the rendezvous
+    address: str | None
+    token: str = dataclasses.field(repr=False)  # the secret that all hosts share
+
+    def arguments(self) -> list[str]:
+        """Returns the options of `tfdist run` for this host, without the token, which is never in a command."""
+        rendezvous = f"{bracketed(self.host)}:{self.port}"
+        address = [] if self.address is None else ["--address", self.address]
+        return ["--node-rank", str(self.rank), "--rendezvous", rendezvous, *address]
+
+
+def bracketed(address: str) -> str:
+    """Returns an address as it is written before a port.
+
+    >>> bracketed("fd00::1"), bracketed("10.0.0.1")
+    ('[fd00::1]', '10.0.0.1')
+    """
+    return f"[{address}]" if ":" in address else address
