@@ -123,7 +123,7 @@ BREAKS = [
     ("tfdist/parameter_server/chief.py", "from tfdist.training import x", "arrow: parameter_server -> training"),
     ("tfdist/doctor/check_runner.py", "from tfdist.launch import x", "arrow: doctor -> launch"),
     ("tfdist/doctor/check_runner.py", "def f():\n    import tensorflow", "framework: doctor uses tensorflow"),
-    ("tfdist/model_parallel/columns.py", "from tfdist.training import x", "arrow: model_parallel -> training"),
+    ("tfdist/pipeline/columns.py", "from tfdist.training import x", "arrow: model_parallel -> training"),
     ("tfdist/recovery/resume.py", "from tfdist.strategies import x", "arrow: recovery -> strategies"),
     ("tfdist/recovery/resume.py", "from tfdist.launch import x", "arrow: recovery -> launch"),
     ("strategies/a.py", "from tfdist.recovery import x", "arrow: strategies -> recovery"),
