@@ -1,7 +1,6 @@
 """One step of a model in stages: a batch in micro-batches, their results and gradients, losses of regularizers."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.layer_states import StageValues, changed_states, combined, read_values
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_schedule import tasks_of_stage
-from tfdist.pipeline.stage_functions import StageFunction, StageKind, StepFunctions
+from tfdist.pipeline.stage_functions import StageKind, StepFunctions
 from tfdist.pipeline.stages import ModelStages
 from tfdist.pipeline.transfers import (
     BATCH,
@@ -35,7 +34,6 @@ from tfdist.pipeline.transfers import (
     record_transfer,
 )
 from tfdist.pipeline.update import loss_scale_of, unscaling_of, update_columns, updates_weights
-from tfdist.tensor_parallel.sharded_stage import ShardedStageFunction
 from tfdist.tensorflow_internals.independent_operations import independent_calls
 
 
@@ -161,9 +159,7 @@ class _Batch:
         """Adds the forward and, with a `loss_scale`, the backward passes of all micro-batches."""
         batch = (self._inputs, self._data)
         kind = dataclasses.replace(self._kind, is_even=are_even(self._parts))
-        trace: Any = StageFunction
-        if self._ways > 1:
-            trace = functools.partial(ShardedStageFunction, axes=self._columns.axes, ways=self._ways)
+        trace = self._columns.stage_function
         functions = StepFunctions(self._model, self._stages, kind, batch, self._chief, trace)
         pipeline, count = self._pipeline, len(self._stages.stages)
         orders = [

@@ -1,6 +1,6 @@
 """The models of a strategy: their stages, and where their variables are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,8 @@ from tfdist.pipeline.column_reduction import ColumnReduction
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.pipeline import Pipeline
 from tfdist.pipeline.pipeline_step import PipelineStep
-from tfdist.pipeline.placement import place
 from tfdist.pipeline.stages import ModelStages, stages_of
 from tfdist.pipeline.transfers import LinkCounters
-from tfdist.pipeline.unsupported_models import check_split_variables
-from tfdist.tensor_parallel.shard_layout import ShardLayout
 
 _ATTRIBUTE = "_tfdist_stages"
 
@@ -35,26 +32,23 @@ class PlacedModels:
         self,
         strategy: Any,
         pipeline: Pipeline,
-        devices: Sequence[Sequence[str]],
+        columns: Callable[[], Columns],
         chief: str,
         reduction: ColumnReduction,
         counters: LinkCounters,
-        layout: ShardLayout | None = None,
     ) -> None:
         """Creates the collection.
 
         Args:
             strategy: The strategy, with a `PlacedExtended`.
             pipeline: The options of the pipeline.
-            devices: By column and stage.
+            columns: Creates the columns of a model that is not placed yet.
             chief: The device of batches and scalars.
             reduction: Sums the gradients of the columns.
             counters: Count what the steps send.
-            layout: Which variables neighbouring columns split, or None.
         """
-        self._layout = layout
         self._strategy = strategy
-        self._pipeline, self._devices, self._chief = pipeline, devices, chief
+        self._pipeline, self._columns, self._chief = pipeline, columns, chief
         self._reduction, self._counters = reduction, counters
 
     def stages_of(self, model: Any) -> ModelStages | None:
@@ -75,7 +69,7 @@ class PlacedModels:
             name: Which of them is used: "train_step", "test_step" or "predict_step".
 
         Raises:
-            ValueError: The model has no graph, or too few layers, or cannot be trained with split variables.
+            ValueError: The model has no graph, or too few layers, or cannot be trained in its columns.
         """
         with tf.init_scope(), tf.device(None), self._strategy.scope():
             graph = graph_of(model, x)
@@ -84,15 +78,10 @@ class PlacedModels:
             variables = [*(variable for call in graph.calls for variable in call.variables), *of_loss]
             signature = [*graph.signature(), *map(id, variables)]
             if placed is None or placed.signature != signature:
-                columns = Columns(self._devices, self._layout)
-                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), columns)
+                placed = _Placed(signature, stages_of(graph, self._pipeline, of_loss), self._columns())
                 # An attribute, as the stages refer to the model. Keras does not track it.
                 object.__setattr__(model, _ATTRIBUTE, (self, placed))
-            colocated_with = self._strategy.extended.colocated_with
-            placed.columns.weight_of_slot = dict(colocated_with)  # those of new slots
-            placed.columns.move_parts(model, placed.stages)
-            place(model, placed.stages, self._devices[0], self._chief, colocated_with)
-            placed.columns.copy(model, placed.stages)
-            check_split_variables(model, placed.columns.axes, name)
+            placed.columns.place(model, placed.stages, self._chief, self._strategy.extended.colocated_with)
+            placed.columns.check(model, name)
         options = (self._pipeline, self._chief, self._reduction, self._counters)
         return PipelineStep(model, placed.stages, placed.columns, *options)

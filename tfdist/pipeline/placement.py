@@ -20,8 +20,7 @@ from tfdist.keras_internals.placed_variables import (
 )
 from tfdist.pipeline.stages import ModelStages
 from tfdist.tensorflow_internals.function_graphs import captured_handles
-from tfdist.tensorflow_internals.placed_strategy import ColumnVariable, variable_like
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensorflow_internals.placed_strategy import variable_like
 
 
 class MovedVariables:
@@ -110,6 +109,6 @@ def copy_to(variable: keras.Variable, device: str) -> tf.Variable:
 
 def _move(variable: keras.Variable, device: str, places: Collection[str], moved: MovedVariables) -> None:
     held = held_variable(variable)
-    if not isinstance(held, (ColumnVariable, ShardedVariable)) or held.device not in places:
+    if not hasattr(held, "in_columns") or held.device not in places:
         moved.add(variable, held)
         hold(variable, variable_like(held, device))

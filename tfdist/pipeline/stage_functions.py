@@ -254,7 +254,7 @@ class StepFunctions:
         kind: StageKind,
         batch: Any,
         chief: str,
-        trace: Callable[..., Any] = StageFunction,
+        trace: Callable[..., StageFunction],
     ) -> None:
         """Prepares a step.
 

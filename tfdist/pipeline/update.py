@@ -14,10 +14,8 @@ from tfdist.keras_internals.dynamic_loss_scale import LossScale
 from tfdist.keras_internals.keras_updates import averaged_variables, count_micro_step, positions_of_gradients
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.keras_internals.placed_variables import held_variable, optimizers_of
-from tfdist.keras_internals.whole_values import GATHERING
 from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.device_updates import apply_by_device, average_by_device
-from tfdist.tensor_parallel.split_updates import update_by_gathering, update_by_lamb
 from tfdist.updates.clipping import clip, squares_dtype, sum_of_squares
 from tfdist.updates.update_engine import run_micro_step
 
@@ -132,7 +130,7 @@ class ColumnUpdate:
         """See `HeldUpdate`. Constraints are applied, too."""
         clipped, count = clip(self, gradients), len(self._variables)
         of_columns = [clipped[first : first + count] for first in range(0, len(clipped), count)]
-        update_together = _update_together(self._optimizer)
+        update_together = self._columns.joint_update(self._optimizer)
         together = [index for index, one in enumerate(self._variables) if update_together and self._is_split(one)]
         alone = [index for index in range(count) if index not in together]
         others = [one for one in averaged_variables(self._optimizer) if self._columns.holds(one)]
@@ -152,10 +150,3 @@ class ColumnUpdate:
 
     def _is_split(self, variable: keras.Variable) -> bool:
         return id(variable) in self._columns.axes
-
-
-def _update_together(optimizer: Any) -> Callable[..., None] | None:
-    """Returns the update of split variables whose step depends on complete ones; None if each part is alone."""
-    if isinstance(optimizer, keras.optimizers.Lamb):
-        return update_by_lamb
-    return update_by_gathering if isinstance(optimizer, GATHERING) else None

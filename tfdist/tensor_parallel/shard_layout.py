@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.keras_internals.created_parts import NewValue
 from tfdist.keras_internals.placed_variables import identity_of
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
-from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable, part_size
+from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable, part_shape
 
 
 class ShardLayout:
@@ -93,8 +93,7 @@ class ShardLayout:
 
     def shape_of_part(self, variable: Any) -> tuple[int, ...]:
         """Returns the shape of what a device has of a Keras variable. Raises: as `axis_at`."""
-        axis = self.axis_of(variable)
-        return tuple(part_size(size, self.ways) if index == axis else size for index, size in enumerate(variable.shape))
+        return part_shape(variable.shape, self.axis_of(variable), self.ways)
 
     def warn_of_unused_keys(self) -> None:
         """Warns, once, of keys that have matched no path of a variable so far."""
@@ -116,7 +115,7 @@ class ShardLayout:
 
 
 class ShardCreation:
-    """Creates the variables that a layout splits on the devices of one stage. `Columns` moves them later.
+    """Creates the variables that a layout splits on the devices of one stage. `ShardedColumns` moves them later.
 
     The initial value of a variable is computed once, on one of these devices, and sent in parts; constants, as those of
     slots, are computed in parts. So a device holds one complete variable at most, while it is created.

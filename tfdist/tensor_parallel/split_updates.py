@@ -19,11 +19,18 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, holding
 from tfdist.keras_internals.sharded_variables import PartOfVariable
-from tfdist.keras_internals.whole_values import GatheredValue, slots_of, update_step, updates_elements
-from tfdist.pipeline.columns import Columns
+from tfdist.keras_internals.whole_values import GATHERING, GatheredValue, slots_of, update_step, updates_elements
+from tfdist.pipeline.columns import Columns, JointUpdate
 from tfdist.pipeline.device_updates import SeparateFunctions, finish_update
 from tfdist.pipeline.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
 from tfdist.tensorflow_internals.split_variables import ShardedVariable
+
+
+def joint_update_of(optimizer: Any) -> JointUpdate | None:
+    """Returns the update of split variables by an optimizer whose step depends on complete ones, otherwise None."""
+    if isinstance(optimizer, keras.optimizers.Lamb):
+        return update_by_lamb
+    return update_by_gathering if isinstance(optimizer, GATHERING) else None
 
 
 def update_by_gathering(

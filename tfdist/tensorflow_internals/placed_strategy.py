@@ -120,6 +120,11 @@ class ColumnVariable(ResourceVariable):
     copies: tuple[tf.Variable, ...] = ()
     follows = True
 
+    @property
+    def in_columns(self) -> tuple[tf.Variable, ...]:
+        """By column, the variable itself or its copy."""
+        return self, *self.copies
+
     def numpy(self) -> Any:
         """Returns the value. From another process it comes in pieces, so that only one array of its size is made."""
         if not tf.executing_eagerly() or "/job:localhost/" in self.device or self.dtype.size * _size(self) <= _PIECE:

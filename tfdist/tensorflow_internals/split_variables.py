@@ -21,6 +21,11 @@ def part_size(size: int, ways: int) -> int:
     return -(-size // ways)
 
 
+def part_shape(shape: Sequence[int], axis: int | None, ways: int) -> tuple[int, ...]:
+    """Returns the shape of each of `ways` equal parts along an axis; None for a variable that is not split."""
+    return tuple(part_size(size, ways) if index == axis else size for index, size in enumerate(shape))
+
+
 class ShardedVariable:
     """Takes the place of the `tf.Variable` behind a Keras variable.
 
@@ -73,6 +78,11 @@ class ShardedVariable:
     def device(self) -> str:
         """The device of the first part."""
         return str(self.shards[0].device)
+
+    @property
+    def in_columns(self) -> tuple[ColumnVariable, ...]:
+        """By column, its part."""
+        return self.shards
 
     @property
     def copies(self) -> tuple[ColumnVariable, ...]:
