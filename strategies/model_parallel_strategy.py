@@ -115,7 +115,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         extended = PlacedExtended(self, self._chief, self.columns[0], resolved)
         super().__init__(extended)
         self._create_in_parts = None
-        columns = functools.partial(Columns, self.columns)
+        columns: Callable[[], Columns] = functools.partial(Columns, self.columns)
         if self._layout is not None:
             self._create_in_parts = ShardCreation(self._layout, self.columns, extended)
             columns = functools.partial(ShardedColumns, self.columns, self._layout)

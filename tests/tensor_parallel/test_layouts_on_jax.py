@@ -12,7 +12,7 @@ from child_environment import child_environment
 
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 PYTHON = os.environ.get("JAX_PYTHON")
 pytestmark = [
@@ -44,7 +44,7 @@ def test_an_unchanged_layout_map(batch: int, ways: int, tmp_path: Path) -> None:
     logs = program.trained(model, weights)
     with np.load(before["learned"]) as learned:
         assert int(learned["devices"]) == batch * ways
-        split = [one.path for one in model.weights if isinstance(held_variable(one), ShardedVariable)]
+        split = [one.path for one in model.weights if isinstance(held_variable(one), SplitVariable)]
         assert split == learned["split"].tolist() and len(split) == 22
         for index, variable in enumerate(model.weights):
             np.testing.assert_allclose(variable.numpy(), learned[str(index)], atol=1e-5, err_msg=variable.path)

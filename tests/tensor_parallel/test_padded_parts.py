@@ -15,7 +15,7 @@ from pipeline_runs import difference, fit_both
 from tfdist.callbacks import FailureRecovery
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import auto_layout
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 layers, optimizers = keras.layers, keras.optimizers
 pytestmark = pytest.mark.usefixtures("cpus")
@@ -41,7 +41,7 @@ def _build(activation: Any = None, tied: bool = False, rate: float = 0.2) -> ker
 
 def _padded(model: keras.Model) -> dict[str, list[tuple[int, ...]]]:
     split = {one.path: held_variable(one) for one in [*model.weights, *model.optimizer.variables]}
-    split = {path: held for path, held in split.items() if isinstance(held, ShardedVariable)}
+    split = {path: held for path, held in split.items() if isinstance(held, SplitVariable)}
     return {path: [tuple(part.shape) for part in held.shards] for path, held in split.items()}
 
 
@@ -49,7 +49,7 @@ def _paddings(model: keras.Model) -> list[np.ndarray]:
     """What the parts of weights are padded by."""
     found = []
     for held in map(held_variable, model.weights):
-        if isinstance(held, ShardedVariable):
+        if isinstance(held, SplitVariable):
             sizes = [end - begin for begin, end in map(held.bounds, range(len(held.shards)))]
             pairs = zip(held.shards, sizes, strict=True)
             found += [np.split(part.numpy(), [size], held.axis)[1] for part, size in pairs]

@@ -11,7 +11,7 @@ from pipeline_runs import difference, fit_both
 
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.tensor_parallel.shard_layout import ShardLayout
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
@@ -39,7 +39,7 @@ def test_weights_equal_those_of_one_process() -> None:
     )
     assert difference(model.weights, reference.weights) <= 1e-6 and logs <= 1e-5
     held = {one.path: held_variable(one) for one in model.weights}
-    parts = {path: one.shards for path, one in held.items() if isinstance(one, ShardedVariable)}
+    parts = {path: one.shards for path, one in held.items() if isinstance(one, SplitVariable)}
     assert {path: tuple(shards[0].shape) for path, shards in parts.items()} == {
         "first/kernel": (12, 2),
         "up/kernel": (8, 4),

@@ -17,7 +17,7 @@ from test_callbacks_in_stages import Interruption, train
 from tfdist.callbacks import FailureRecovery
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.recovery import worker_calls, worker_copies, worker_tensors
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 Folder = Path
 
@@ -82,7 +82,7 @@ def test_split_variables_of_tasks(tasks: None, tmp_path: Path) -> None:
     assert all(one["weights/2.Dense/0"] == [12, 16] for one in both)  # the shape of the complete variable
     sizes = [path.stat().st_size for path in sorted(newest(tmp_path / "a").glob("worker-*.data-*"))]
     variables = [*undisturbed.variables, *undisturbed.optimizer.variables]
-    split = sum(one.numpy().nbytes for one in variables if isinstance(held_variable(one), ShardedVariable))
+    split = sum(one.numpy().nbytes for one in variables if isinstance(held_variable(one), SplitVariable))
     assert max(sizes) < split  # nobody has all of them
 
     # A complete training is restored and trains nothing: in other parts, along other axes, in columns, or whole.
@@ -131,7 +131,7 @@ def test_devices_of_one_process(cpus: list[str], tmp_path: Path) -> None:
 
 def test_parts_are_multiplied_where_they_are(cpus: list[str]) -> None:
     """As accumulators are if the number of micro-steps changes."""
-    variable = ShardedVariable(tf.Variable([1.0, 2.0, 3.0, 4.0], tf.float64), 0, [cpus[:2], cpus[2:]])
+    variable = SplitVariable(tf.Variable([1.0, 2.0, 3.0, 4.0], tf.float64), 0, [cpus[:2], cpus[2:]])
     devices = [shard.device for shard in variable.shards]
     worker_tensors.multiply([variable], 0.5)
     assert [shard.numpy().tolist() for shard in variable.shards] == [[0.5, 1.0], [1.5, 2.0]] * 2

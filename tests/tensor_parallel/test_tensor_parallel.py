@@ -12,15 +12,16 @@ import tensorflow as tf
 from layout_models import strategy_of
 from pipeline_runs import difference, fit_both
 
+from tfdist.keras_internals.created_parts import NewValue
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
-from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
 
 
 def _split(variables: Any) -> list[Any]:
-    return [one for one in variables if isinstance(held_variable(one), ShardedVariable)]
+    return [one for one in variables if isinstance(held_variable(one), SplitVariable)]
 
 
 def _largest_difference_of_copies(model: keras.Model) -> float:
@@ -266,7 +267,7 @@ def test_variables_are_created_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     for one in _split(model.weights):
         assert len({part.device for part in held_variable(one).shards}) == 2
     with monkeypatch.context() as here:
-        here.delattr(NewVariable, "read_value")  # the complete value
+        here.delattr(NewValue, "read_value")  # the complete value
         with strategy.scope():
             model.compile(keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25, use_ema=True), "mse")
             model.optimizer.build(model.trainable_variables)

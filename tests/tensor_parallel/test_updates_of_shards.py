@@ -15,7 +15,7 @@ from tfdist.callbacks import FailureRecovery
 from tfdist.compression import Policy, get
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 pytestmark = pytest.mark.usefixtures("cpus")
 optimizers = keras.optimizers
@@ -28,7 +28,7 @@ def _largest_difference_of_columns(model: keras.Model) -> float:
     found = [0.0]
     for one in [*model.weights, *model.optimizer.variables]:
         held = held_variable(one)
-        if isinstance(held, ShardedVariable):
+        if isinstance(held, SplitVariable):
             pairs = list(zip(held.shards[:2], held.shards[2:], strict=False))
         else:
             pairs = [(held, copy) for copy in held.copies]
@@ -209,7 +209,7 @@ def test_sums_and_residuals_add_up_to_the_gradients() -> None:
             np.testing.assert_allclose(difference_of_weights, 0.0, atol=1e-6)
             continue
         of_devices = [found[device][variable.path] + found[device + 2][variable.path] for device in range(2)]
-        is_split = isinstance(held, ShardedVariable)
+        is_split = isinstance(held, SplitVariable)
         residual = np.concatenate(of_devices, held.axis) if is_split else of_devices[0]
         assert np.abs(residual).max() > 1e-4
         np.testing.assert_allclose(difference_of_weights, rate * residual, atol=1e-6)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
+from tfdist.keras_internals.split_slot import Gather, SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -73,7 +73,7 @@ class SplitSlots:
             p for p, candidate in enumerate(variables) if _is_factored(optimizer, candidate) for _ in range(2)
         ]
 
-    def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, ShardedVariable]:
+    def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, SplitSlot]:
         exact_weights = {}
         for position, variable in enumerate(variables) if self.sharding.options.weights_dtype else ():
             bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
@@ -86,7 +86,7 @@ class SplitSlots:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
         return bool(self.sharding.options.accumulators) and not optimizer._overwrite_variable_with_gradient(variable)
 
-    def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> ShardedVariable | None:
+    def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> SplitSlot | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""
         position = self._positions.get(optimizer._var_key(variable))
         if position is None:
@@ -95,7 +95,7 @@ class SplitSlots:
         self.is_used = True
         return self._created(bounds, initializer, variable.shape, variable.dtype, name)
 
-    def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> ShardedVariable | None:
+    def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> SplitSlot | None:
         """Returns the next factor of a slot of Adafactor, which has two of each matrix; `None` if there is none."""
         if not self._factors:
             return None
@@ -107,9 +107,9 @@ class SplitSlots:
 
     def _created(
         self, bounds: Sequence[tuple[int, int]], initializer: Any, shape: Any, dtype: Any, name: str
-    ) -> ShardedVariable:
+    ) -> SplitSlot:
         sharding: _Sharding = self.sharding
-        return ShardedVariable(
+        return SplitSlot(
             bounds,
             sharding.devices,
             sharding.first,
@@ -184,7 +184,7 @@ def patch_sharded_optimizers() -> None:
 
         @replace(TFOptimizer, name)
         def assign(self: Any, variable: Any, value: Any) -> Any:
-            if isinstance(variable, ShardedVariable) and not is_updating_parts():  # as `build` may do
+            if isinstance(variable, SplitSlot) and not is_updating_parts():  # as `build` may do
                 return getattr(variable, name)(value)
             return stock(self, variable, value)
 

@@ -50,7 +50,7 @@ class Columns:
     def _copy(self, model: Any, stages: ModelStages) -> None:
         self._variables = copied_variables(model, stages)
         for variable in self._variables:
-            if not held_variable(variable).copies:
+            if len(held_variable(variable).in_columns) == 1:
                 for device in self.devices_of(variable)[1:]:
                     copy_to(variable, device)
 

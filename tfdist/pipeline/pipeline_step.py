@@ -217,7 +217,7 @@ class _Batch:
                 variable, before = variables[key], held_variable(variables[key])
                 with tf.device(before.device):
                     new = combined(variable, values, before.read_value(), is_average=key in self._averaged)
-                for held in (before, *before.copies):
+                for held in before.in_columns:
                     record_transfer(WEIGHT, [new], held.device)
                     with tf.device(held.device):
                         held.assign(tf.cast(new, held.dtype))

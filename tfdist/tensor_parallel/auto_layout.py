@@ -20,7 +20,7 @@ from tfdist.tensor_parallel.sharded_layers import (
     is_embedding,
     is_reversible,
 )
-from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.tensor_parallel.split_variable import part_size
 from tfdist.utils.argument_checks import check_whole_number
 
 _AXIS = "model"

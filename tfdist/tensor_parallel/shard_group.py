@@ -22,7 +22,7 @@ from tfdist.pipeline.device_program import ExchangeRecord
 from tfdist.pipeline.micro_batch_loss import current_stage_loss
 from tfdist.pipeline.stage_functions import is_differentiable
 from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT
-from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.tensor_parallel.split_variable import part_size
 
 SUM, GATHER, _SEED = "sum", "gather", "seed"
 _SENDS = {SUM: summed_over_shards, GATHER: gathered_from_shards}

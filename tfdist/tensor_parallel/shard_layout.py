@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfdist.keras_internals.created_parts import NewValue
 from tfdist.keras_internals.placed_variables import identity_of
+from tfdist.tensor_parallel.split_variable import SplitVariable, part_shape
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
-from tfdist.tensorflow_internals.split_variables import NewVariable, ShardedVariable, part_shape
 
 
 class ShardLayout:
@@ -132,11 +132,11 @@ class ShardCreation:
         self._layout, self._extended = layout, extended
         self._groups = {stages[0]: list(stages) for stages in zip(*devices[: layout.ways], strict=True)}
 
-    def __call__(self, new: NewValue) -> ShardedVariable | None:
+    def __call__(self, new: NewValue) -> SplitVariable | None:
         """Returns a new variable in parts, or None if it is not split."""
         beside = self._extended.beside
         if beside is not None:
-            if not isinstance(beside, ShardedVariable) or tuple(beside.shape) != new.shape:
+            if not isinstance(beside, SplitVariable) or beside.shape != new.shape:
                 return None
             group, axis = [shard.device for shard in beside.shards[: self._layout.ways]], beside.axis
         else:
@@ -144,9 +144,9 @@ class ShardCreation:
             if of_layout is None:
                 return None
             group, axis = self._groups[self._extended.device_of_next()], of_layout
-        whole = NewVariable(new.shape, group[0], new.value, new.is_constant, **new.options)
+        new.device = group[0]
         with tf.init_scope():
-            variable = ShardedVariable(whole, axis, [group], is_slot=beside is not None)
+            variable = SplitVariable(new, axis, [group], is_slot=beside is not None)
         if beside is not None:
             self._extended.colocated_with[identity_of(variable)] = identity_of(beside)
         elif (size := variable.shards[0].shape.num_elements()) is not None:
@@ -155,6 +155,6 @@ class ShardCreation:
 
     def _axis(self, new: NewValue) -> int | None:
         try:
-            return self._layout.axis_at(new.path, new.shape)
+            return self._layout.axis_at(new.path, tuple(new.shape))
         except ValueError:  # which the first step raises if a stage uses the variable
             return None

@@ -12,7 +12,7 @@ from tfdist.tensor_parallel.composite_layers import aware_layers_of
 from tfdist.tensor_parallel.shard_group import GATHER, SUM, ShardExchange
 from tfdist.tensor_parallel.sharded_stage import ShardedStageFunction
 from tfdist.tensor_parallel.split_outputs import describe_outputs
-from tfdist.tensorflow_internals.split_variables import part_shape
+from tfdist.tensor_parallel.split_variable import part_shape
 from tfdist.utils.formatting import align_columns, format_bytes
 
 _HEADINGS = ("layer", "variables", "sums/sample", "gathers/sample", "gathers/micro-batch")

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, identity_of, optimizers_of
-from tfdist.keras_internals.whole_values import GATHERING
+from tfdist.keras_internals.updated_values import GATHERING
 from tfdist.pipeline.columns import Columns, JointUpdate
 from tfdist.pipeline.placement import MovedVariables, optimizer_variables
 from tfdist.pipeline.stage_functions import StageInputs, StageKind
@@ -14,8 +14,8 @@ from tfdist.pipeline.stages import ModelStages, Stage
 from tfdist.tensor_parallel.shard_layout import ShardLayout
 from tfdist.tensor_parallel.sharded_stage import ShardedStageFunction
 from tfdist.tensor_parallel.split_updates import joint_update_of
+from tfdist.tensor_parallel.split_variable import SplitVariable, part_shape
 from tfdist.tensorflow_internals.placed_strategy import variable_like
-from tfdist.tensorflow_internals.split_variables import ShardedVariable, part_shape
 
 _OPTIMIZERS = (
     *(keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax),
@@ -68,7 +68,7 @@ class ShardedColumns(Columns):
 
     def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
         held = held_variable(variable)
-        if not isinstance(held, ShardedVariable) or held.is_placed:
+        if not isinstance(held, SplitVariable) or held.is_placed:
             return
         if stage is None:  # no layer of a stage uses it: it is complete, as others
             moved.add(variable, *held.shards)
@@ -89,10 +89,10 @@ class ShardedColumns(Columns):
 
     def _split(self, variable: Any, axis: int, *, is_slot: bool = False) -> None:
         held = held_variable(variable)
-        if isinstance(held, ShardedVariable):
+        if isinstance(held, SplitVariable):
             return
         groups = self._groups(self.devices[0].index(held.device))
-        hold(variable, ShardedVariable(held, axis, groups, is_slot=is_slot))
+        hold(variable, SplitVariable(held, axis, groups, is_slot=is_slot))
 
     def _groups(self, stage: int) -> list[list[str]]:
         of_stage = [devices[stage] for devices in self.devices]

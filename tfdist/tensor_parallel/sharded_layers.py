@@ -24,7 +24,7 @@ from tfdist.keras_internals.layer_attributes import (
 )
 from tfdist.tensor_parallel.shard_group import ShardGroup
 from tfdist.tensor_parallel.split_outputs import split_softmax
-from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.tensor_parallel.split_variable import part_size
 
 ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 # Those of KerasHub by name. The latter drop elements of their results, of shape [samples, positions, heads, ...].

@@ -38,7 +38,7 @@ from tfdist.tensor_parallel.split_outputs import (
     split_outputs,
     split_softmax,
 )
-from tfdist.tensorflow_internals.split_variables import part_size
+from tfdist.tensor_parallel.split_variable import part_size
 
 
 class ShardedStageFunction(StageFunction):

@@ -18,12 +18,11 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, holding
-from tfdist.keras_internals.sharded_variables import PartOfVariable
-from tfdist.keras_internals.whole_values import GATHERING, GatheredValue, slots_of, update_step, updates_elements
+from tfdist.keras_internals.updated_values import GATHERING, UpdatedValue, slots_of, update_step, updates_elements
 from tfdist.pipeline.columns import Columns, JointUpdate
 from tfdist.pipeline.device_updates import SeparateFunctions, finish_update
 from tfdist.pipeline.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 
 def joint_update_of(optimizer: Any) -> JointUpdate | None:
@@ -55,10 +54,10 @@ def update_by_gathering(
 
 
 def _is_split(variable: keras.Variable) -> bool:
-    return isinstance(held_variable(variable), ShardedVariable)
+    return isinstance(held_variable(variable), SplitVariable)
 
 
-def _read_parts(variable: keras.Variable) -> tuple[ShardedVariable, list[tf.Tensor]]:
+def _read_parts(variable: keras.Variable) -> tuple[SplitVariable, list[tf.Tensor]]:
     held, parts = held_variable(variable), []
     for shard in held.shards:
         with tf.device(shard.device):
@@ -76,12 +75,12 @@ class _Update:
         self._column, self._group = column, slice(column - column % ways, column - column % ways + ways)
         self._alone = updates_elements(optimizer, state[0])
 
-    def __call__(self, read: Sequence[tuple[ShardedVariable, list[tf.Tensor]]], gradients: Any) -> None:
+    def __call__(self, read: Sequence[tuple[SplitVariable, list[tf.Tensor]]], gradients: Any) -> None:
         """Updates by a function that TensorFlow optimizes by itself, so that all columns round equally."""
         column, values, device = self._column, [], held_variable(self._state[0]).device
         for variable, (held, parts) in zip(self._state, read, strict=True):
             value = parts[column] if self._alone else held.joined(parts[self._group])
-            values.append(GatheredValue(value, held_variable(variable), variable.path))
+            values.append(UpdatedValue(value, held_variable(variable), variable.path))
         gradient = gradients[column] if self._alone else _joined_gradient(gradients[self._group], read[0][0])
 
         def update() -> None:
@@ -104,7 +103,7 @@ class _Update:
                 record_transfer(WEIGHT, parts[self._group] if value.is_read else [], device)
 
 
-def _joined_gradient(parts: Sequence[Any], held: ShardedVariable) -> Any:
+def _joined_gradient(parts: Sequence[Any], held: SplitVariable) -> Any:
     """Returns the gradient of a complete variable; rows, if all parts are rows."""
     if not all(isinstance(part, tf.IndexedSlices) for part in parts):
         return held.joined([tf.convert_to_tensor(part) for part in parts])
@@ -146,7 +145,7 @@ def update_by_lamb(
 def _update_of_part(optimizer: Any, variable: keras.Variable, gradient: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns the part of the update, and the squares of the norms of the part's weights and of the update."""
     held = held_variable(variable)
-    part = PartOfVariable(tf.zeros(held.shape, held.dtype), held)
+    part = UpdatedValue(tf.zeros(held.shape, held.dtype), held)
     decay_weights(optimizer, [held])
     optimizer.update_step(gradient, part, 1.0)
     update = -part.value

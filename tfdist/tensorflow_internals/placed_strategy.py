@@ -198,11 +198,11 @@ def _finish_assignment(variable: tf.Variable) -> None:
         tf.raw_ops.VariableShape(input=variable.handle).numpy()
 
 
-def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
-    """Creates a variable on `device` with the value and the identity, for optimizers, of another one."""
+def variable_like(variable: Any, device: str, value: tf.Tensor | None = None) -> ColumnVariable:
+    """Creates a variable on `device` with the identity, for optimizers, of another one, and its value or `value`."""
     with tf.init_scope(), tf.device(device):
         new = ColumnVariable(
-            lambda: tf.identity(variable.read_value()),
+            lambda: tf.identity(variable.read_value() if value is None else value),
             dtype=variable.dtype,
             trainable=variable.trainable,
             name=variable.name.partition(":")[0],

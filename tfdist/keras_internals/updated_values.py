@@ -1,4 +1,4 @@
-"""A split variable and its slots as complete values, for optimizers whose update of an element depends on others."""
+"""What optimizers update in place of variables: values of parts, or complete ones if an element depends on others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import decay_weights
-from tfdist.keras_internals.sharded_variables import PartOfVariable
 from tfdist.private_symbols import private
 
 _MUON = (keras.optimizers.Muon,) if hasattr(keras.optimizers, "Muon") else ()  # which the oldest Keras may not have
@@ -18,24 +17,42 @@ if _MUON:
     private("keras.src.optimizers.muon:Muon._should_use_adamw", "which variables Muon updates element by element")
 
 
-class GatheredValue(PartOfVariable):
-    """A tensor that an optimizer reads, updates and decays like a `tf.Variable`.
+class UpdatedValue:
+    """The value of a variable or of a part of it, which an optimizer reads, updates and decays like a `tf.Variable`.
 
     Attributes:
-        path: The path of the Keras variable.
-        device: Where the variable is.
+        value: The present value, a tensor.
+        path: The path of the Keras variable; only decays of weights need it.
         is_read: Whether the first value was used.
         is_written: Whether it has another value than the first one.
     """
 
-    def __init__(self, value: tf.Tensor, held: Any, path: str) -> None:
-        """Stands for `value` of the variable that `held` holds."""
-        super().__init__(value, held)
-        self.path, self.device, self.is_read, self.is_written = path, held.device, False, False
+    def __init__(self, value: tf.Tensor, held: Any, path: str = "") -> None:
+        """Stands for `value` of the variable that `held` holds, which it does not change."""
+        self.value, self._held, self.path = value, held, path
+        self.is_read = self.is_written = False
+
+    def _distributed_container(self) -> Any:
+        return self._held  # by which an optimizer finds the slots
+
+    @property
+    def device(self) -> str:
+        """Where the variable is."""
+        return str(self._held.device)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The dtype of the variable."""
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the value."""
+        return self.value.shape
 
     def assign(self, value: Any) -> None:
         """Replaces the values."""
-        super().assign(value)
+        self.value = tf.cast(value, self.dtype)
         self.is_written = True
 
     def assign_add(self, value: Any) -> None:
@@ -52,7 +69,7 @@ class GatheredValue(PartOfVariable):
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         self.is_read |= not self.is_written
-        return super().__tf_tensor__(dtype, name)
+        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
 
     # Decays of weights use these operators.
     def __mul__(self, other: Any) -> tf.Tensor:
@@ -79,7 +96,7 @@ def slots_of(optimizer: Any, variable: keras.Variable) -> list[keras.Variable]:
     return [slot_list[index] for slot_list in lists if isinstance(slot_list[index], keras.Variable)]
 
 
-def update_step(optimizer: Any, gradient: Any, variable: GatheredValue) -> None:
+def update_step(optimizer: Any, gradient: Any, variable: UpdatedValue) -> None:
     """Decays and updates the value of a variable, in Keras' order."""
     assert isinstance(optimizer, TFOptimizer)
     decay_weights(optimizer, [variable])

@@ -45,7 +45,7 @@ def is_updating_parts() -> bool:
     return _replica.get() is not None
 
 
-class ShardedVariable(Variable):
+class SplitSlot(Variable):
     """A variable whose flattened values are split over the replicas of all workers.
 
     To Keras it is a variable of its whole shape: `numpy`, `assign` and saving use whole values, which reading gathers
@@ -183,40 +183,3 @@ class ShardedVariable(Variable):
         proto.variable.name, proto.variable.trainable = self.name, False
         proto.variable.dtype = tf.as_dtype(self._dtype).as_datatype_enum
         proto.variable.shape.CopyFrom(tf.TensorShape(self._shape).as_proto())
-
-
-class PartOfVariable:
-    """The values of a replica's part of a model's variable, flat. An optimizer updates it like a `tf.Variable`."""
-
-    def __init__(self, value: tf.Tensor, variable: Any) -> None:
-        """Stands for `value`, a part of `variable`, which it does not change."""
-        self.value = value
-        self._variable = variable
-
-    def _distributed_container(self) -> Any:
-        return self._variable  # by which an optimizer finds the slots
-
-    @property
-    def dtype(self) -> tf.DType:
-        """The dtype of the variable."""
-        return self.value.dtype
-
-    @property
-    def shape(self) -> tf.TensorShape:
-        """The shape of the part."""
-        return self.value.shape
-
-    def assign(self, value: Any) -> None:
-        """Replaces the values."""
-        self.value = tf.cast(value, self.dtype)
-
-    def assign_add(self, value: Any) -> None:
-        """Adds to the values."""
-        self.value = self.value + tf.cast(value, self.dtype)
-
-    def assign_sub(self, value: Any) -> None:
-        """Subtracts from the values."""
-        self.value = self.value - tf.cast(value, self.dtype)
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
