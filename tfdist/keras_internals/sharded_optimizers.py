@@ -1,7 +1,7 @@
 """Optimizers whose slots are split over the replicas: which can be, what a replica owns, moving averages of weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.split_slot import Gather, SplitSlot, is_updating_parts
+from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -28,33 +28,11 @@ for _path, _why in {
 _ACCUMULATOR = "gradient_accumulator"  # where a replica sums its gradients, or those of all for its part
 
 
-class _Span(Protocol):
-    start: int
-    stop: int
-
-
-class _Layout(Protocol):
-    def spans(self, position: int) -> Sequence[_Span]: ...
-
-
-class _Options(Protocol):
-    accumulators: bool
-    weights_dtype: str | None
-
-
-class _Sharding(Protocol):
-    options: _Options
-    devices: Sequence[str]
-    first: int
-    gather: Gather
-
-    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> _Layout: ...
-
-
 class SplitSlots:
     """The layout of one optimizer's slots.
 
     Attributes:
+        sharding: The `StateSharding` of the strategy.
         layout: The owners of the values of slots.
         is_whole: Whether each variable has one owner, by which it is updated.
         is_used: Whether the optimizer has slots.
@@ -108,12 +86,11 @@ class SplitSlots:
     def _created(
         self, bounds: Sequence[tuple[int, int]], initializer: Any, shape: Any, dtype: Any, name: str
     ) -> SplitSlot:
-        sharding: _Sharding = self.sharding
         return SplitSlot(
             bounds,
-            sharding.devices,
-            sharding.first,
-            sharding.gather,
+            self.sharding.devices,
+            self.sharding.first,
+            self.sharding.gather,
             is_whole=self.is_whole,
             initializer=keras.initializers.get(initializer),
             shape=shape,

@@ -89,10 +89,6 @@ class ModelStages:
         """The variables of all stages, each once, by owner."""
         return _unique(variable for stage in self.stages for variable in stage.variables)
 
-    def users(self, variable: keras.Variable) -> list[int]:
-        """Returns the stages that use a variable. The first of them owns it."""
-        return [stage.index for stage in self.stages if any(variable is one for one in stage.variables)]
-
 
 def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
     """Cuts a model as the options of the pipeline say.

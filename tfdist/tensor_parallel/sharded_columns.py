@@ -1,19 +1,18 @@
 """Columns of which neighbouring ones share a copy of the model: they hold parts of its split variables."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from tfdist.keras_internals.placed_variables import compiled_optimizer, held_variable, hold, identity_of, optimizers_of
 from tfdist.keras_internals.updated_values import GATHERING
-from tfdist.pipeline.columns import Columns, JointUpdate
-from tfdist.pipeline.placement import MovedVariables, optimizer_variables
-from tfdist.pipeline.stage_functions import StageInputs, StageKind
-from tfdist.pipeline.stages import ModelStages, Stage
+from tfdist.pipeline.columns import Columns, JointUpdate, MovedVariables, optimizer_variables
+from tfdist.pipeline.stages import ModelStages
 from tfdist.tensor_parallel.shard_layout import ShardLayout
 from tfdist.tensor_parallel.sharded_stage import ShardedStageFunction
-from tfdist.tensor_parallel.split_updates import joint_update_of
+from tfdist.tensor_parallel.split_updates import update_by_gathering, update_by_lamb
 from tfdist.tensor_parallel.split_variable import SplitVariable, part_shape
 from tfdist.tensorflow_internals.placed_strategy import variable_like
 
@@ -102,15 +101,16 @@ class ShardedColumns(Columns):
         """See `Columns`."""
         _check_split_variables(model, self.axes, step)
 
-    def stage_function(
-        self, model: Any, stages: ModelStages, stage: Stage, kind: StageKind, example: StageInputs
-    ) -> ShardedStageFunction:
+    @property
+    def stage_function(self) -> Callable[..., ShardedStageFunction]:
         """See `Columns`."""
-        return ShardedStageFunction(model, stages, stage, kind, example, self.axes, self.ways)
+        return functools.partial(ShardedStageFunction, axes=self.axes, ways=self.ways)
 
     def joint_update(self, optimizer: Any) -> JointUpdate | None:
         """See `Columns`."""
-        return joint_update_of(optimizer)
+        if isinstance(optimizer, keras.optimizers.Lamb):
+            return update_by_lamb
+        return update_by_gathering if isinstance(optimizer, GATHERING) else None
 
     def shape_of_part(self, variable: keras.Variable) -> tuple[int, ...]:
         """See `Columns`."""

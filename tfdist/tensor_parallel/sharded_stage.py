@@ -14,9 +14,15 @@ from tfdist.keras_internals.layer_attributes import kernel_of
 from tfdist.keras_internals.layer_calls import LayerCall
 from tfdist.keras_internals.replaced_calls import replaced_calls
 from tfdist.pipeline.device_program import DeviceProgram
-from tfdist.pipeline.stage_functions import StageFunction, StageInputs, StageKind, StageResult, is_differentiable
+from tfdist.pipeline.stage_functions import (
+    StageFunction,
+    StageInputs,
+    StageKind,
+    StageResult,
+    is_differentiable,
+    tables_of_fixed_rows,
+)
 from tfdist.pipeline.stages import ModelStages, Stage
-from tfdist.pipeline.table_lookups import tables_of_fixed_rows
 from tfdist.pipeline.transfers import PREDICTION, record_transfer
 from tfdist.tensor_parallel.composite_layers import aware_layers_of
 from tfdist.tensor_parallel.shard_group import ShardExchange, ShardGroup

@@ -18,18 +18,11 @@ import tensorflow as tf
 
 from tfdist.keras_internals.keras_updates import decay_weights
 from tfdist.keras_internals.placed_variables import held_variable, holding
-from tfdist.keras_internals.updated_values import GATHERING, UpdatedValue, slots_of, update_step, updates_elements
-from tfdist.pipeline.columns import Columns, JointUpdate
+from tfdist.keras_internals.updated_values import UpdatedValue, slots_of, update_step, updates_elements
+from tfdist.pipeline.columns import Columns
 from tfdist.pipeline.device_updates import SeparateFunctions, finish_update
 from tfdist.pipeline.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
 from tfdist.tensor_parallel.split_variable import SplitVariable
-
-
-def joint_update_of(optimizer: Any) -> JointUpdate | None:
-    """Returns the update of split variables by an optimizer whose step depends on complete ones, otherwise None."""
-    if isinstance(optimizer, keras.optimizers.Lamb):
-        return update_by_lamb
-    return update_by_gathering if isinstance(optimizer, GATHERING) else None
 
 
 def update_by_gathering(
