@@ -1,7 +1,7 @@
 """Columns of which neighbouring ones share a copy of the model: they hold parts of its split variables."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -54,9 +54,9 @@ class ShardedColumns(Columns):
         for variable in stages.variables:
             weight = identity_of(held_variable(variable))
             stage_of[weight] = stages.owner[id(variable)] if id(variable) in self.axes else None
-            self._move(variable, stage_of[weight], moved)
+            self._place(variable, stage_of[weight], moved)
         for slot, weight in self._slots(model):
-            self._move(slot, stage_of.get(weight), moved)
+            self._place(slot, stage_of.get(weight), moved)
         moved.warn_if_used()
 
     def _slots(self, model: Any) -> list[tuple[Any, str]]:
@@ -65,7 +65,7 @@ class ShardedColumns(Columns):
         slots = optimizer_variables(optimizer) if optimizer is not None else []
         return [(slot, self._weight_of_slot.get(identity_of(held_variable(slot)), "")) for slot in slots]
 
-    def _move(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
+    def _place(self, variable: Any, stage: int | None, moved: MovedVariables) -> None:
         held = held_variable(variable)
         if not isinstance(held, SplitVariable) or held.is_placed:
             return
@@ -98,8 +98,29 @@ class ShardedColumns(Columns):
         return [of_stage[first : first + self.ways] for first in range(0, len(of_stage), self.ways)]
 
     def check(self, model: Any, step: str) -> None:
-        """See `Columns`."""
-        _check_split_variables(model, self.axes, step)
+        """Raises an error if a step would compute something else on parts of variables than on complete ones."""
+        if step != "train_step" or not self.axes:
+            return
+        optimizer, _ = optimizers_of(model.optimizer)
+        if type(optimizer) not in _OPTIMIZERS:
+            raise ValueError(
+                "An optimizer cannot update split variables, because its update of an element may depend on the "
+                f"complete variable. Received: {type(optimizer).__name__} with a layout map; what it needs is not "
+                f"known. Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave "
+                "out `layout_map`."
+            )
+        for variable in model.trainable_variables:
+            if id(variable) not in self.axes:
+                continue
+            regularizer, constraint = getattr(variable, "regularizer", None), getattr(variable, "constraint", None)
+            is_elementwise = constraint is None or type(constraint) is keras.constraints.NonNeg
+            if not is_elementwise or not (regularizer is None or type(regularizer) in _REGULARIZERS):
+                of_all = regularizer if is_elementwise else constraint
+                raise ValueError(
+                    "A split variable has a regularizer or constraint that needs all of it. Received: "
+                    f"{type(of_all).__name__} of {variable.path!r}. Expected: the regularizers L1, L2 and L1L2 and the "
+                    "constraint NonNeg. Exclude this path from the layout map, or replace them."
+                )
 
     @property
     def stage_function(self) -> Callable[..., ShardedStageFunction]:
@@ -115,39 +136,3 @@ class ShardedColumns(Columns):
     def shape_of_part(self, variable: keras.Variable) -> tuple[int, ...]:
         """See `Columns`."""
         return part_shape(variable.shape, self.axes.get(id(variable)), self.ways)
-
-
-def _check_split_variables(model: Any, axes: Mapping[int, int], step: str) -> None:
-    """Raises an error if a step would compute something else on parts of variables than on complete ones.
-
-    Args:
-        model: The Keras model.
-        axes: By the id of a split variable its axis.
-        step: "train_step", "test_step" or "predict_step".
-
-    Raises:
-        ValueError: The message gives the reason and the remedy.
-    """
-    if step != "train_step" or not axes:
-        return
-    optimizer, _ = optimizers_of(model.optimizer)
-    if type(optimizer) not in _OPTIMIZERS:
-        name = type(optimizer).__name__
-        raise ValueError(
-            "An optimizer cannot update split variables, because its update of an element may depend on the complete "
-            f"variable. Received: {name} with a layout map; what it needs is not known. "
-            f"Expected: one of {', '.join(one.__name__ for one in _OPTIMIZERS)}. Use one of them, or leave out "
-            "`layout_map`."
-        )
-    for variable in model.trainable_variables:
-        if id(variable) not in axes:
-            continue
-        regularizer, constraint = getattr(variable, "regularizer", None), getattr(variable, "constraint", None)
-        is_elementwise = constraint is None or type(constraint) is keras.constraints.NonNeg
-        if not is_elementwise or not (regularizer is None or type(regularizer) in _REGULARIZERS):
-            of_all = regularizer if is_elementwise else constraint
-            raise ValueError(
-                "A split variable has a regularizer or constraint that needs all of it. Received: "
-                f"{type(of_all).__name__} of {variable.path!r}. Expected: the regularizers L1, L2 and L1L2 and the "
-                "constraint NonNeg. Exclude this path from the layout map, or replace them."
-            )
