@@ -6,16 +6,16 @@ require_supported_versions()  # before anything imports TensorFlow, so that the 
 
 from tfdist.load_balancing.load_balancing_options import LoadBalancing  # noqa: E402
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD  # noqa: E402
-from tfdist.model_parallel.auto_layout import auto_layout  # noqa: E402
-from tfdist.model_parallel.pipeline import Pipeline  # noqa: E402
 from tfdist.parameter_server.federated_averaging import FederatedAveraging  # noqa: E402
 from tfdist.parameter_server.modes import Asynchronous, Synchronous  # noqa: E402
+from tfdist.pipeline.pipeline import Pipeline  # noqa: E402
 from tfdist.sharded_state.sharded_state_options import ShardedState  # noqa: E402
 from tfdist.strategies.mirrored_strategy import MirroredStrategy  # noqa: E402
 from tfdist.strategies.model_parallel_strategy import ModelParallelStrategy  # noqa: E402
 from tfdist.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy  # noqa: E402
 from tfdist.strategies.parameter_server_strategy import ParameterServerStrategy  # noqa: E402
 from tfdist.strategies.planned_strategy import planned  # noqa: E402
+from tfdist.tensor_parallel.auto_layout import auto_layout  # noqa: E402
 
 __all__ = [
     "Asynchronous",

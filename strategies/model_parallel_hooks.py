@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.model_parallel.micro_batch_loss import MicroBatchLoss, current_stage_loss
+from tfdist.pipeline.micro_batch_loss import MicroBatchLoss, current_stage_loss
 from tfdist.strategy_hooks import StrategyHooks, hooks_of
 
 

@@ -1,5 +1,6 @@
 """ModelParallelStrategy: a model whose layers are on several devices, of this process or of several workers."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,22 +14,25 @@ from tfdist.compression import Policy
 from tfdist.keras_internals.functional_graph import graph_of
 from tfdist.keras_internals.model_introspection import bound_step, is_predict_step, predicting_model
 from tfdist.keras_internals.strategy_patches import patch_keras
-from tfdist.model_parallel.column_reduction import ColumnReduction
-from tfdist.model_parallel.layer_costs import measured_costs
-from tfdist.model_parallel.pipeline import Pipeline
-from tfdist.model_parallel.pipeline_schedule import schedule_picture
-from tfdist.model_parallel.placed_models import PlacedModels
-from tfdist.model_parallel.shard_layout import ShardCreation, ShardLayout
-from tfdist.model_parallel.stage_table import shard_table, stage_table, variable_bytes_by_device
-from tfdist.model_parallel.stages import stages_of
-from tfdist.model_parallel.transfers import DENSE, UPDATES, LinkCounters
-from tfdist.model_parallel.unsupported_models import check_model_for_stages
+from tfdist.pipeline.column_reduction import ColumnReduction
+from tfdist.pipeline.columns import Columns
+from tfdist.pipeline.layer_costs import measured_costs
+from tfdist.pipeline.pipeline import Pipeline
+from tfdist.pipeline.pipeline_schedule import schedule_picture
+from tfdist.pipeline.placed_models import PlacedModels
+from tfdist.pipeline.stage_table import stage_table, variable_bytes_by_device
+from tfdist.pipeline.stages import stages_of
+from tfdist.pipeline.transfers import DENSE, UPDATES, LinkCounters
+from tfdist.pipeline.unsupported_models import check_model_for_stages
 from tfdist.servers.server_monitor import ServerMonitor, wait_for_servers
 from tfdist.servers.serving import serve
 from tfdist.strategies.cluster_resolver import start_timeout_of
 from tfdist.strategies.model_parallel_hooks import HOOKS
 from tfdist.strategies.replicated_strategy import Compression
 from tfdist.strategies.version_canaries import check_installed_versions
+from tfdist.tensor_parallel.shard_layout import ShardCreation, ShardLayout
+from tfdist.tensor_parallel.shard_table import shard_table
+from tfdist.tensor_parallel.sharded_columns import ShardedColumns
 from tfdist.tensorflow_internals.placed_strategy import PlacedExtended
 from tfdist.tensorflow_internals.runtime import exclude_from_autograph
 from tfdist.tensorflow_internals.tensorflow_symbols import resolved_device
@@ -101,7 +105,8 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         check_whole_number("data_parallel", data_parallel, at_least=1)
         policy = compression if isinstance(compression, Policy) else Policy(compression)
         self.servers = connect_to_workers(start_timeout_of(start_timeout_seconds))
-        self._layout = None if layout_map is None else ShardLayout(layout_map)
+        layout = None if layout_map is None else ShardLayout(layout_map)
+        self._layout = layout if layout is not None and layout.ways > 1 else None
         ways = 1 if self._layout is None else self._layout.ways
         resolved = _checked_devices(devices, pipeline.stages, data_parallel, ways)
         self.pipeline, self.data_parallel, self.compression = pipeline, data_parallel, compression
@@ -110,8 +115,10 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         extended = PlacedExtended(self, self._chief, self.columns[0], resolved)
         super().__init__(extended)
         self._create_in_parts = None
-        if self._layout is not None and self._layout.ways > 1:
+        columns: Callable[[], Columns] = functools.partial(Columns, self.columns)
+        if self._layout is not None:
             self._create_in_parts = ShardCreation(self._layout, self.columns, extended)
+            columns = functools.partial(ShardedColumns, self.columns, self._layout)
         if policy.compresses:
             compare_cpus_of_columns(self.columns)
         first_devices = [column[0] for column in self.columns] if policy.compresses else []
@@ -119,7 +126,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         self._compression_state = CompressionState(policy if policy.compresses else None, first_devices, shape_of, ways)
         reduction = ColumnReduction(policy, self._compression_state)
         self._counters = LinkCounters(self._chief)
-        self._placed = PlacedModels(self, pipeline, self.columns, self._chief, reduction, self._counters, self._layout)
+        self._placed = PlacedModels(self, pipeline, columns, self._chief, reduction, self._counters)
         patch_keras(ModelParallelStrategy, HOOKS)
         exclude_from_autograph()
         check_installed_versions(is_chief=True)
@@ -242,7 +249,7 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         """
         stages = self._placed.stages_of(model) or stages_of(graph_of(model), self.pipeline)
         lines = [*stage_table(stages, self.pipeline, self.columns), *schedule_picture(self.pipeline)]
-        if self._layout is not None and self._layout.ways > 1:
+        if self._layout is not None:
             lines += shard_table(model, stages, self._layout.axes_of(stages.variables), self._layout.ways)
         for line in lines:
             (print_fn or print)(line)

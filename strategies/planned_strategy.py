@@ -12,8 +12,8 @@ from typing import Any
 from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing
 from tfdist.local_updates.local_modes import DiLoCo, LocalSGD
-from tfdist.model_parallel.pipeline import Pipeline
 from tfdist.parameter_server.modes import Asynchronous, Synchronous
+from tfdist.pipeline.pipeline import Pipeline
 from tfdist.planning.plans import PLAN_VARIABLE, Plan, PlanFile, Processes, describe_processes, plan_for
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import is_started_by_launcher

@@ -18,7 +18,7 @@ from on_stages import Pause
 from tfdist.callbacks import FailureRecovery
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 SAMPLES, BATCH, SAVED_EVERY, DEVICES = 44, 8, 3, 8
 SPLIT_WEIGHTS = 7
@@ -54,7 +54,7 @@ def trained(strategy: Any, folder: Path, epochs: int, seconds: float) -> dict[st
     recovery = FailureRecovery(folder / "checkpoints", every_steps=SAVED_EVERY)
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=[recovery, Pause(folder / "steps", seconds)]).history
     state = {f"{index}": variable.numpy() for index, variable in enumerate([*model.variables, *optimizer.variables])}
-    split = [one for one in model.weights if isinstance(held_variable(one), ShardedVariable)]
+    split = [one for one in model.weights if isinstance(held_variable(one), SplitVariable)]
     state["number of split weights"] = np.array(len(split) or SPLIT_WEIGHTS)  # none in one process
     return state | {f"history of {name}": np.array(values) for name, values in history.items()}
 

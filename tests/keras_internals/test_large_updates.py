@@ -58,7 +58,7 @@ def scaled():
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), initial_scale=64.0)
 
 
-# By default tests/strategies/test_xla.py scales losses, tests/model_parallel/test_large_updates_in_stages.py averages.
+# By default tests/strategies/test_xla.py scales losses, tests/pipeline/test_large_updates_in_stages.py averages.
 @pytest.mark.parametrize(
     "optimizer", [accumulated, *(pytest.param(one, marks=pytest.mark.long) for one in (adam, decayed_average, scaled))]
 )

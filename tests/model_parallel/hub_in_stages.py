@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.strategies import ModelParallelStrategy, Pipeline, auto_layout
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 LENGTH, WORDS, SAMPLES = 8, 48, 64
 SIZES = {"vocabulary_size": WORDS, "num_layers": 2, "num_heads": 4, "hidden_dim": 16, "intermediate_dim": 32}
@@ -78,7 +78,7 @@ def main(name: str, results: Path) -> None:
         "weights": runs.difference(model.weights, reference.weights),
         "logs": logs,
         "steps": int(reference.optimizer.iterations.numpy()),
-        "split": sum(isinstance(held_variable(one), ShardedVariable) for one in model.weights),
+        "split": sum(isinstance(held_variable(one), SplitVariable) for one in model.weights),
         "summary": lines,
     }
     results.write_text(json.dumps(found))

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist.callbacks import CommunicationReport
 from tfdist.collectives import LinkStats
 from tfdist.compression import ErrorFeedback, Policy, TopK, WarmUp
-from tfdist.model_parallel.transfers import DENSE, LinkCounters
+from tfdist.pipeline.transfers import DENSE, LinkCounters
 from tfdist.strategies import ModelParallelStrategy, Pipeline
 
 layers = keras.layers

@@ -13,7 +13,7 @@ from tfdist.checkpoint.worker_files import record_worker_files
 from tfdist.recovery import worker_calls, worker_copies
 from tfdist.recovery.worker_copies import WorkerCopies
 from tfdist.recovery.worker_tensors import assign_all, open_worker_tensors
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensor_parallel.split_variable import SplitVariable
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_padding_of_split_variables_is_not_written_and_stays(
     """Five rows: over four devices the third part has one of two, and the fourth one none."""
     values = np.arange(10.0).reshape(5, 2)
 
-    def split(value: np.ndarray, ways: int) -> ShardedVariable:
+    def split(value: np.ndarray, ways: int) -> SplitVariable:
         with tf.device(cpus[0]):
-            return ShardedVariable(tf.Variable(value), 0, [cpus[:ways]])
+            return SplitVariable(tf.Variable(value), 0, [cpus[:ways]])
 
     held = split(values, 4)
     assert [part.numpy().tolist() for part in held.shards[2:]] == [[[8.0, 9.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]

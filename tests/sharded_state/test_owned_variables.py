@@ -9,7 +9,7 @@ from keras import optimizers
 from test_sharded_edge_cases import assert_equal_outcomes
 
 from tfdist.compression import Policy
-from tfdist.sharded_state.layout import ShardLayout
+from tfdist.sharded_state.layout import SpanLayout
 from tfdist.strategies import MirroredStrategy
 
 
@@ -119,7 +119,7 @@ def test_a_file_has_whole_slots(cpus, tmp_path):
 
 def test_a_layout_of_whole_variables_is_balanced():
     sizes = [7, 100, 3, 50, 50, 1, 0, 40, 30]
-    layout = ShardLayout.plan_whole([tf.TensorSpec([size]) for size in sizes], 3, 0)
+    layout = SpanLayout.plan_whole([tf.TensorSpec([size]) for size in sizes], 3, 0)
     loads = [sum(span[replica].size for span in map(layout.spans, range(len(sizes)))) for replica in range(3)]
     assert sum(loads) == sum(sizes)
     assert max(loads) == 100

@@ -22,11 +22,12 @@ PUBLIC = frozenset(
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "tfdist": frozenset(),  # tfdist/__init__.py
     "strategies": frozenset(
-        "cluster collectives compression exchange internals load_balancing local_updates losses model_parallel "
-        "parameter_server patches planning private_symbols servers sharded_state strategy_hooks training utils "
+        "cluster collectives compression exchange internals load_balancing local_updates losses parameter_server "
+        "patches pipeline planning private_symbols servers sharded_state strategy_hooks tensor_parallel training utils "
         "versions".split()
     ),
-    "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
+    "tensor_parallel": frozenset({"internals", "pipeline", "utils"}),
+    "pipeline": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
     "training": frozenset(
         "collectives compression internals load_balancing losses sharded_state strategy_hooks updates".split()
     ),
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "doctor": frozenset({"cluster", "planning", "transport", "utils", "versions"}),
     "planning": frozenset({"utils"}),
     "probe": frozenset(
-        "collectives compression exchange internals model_parallel planning strategies training utils".split()
+        "collectives compression exchange internals pipeline planning strategies training utils".split()
     ),
     "utils": frozenset(),
     "internals": frozenset({"patches", "private_symbols", "strategy_hooks", "utils"}),

@@ -1,8 +1,9 @@
 """Creates the `tf.Variable` behind a Keras variable in another way, from the initializer of the variable."""
 
 import contextvars
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,26 +15,50 @@ from tfdist.patches import patch, replace
 from tfdist.strategy_hooks import hooks_of
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+_numbers = itertools.count()
 _is_creating = contextvars.ContextVar("tfdist_keras_creates_variable", default=False)
 
 
-@dataclass(frozen=True)
 class NewValue:
-    """A variable that is being created.
+    """A variable that is being created, with the attributes of a `tf.Variable`. Its value is computed once.
 
     Attributes:
         path: The path of the Keras variable.
         shape: Its shape.
-        value: Takes a shape and returns the initial value.
-        is_constant: Whether all elements of it are equal.
-        options: `dtype`, `name`, `trainable`, `aggregation` and `synchronization` of the `tf.Variable`.
+        is_constant: Whether all elements of the value are equal.
+        device: Where the complete value is computed; set by whoever creates what holds it.
     """
 
-    path: str
-    shape: tuple[int, ...]
-    value: Callable[[Sequence[int]], Any]
-    is_constant: bool
-    options: dict[str, Any]
+    device = ""
+
+    def __init__(self, variable: Any, initializer: Any) -> None:
+        """Describes the `tf.Variable` that Keras would create."""
+        self.path, self.shape = variable.path, tf.TensorShape(variable._shape)
+        self.dtype, self.name, self.trainable = tf.as_dtype(variable._dtype), f"{variable.name}:0", variable.trainable
+        self.aggregation = variable._map_aggregation(variable.aggregation)
+        self.synchronization = variable._map_synchronization(variable.synchronization)
+        self.is_constant = type(initializer) in _CONSTANTS
+        if type(initializer) is keras.initializers.Constant:
+            self.is_constant = isinstance(initializer.value, bool | int | float)
+        self._initializer = initializer
+
+    @functools.cached_property
+    def _unique_id(self) -> str:
+        return f"split_{self.name.removesuffix(':0')}_{next(_numbers)}"
+
+    @property
+    def _shared_name(self) -> str:
+        return self._unique_id
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the complete value."""
+        if not hasattr(self, "_whole"):
+            self._whole = self.constant(self.shape)
+        return self._whole
+
+    def constant(self, shape: Sequence[int]) -> tf.Tensor:
+        """Returns a value of this shape, such as that of a part if all elements are equal."""
+        return tf.cast(self._initializer(tuple(shape), dtype=self.dtype.name), self.dtype)
 
 
 @patch
@@ -45,7 +70,7 @@ def patch_variable_creation() -> None:
     def initialize(self: Any, initializer: Any) -> None:
         strategy = tf.distribute.get_strategy()
         create = hooks_of(strategy).create
-        held = None if create is None else create(strategy, _described(self, initializer))
+        held = None if create is None else create(strategy, NewValue(self, initializer))
         if held is None:
             stock(self, initializer)
         else:
@@ -58,26 +83,6 @@ def patch_variable_creation() -> None:
             stock_value(self, value)
         finally:
             _is_creating.reset(token)
-
-
-def _described(variable: Any, initializer: Any) -> NewValue:
-    is_constant = type(initializer) in _CONSTANTS
-    if type(initializer) is keras.initializers.Constant:
-        is_constant = isinstance(initializer.value, bool | int | float)
-    dtype = variable._dtype
-    return NewValue(
-        path=variable.path,
-        shape=tuple(variable._shape),
-        value=lambda shape: initializer(tuple(shape), dtype=dtype),
-        is_constant=is_constant,
-        options={
-            "dtype": dtype,
-            "name": variable.name,
-            "trainable": variable.trainable,
-            "aggregation": variable._map_aggregation(variable.aggregation),
-            "synchronization": variable._map_synchronization(variable.synchronization),
-        },
-    )
 
 
 def keras_creates_variable() -> bool:

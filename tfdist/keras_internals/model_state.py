@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.sharded_optimizers import split_slots
-from tfdist.keras_internals.sharded_variables import ShardedVariable
+from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.private_symbols import private
 
 private("keras.src.models:Model._flatten_layers", "finds the layers with batch statistics")
@@ -84,7 +84,7 @@ def components(strategy: Any, variable: Any) -> list[Any]:
 
     A slot that is split over the replicas stands for itself: its whole value is read and assigned.
     """
-    if isinstance(variable, ShardedVariable):
+    if isinstance(variable, SplitSlot):
         return [variable]
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, tf.distribute.DistributedValues):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.keras_internals.optimizers import reduced_gradients
 from tfdist.keras_internals.part_updates import Parts, PartUpdate
-from tfdist.keras_internals.sharded_variables import ShardedVariable, parts_of_replica
+from tfdist.keras_internals.split_slot import SplitSlot, parts_of_replica
 from tfdist.tensorflow_internals.strategy_extended import without_merge_calls
 from tfdist.tensorflow_internals.variable_writes import WrittenVariables
 from tfdist.tensorflow_internals.xla_functions import call_compiled
@@ -69,6 +69,6 @@ def _shared_state(optimizer: Any) -> list[Any]:
         candidate.value if isinstance(candidate, keras.Variable) else candidate
         for candidate in candidates
         if isinstance(candidate, keras.Variable | tf.Variable)
-        and not isinstance(candidate, ShardedVariable)
+        and not isinstance(candidate, SplitSlot)
         and not any(candidate is equal_variable for equal_variable in equal_variables)
     ]

@@ -8,7 +8,8 @@ from tfdist.keras_internals.keras_updates import is_of_each_variable, is_time_of
 from tfdist.keras_internals.model_state import components
 from tfdist.keras_internals.optimizers import LARGE_UPDATE, OptimizerUpdate
 from tfdist.keras_internals.sharded_optimizers import SplitSlots
-from tfdist.keras_internals.sharded_variables import PartOfVariable, ShardedVariable, parts_of_replica
+from tfdist.keras_internals.split_slot import SplitSlot, parts_of_replica
+from tfdist.keras_internals.updated_values import UpdatedValue
 from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
@@ -70,7 +71,7 @@ class PartUpdate:
     def has_split_accumulators(self) -> bool:
         """Whether sums of gradients are split."""
         accumulators = self._optimizer._accumulated_gradients if self._optimizer.gradient_accumulation_steps else []
-        return any(isinstance(accumulator, ShardedVariable) for accumulator in accumulators)
+        return any(isinstance(accumulator, SplitSlot) for accumulator in accumulators)
 
     def apply(self, gradients: Parts, compiles: bool | None) -> dict[int, tf.Tensor]:
         """Decays and updates parts, and their moving averages; returns the new values of the parts of `changed`.
@@ -172,7 +173,7 @@ class PartUpdate:
             for position, gradient, value in zip(positions, gradients, values, strict=True):
                 variable = optimizer._trainable_variables[position]
                 variable = getattr(variable, "_value", variable)
-                part = PartOfVariable(value, variable)
+                part = UpdatedValue(value, variable)
                 if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
                     decay = tf.cast(optimizer.weight_decay, part.dtype)
                     part.assign_sub(part.value * decay * tf.cast(rate, part.dtype))

@@ -1,7 +1,7 @@
 """Optimizers whose slots are split over the replicas: which can be, what a replica owns, moving averages of weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
 from tfdist.keras_internals.keras_updates import is_of_each_value
 from tfdist.keras_internals.optimizers import OptimizerUpdate
-from tfdist.keras_internals.sharded_variables import Gather, ShardedVariable, is_updating_parts
+from tfdist.keras_internals.split_slot import SplitSlot, is_updating_parts
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
 from tfdist.strategy_hooks import hooks_of
@@ -28,33 +28,11 @@ for _path, _why in {
 _ACCUMULATOR = "gradient_accumulator"  # where a replica sums its gradients, or those of all for its part
 
 
-class _Span(Protocol):
-    start: int
-    stop: int
-
-
-class _Layout(Protocol):
-    def spans(self, position: int) -> Sequence[_Span]: ...
-
-
-class _Options(Protocol):
-    accumulators: bool
-    weights_dtype: str | None
-
-
-class _Sharding(Protocol):
-    options: _Options
-    devices: Sequence[str]
-    first: int
-    gather: Gather
-
-    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> _Layout: ...
-
-
 class SplitSlots:
     """The layout of one optimizer's slots.
 
     Attributes:
+        sharding: The `StateSharding` of the strategy.
         layout: The owners of the values of slots.
         is_whole: Whether each variable has one owner, by which it is updated.
         is_used: Whether the optimizer has slots.
@@ -73,7 +51,7 @@ class SplitSlots:
             p for p, candidate in enumerate(variables) if _is_factored(optimizer, candidate) for _ in range(2)
         ]
 
-    def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, ShardedVariable]:
+    def _new_exact_weights(self, optimizer: Any, variables: Sequence[Any]) -> dict[int, SplitSlot]:
         exact_weights = {}
         for position, variable in enumerate(variables) if self.sharding.options.weights_dtype else ():
             bounds = [(span.start, span.stop) for span in self.layout.spans(position)]
@@ -86,7 +64,7 @@ class SplitSlots:
         """Whether sums of gradients are split, too; not those of variables that are overwritten by their gradient."""
         return bool(self.sharding.options.accumulators) and not optimizer._overwrite_variable_with_gradient(variable)
 
-    def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> ShardedVariable | None:
+    def new_slot(self, optimizer: Any, variable: Any, name: str, initializer: Any) -> SplitSlot | None:
         """Returns a slot for `variable`; `None` if the optimizer was not built for it."""
         position = self._positions.get(optimizer._var_key(variable))
         if position is None:
@@ -95,7 +73,7 @@ class SplitSlots:
         self.is_used = True
         return self._created(bounds, initializer, variable.shape, variable.dtype, name)
 
-    def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> ShardedVariable | None:
+    def new_factor(self, shape: Sequence[int], initializer: Any, dtype: Any, name: str) -> SplitSlot | None:
         """Returns the next factor of a slot of Adafactor, which has two of each matrix; `None` if there is none."""
         if not self._factors:
             return None
@@ -107,13 +85,12 @@ class SplitSlots:
 
     def _created(
         self, bounds: Sequence[tuple[int, int]], initializer: Any, shape: Any, dtype: Any, name: str
-    ) -> ShardedVariable:
-        sharding: _Sharding = self.sharding
-        return ShardedVariable(
+    ) -> SplitSlot:
+        return SplitSlot(
             bounds,
-            sharding.devices,
-            sharding.first,
-            sharding.gather,
+            self.sharding.devices,
+            self.sharding.first,
+            self.sharding.gather,
             is_whole=self.is_whole,
             initializer=keras.initializers.get(initializer),
             shape=shape,
@@ -184,7 +161,7 @@ def patch_sharded_optimizers() -> None:
 
         @replace(TFOptimizer, name)
         def assign(self: Any, variable: Any, value: Any) -> Any:
-            if isinstance(variable, ShardedVariable) and not is_updating_parts():  # as `build` may do
+            if isinstance(variable, SplitSlot) and not is_updating_parts():  # as `build` may do
                 return getattr(variable, name)(value)
             return stock(self, variable, value)
 

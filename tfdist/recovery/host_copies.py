@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensorflow_internals.split_value import SplitValue
 
 
 class HostCopies:
@@ -43,7 +43,7 @@ class HostCopies:
         Returns:
             An array of its shape and dtype that has its present value after `finish`.
         """
-        is_split = isinstance(variable, ShardedVariable)
+        is_split = isinstance(variable, SplitValue)
         parts = variable.parts() if is_split else [(..., ..., variable)]
         views = [(index, _view(part)[place]) for index, place, part in parts]
         shape, dtype = tuple(variable.shape) if is_split else views[0][1].shape, views[0][1].dtype

@@ -18,7 +18,7 @@ from tfdist.keras_internals.model_state import (
     optimizers_of,
     path_of,
 )
-from tfdist.keras_internals.sharded_variables import ShardedVariable
+from tfdist.keras_internals.split_slot import SplitSlot
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule
@@ -75,7 +75,7 @@ class NamedVariables:
         variables = dict(self._weights_and_slots)
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
-                if isinstance(variable, ShardedVariable):
+                if isinstance(variable, SplitSlot):
                     variables[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable)
             for position, variable in optimizer.exact_weights.items():
                 variables[f"{EXACT_WEIGHTS}{index}/{position}"] = self._named(variable)
@@ -110,7 +110,7 @@ class NamedVariables:
         }
         for index, optimizer in enumerate(self.optimizers):
             for number, variable in enumerate(optimizer.accumulators):
-                if not isinstance(variable, ShardedVariable):
+                if not isinstance(variable, SplitSlot):
                     rule: Rule = "sum" if self._local_updates is None else "mean"
                     variables[f"{ACCUMULATORS}{index}/{number}"] = self._named(variable, rule)
         if self._local_updates is not None:
@@ -132,7 +132,7 @@ class NamedVariables:
         """Takes part in gathering the slots that are split over the replicas, which the chief copies from `shared`."""
         for variable in self.shared.values():
             for component in variable.components:
-                if isinstance(component, ShardedVariable):
+                if isinstance(component, SplitSlot):
                     component.read_value()
 
     def model_keys(self) -> dict[int, str]:

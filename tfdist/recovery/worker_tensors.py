@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import Checkpoint
 from tfdist.recovery.worker_calls import call_once, call_workers, host_of, own_task, task_of
-from tfdist.tensorflow_internals.split_variables import ShardedVariable
+from tfdist.tensorflow_internals.split_value import SplitValue
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class WorkerTensor:
 
 def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
     """Yields the `tf.Variable`s of a variable with what they hold: all shards of a split one, also equal ones."""
-    if not isinstance(variable, ShardedVariable):
+    if not isinstance(variable, SplitValue):
         yield variable, None
         return
     for index, shard in enumerate(variable.shards):

@@ -7,14 +7,14 @@ import tensorflow as tf
 from tfdist.collectives.exchange_timer import begin_bucket, end_bucket
 from tfdist.compression import Group
 from tfdist.compression.gradient_tensors import flatten, zeros_unless
-from tfdist.sharded_state.layout import ShardLayout, Unit
+from tfdist.sharded_state.layout import SpanLayout, Unit
 from tfdist.tensorflow_internals.sent_dtypes import from_words, to_words
 
 Tensors = Mapping[int, tf.Tensor]
 
 
 def reduce_scatter(
-    layout: ShardLayout,
+    layout: SpanLayout,
     unit: Unit,
     gradients: Tensors,
     group: Group,
@@ -72,7 +72,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    layout: ShardLayout, unit: Unit, parts: Tensors, positions: Sequence[int], group: Group, replicas: Sequence[int],
+    layout: SpanLayout, unit: Unit, parts: Tensors, positions: Sequence[int], group: Group, replicas: Sequence[int],
     dtype: tf.DType,
 ) -> dict[int, tf.Tensor]:  # fmt: skip
     """Gathers the parts of variables. A replica of N sends `(N - 1) / N` of the variables.
@@ -116,7 +116,7 @@ def all_gather(
 
 
 def own_part(
-    layout: ShardLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices, rows: int | None
+    layout: SpanLayout, position: int, replica: int, gradient: tf.Tensor | tf.IndexedSlices, rows: int | None
 ) -> tf.Tensor:
     """Returns the values of the span of `replica` of a whole gradient, flat.
 
@@ -139,7 +139,7 @@ def own_part(
     return tf.ensure_shape(dense[span.start - first * row : span.stop - first * row], [span.size])
 
 
-def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -> bool:
+def _is_sum_shorter(layout: SpanLayout, unit: Unit, positions: Sequence[int]) -> bool:
     """Whether an all-reduce sends less than parts of whole variables, which are filled up to the longest one."""
     # Of N replicas, each sends 2 (N - 1) / N of the total, or N - 1 parts of the longest one's length.
     total = sum(layout.sizes[position] for position in positions)
@@ -147,7 +147,7 @@ def _is_sum_shorter(layout: ShardLayout, unit: Unit, positions: Sequence[int]) -
 
 
 def _sum_of_words(
-    layout: ShardLayout, parts: Tensors, positions: Sequence[int], group: Group, dtype: tf.DType
+    layout: SpanLayout, parts: Tensors, positions: Sequence[int], group: Group, dtype: tf.DType
 ) -> dict[int, tf.Tensor]:
     """Gathers whole variables by a sum of their bits, in which a replica sends zeros for those that it does not own."""
     sizes = [layout.sizes[position] for position in positions]
@@ -161,18 +161,18 @@ def _sum_of_words(
     return dict(zip(positions, tf.split(vector, sizes), strict=True))
 
 
-def _longest(layout: ShardLayout, positions: Sequence[int]) -> int:
+def _longest(layout: SpanLayout, positions: Sequence[int]) -> int:
     return max(
         sum(layout.spans(position)[replica].size for position in positions) for replica in range(layout.replicas)
     )
 
 
-def _part(layout: ShardLayout, vectors: Tensors, positions: Sequence[int], replica: int) -> tf.Tensor:
+def _part(layout: SpanLayout, vectors: Tensors, positions: Sequence[int], replica: int) -> tf.Tensor:
     spans = [(vectors[position], layout.spans(position)[replica]) for position in positions]
     return flatten([vector[span.start : span.stop] for vector, span in spans])
 
 
-def _split(layout: ShardLayout, row: tf.Tensor, positions: Sequence[int], replica: int) -> dict[int, tf.Tensor]:
+def _split(layout: SpanLayout, row: tf.Tensor, positions: Sequence[int], replica: int) -> dict[int, tf.Tensor]:
     """Splits the part of `replica` into its spans."""
     span_values, start = {}, 0
     for position in positions:

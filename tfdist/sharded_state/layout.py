@@ -38,7 +38,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class ShardLayout:
+class SpanLayout:
     """The parts of an optimizer's variables.
 
     A unit has the variables of a bucket, so that it is exchanged during backpropagation, and every replica owns the
@@ -62,7 +62,7 @@ class ShardLayout:
         return not all(unit.is_divided for unit in self.units)
 
     @classmethod
-    def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "ShardLayout":
+    def plan(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
         """Distributes variables over `replicas`.
 
         Args:
@@ -71,7 +71,7 @@ class ShardLayout:
             bucket_bytes: See `fill_buckets`.
 
         >>> import tensorflow as tf
-        >>> layout = ShardLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
+        >>> layout = SpanLayout.plan([tf.TensorSpec([3]), tf.TensorSpec([2, 2])], replicas=2, bucket_bytes=0)
         >>> layout.units
         (Unit(positions=(1, 0), part_length=4, is_divided=True),)
         >>> layout.spans(0), layout.spans(1)
@@ -87,7 +87,7 @@ class ShardLayout:
         return cls(sizes, tuple(units), replicas)
 
     @classmethod
-    def plan_whole(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "ShardLayout":
+    def plan_whole(cls, specs: Sequence[tf.TensorSpec], replicas: int, bucket_bytes: int) -> "SpanLayout":
         """Distributes variables over `replicas`, each of them whole, so that replicas own about as many bytes.
 
         Args:
@@ -97,7 +97,7 @@ class ShardLayout:
 
         >>> import tensorflow as tf
         >>> specs = [tf.TensorSpec([3]), tf.TensorSpec([2, 2]), tf.TensorSpec([])]
-        >>> layout = ShardLayout.plan_whole(specs, replicas=2, bucket_bytes=0)
+        >>> layout = SpanLayout.plan_whole(specs, replicas=2, bucket_bytes=0)
         >>> layout.units
         (Unit(positions=(2, 1, 0), part_length=4, is_divided=False),)
         >>> [layout.owner(position) for position in range(3)]

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.all_reduce import ReplicaReduction
-from tfdist.sharded_state.layout import ShardLayout
+from tfdist.sharded_state.layout import SpanLayout
 from tfdist.sharded_state.part_gathers import Meeting, PartGathers, replicas_by_position
 from tfdist.sharded_state.sharded_state_options import ShardedState
 
@@ -41,9 +41,9 @@ class StateSharding:
         meeting = Meeting(name, strategy.rank, strategy.num_workers)
         self.gather = PartGathers(operations.launchers, self.replicas, meeting)
 
-    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> ShardLayout:
+    def plan(self, specs: Sequence[tf.TensorSpec], *, is_whole: bool) -> SpanLayout:
         """Returns the layout of variables of these shapes and dtypes. If `is_whole`, each variable has one owner."""
-        plan = ShardLayout.plan_whole if is_whole else ShardLayout.plan
+        plan = SpanLayout.plan_whole if is_whole else SpanLayout.plan
         return plan(specs, len(self.replicas), self._bucket_bytes)
 
     def reduction(self, local_replica: int) -> ReplicaReduction:

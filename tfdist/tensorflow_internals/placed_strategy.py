@@ -120,6 +120,11 @@ class ColumnVariable(ResourceVariable):
     copies: tuple[tf.Variable, ...] = ()
     follows = True
 
+    @property
+    def in_columns(self) -> tuple[tf.Variable, ...]:
+        """By column, the variable itself or its copy."""
+        return self, *self.copies
+
     def numpy(self) -> Any:
         """Returns the value. From another process it comes in pieces, so that only one array of its size is made."""
         if not tf.executing_eagerly() or "/job:localhost/" in self.device or self.dtype.size * _size(self) <= _PIECE:
@@ -193,11 +198,11 @@ def _finish_assignment(variable: tf.Variable) -> None:
         tf.raw_ops.VariableShape(input=variable.handle).numpy()
 
 
-def variable_like(variable: tf.Variable, device: str) -> ColumnVariable:
-    """Creates a variable on `device` with the value and the identity, for optimizers, of another one."""
+def variable_like(variable: Any, device: str, value: tf.Tensor | None = None) -> ColumnVariable:
+    """Creates a variable on `device` with the identity, for optimizers, of another one, and its value or `value`."""
     with tf.init_scope(), tf.device(device):
         new = ColumnVariable(
-            lambda: tf.identity(variable.read_value()),
+            lambda: tf.identity(variable.read_value() if value is None else value),
             dtype=variable.dtype,
             trainable=variable.trainable,
             name=variable.name.partition(":")[0],

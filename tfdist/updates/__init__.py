@@ -1,4 +1,4 @@
 """The order of an optimizer's update, and clipping, whoever holds gradients, accumulators and weights.
 
-`WholeUpdate` is for replicas that hold all of them; `sharded_state` and `model_parallel` have the other holders.
+`WholeUpdate` is for replicas that hold all of them; `sharded_state` and `pipeline` have the other holders.
 """

@@ -1,0 +1,204 @@
+"""Runs the micro-batches of the columns that share a copy of the model, in the order of the schedule."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.pipeline.batch_rows import MicroBatch
+from tfdist.pipeline.layer_states import StageValues
+from tfdist.pipeline.pipeline_schedule import Task, execution_order
+from tfdist.pipeline.stage_functions import StageFunction, StageInputs, StageResult, StepFunctions
+from tfdist.pipeline.transfers import ACTIVATION, ACTIVATION_GRADIENT, BATCH, record_transfer
+
+
+class ColumnRun:
+    """What one column has computed, with one device of each stage.
+
+    Attributes:
+        results: By stage and micro-batch, what the stage has returned.
+        values: By stage, the values of its variables, and the states that layers have changed.
+        gradients: By stage, the sums of the gradients of its trainable variables, or None.
+        data: By micro-batch, its rows of inputs, targets and weights for the losses.
+    """
+
+    def __init__(self, values: Sequence[StageValues]) -> None:
+        self.results: dict[tuple[int, int], StageResult] = {}
+        self.gradients: list[list[Any]] = [[None] * len(of_stage.trainable) for of_stage in values]
+        self.data: list[Any] = []
+        self.values = values
+        self.sent: dict[tuple[int, int], tuple[tf.Tensor, Any]] = {}  # tensor and mask by tensor and micro-batch
+        self.received: dict[tuple[int, int], list[Any]] = defaultdict(list)  # gradients by tensor and micro-batch
+        self.last: list[list[tf.Operation]] = [[] for _ in values]  # of each stage, what its next task waits for
+
+
+class CopyRun:
+    """The forward and backward passes of a copy of the model. Column `r` of a stage sends to column `r` of others.
+
+    Attributes:
+        columns: What each column has computed; the outputs of the first one are those that metrics or the program take.
+        accuracies: Metrics that take `StageResult.choices` as outputs.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        devices: Sequence[Sequence[str]],
+        values: Sequence[Sequence[StageValues]],
+        micro_batches: Sequence[MicroBatch],
+        loss_scale: tf.Tensor | None,
+    ) -> None:
+        """Prepares a run.
+
+        Args:
+            functions: Those of the stages.
+            devices: By column and stage.
+            values: By column and stage, the values of variables.
+            micro_batches: Those of this copy.
+            loss_scale: The gradient of the scaled loss with respect to the loss, a float32 scalar; None if nothing is
+                differentiated.
+        """
+        self.columns = [ColumnRun(of_column) for of_column in values]
+        self.accuracies: Sequence[Any] = ()
+        self._functions, self._stages = functions, functions.stages
+        self._devices, self._micro_batches, self._loss_scale = devices, micro_batches, loss_scale
+        self._passes: dict[tuple[int, int], tuple[StageFunction, Any]] = {}  # what the backward pass needs
+
+    def run(self, orders: Sequence[Sequence[Task]], x: Sequence[tf.Tensor], data: Any) -> None:
+        """Adds all passes to the graph.
+
+        Args:
+            orders: By stage, its tasks in their order. Each task waits until the one before has ended.
+            x: The inputs of the batch, as the model's graph has them.
+            data: Inputs, targets and weights of the batch for the losses, or None.
+        """
+        for number, micro_batch in enumerate(self._micro_batches):
+            rows = micro_batch.rows(list(x))
+            # Here, so that each copy receives its own rows only.
+            of_losses = None if data is None else micro_batch.rows(data)
+            for column in self.columns:
+                for symbolic, tensor in zip(self._stages.graph.inputs, rows, strict=True):
+                    column.sent[id(symbolic), number] = tensor, None
+                column.data.append(of_losses)
+        for task in execution_order(orders):
+            if task.is_forward:
+                self._forward(task)
+            else:
+                self._backward(task)
+
+    def _of_stage(self, stage: int) -> list[str]:
+        return [of_column[stage] for of_column in self._devices]
+
+    def _forward(self, task: Task) -> None:
+        index, number = task.stage, task.micro_batch
+        micro_batch, devices = self._micro_batches[number], self._of_stage(index)
+        arguments = []
+        for column, device in zip(self.columns, devices, strict=True):
+            with tf.device(device), tf.control_dependencies(column.last[index]):
+                arguments.append(self._inputs(column, task, device))
+        function, _ = self._functions.of(index, arguments[0])
+        arguments = [self._functions.of(index, inputs)[1] for inputs in arguments]
+        after = [column.last[index] for column in self.columns]
+        results, to_differentiate = function.forward(arguments, devices, after, micro_batch.num_rows)
+        self._passes[index, number] = function, to_differentiate
+        complete = function.complete_result(results, devices[0], micro_batch.num_rows)
+        # What is gathered for metrics is not waited for, nor sent.
+        for column, device, result, of_metrics in zip(
+            self.columns, devices, results, [complete, *results[1:]], strict=True
+        ):
+            column.results[index, number] = of_metrics
+            with tf.device(device):
+                column.values[index].update(function.changed, result.states, micro_batch)
+            for symbolic, tensor, mask in zip(function.stage.outputs, result.tensors, result.masks, strict=True):
+                column.sent[id(symbolic), number] = tensor, mask
+            column.last[index] = [tensor.op for tensor in [*result.tensors, result.loss] if tensor is not None][:1]
+        if index == len(self._stages.stages) - 1:
+            self.accuracies = function.accuracies
+
+    def _inputs(self, column: ColumnRun, task: Task, device: str) -> StageInputs:
+        """Records what a device receives for a micro-batch, and returns it."""
+        index, number = task.stage, task.micro_batch
+        stage, micro_batch = self._stages.stages[index], self._micro_batches[number]
+        sent = [column.sent[id(symbolic), number] for symbolic in stage.inputs]
+        data = column.data[number] if index == len(self._stages.stages) - 1 else None
+        rows = micro_batch.num_rows
+        for symbolic, (tensor, mask) in zip(stage.inputs, sent, strict=True):
+            kind = BATCH if self._stages.maker(symbolic) < 0 else ACTIVATION
+            record_transfer(kind, [tensor], device, rows=rows if self._stages.has_samples(symbolic) else None)
+            record_transfer(kind, [mask], device, rows=rows)
+        record_transfer(BATCH, tf.nest.flatten(data), device, rows=rows)
+        return StageInputs(
+            values=list(column.values[index].current),
+            tensors=[tf.identity(tensor) for tensor, _ in sent],
+            masks=[mask for _, mask in sent],
+            data=data,
+            fraction=micro_batch.fraction,
+            is_real=micro_batch.is_real,
+            divisors=tf.zeros([0]),
+        )
+
+    def _backward(self, task: Task) -> None:
+        index, devices = task.stage, self._of_stage(task.stage)
+        function, to_differentiate = self._passes.pop((index, task.micro_batch))
+        seeds = []
+        for column, device in zip(self.columns, devices, strict=True):
+            with tf.device(device), tf.control_dependencies(column.last[index]):
+                seeds.append(self._seeds(column, task, device))
+        gradients = function.backward(to_differentiate, seeds, [column.last[index] for column in self.columns])
+        for column, device, of_column in zip(self.columns, devices, gradients, strict=True):
+            if of_column:
+                with tf.device(device):
+                    self._add(column, task, function, of_column)
+
+    def _seeds(self, column: ColumnRun, task: Task, device: str) -> list[Any]:
+        """Returns the gradients of the outputs of a stage and of its loss; None without one."""
+        index, number = task.stage, task.micro_batch
+        seeds: list[Any] = []
+        for symbolic in self._stages.stages[index].outputs:
+            gradients = column.received.pop((id(symbolic), number), [])
+            rows = self._micro_batches[number].num_rows if self._stages.has_samples(symbolic) else None
+            record_transfer(ACTIVATION_GRADIENT, gradients, device, rows=rows)
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            seeds.append(tf.add_n(dense) if dense else None)
+        has_loss = column.results[index, number].loss is not None
+        return [*seeds, tf.identity(self._loss_scale) if has_loss else None]
+
+    def _add(self, column: ColumnRun, task: Task, function: StageFunction, gradients: Sequence[Any]) -> None:
+        """Adds the gradients of weights to those of earlier micro-batches, and sends the others to earlier stages."""
+        index, values = task.stage, column.values[task.stage]
+        totals, num_weights = column.gradients[index], len(values.trainable)
+        for place, (position, gradient) in enumerate(zip(values.trainable, gradients[:num_weights], strict=True)):
+            is_fixed = position in function.fixed_tables
+            own = _dense(gradient, values.current[position].shape) if is_fixed else gradient
+            totals[place] = added(totals[place], own)
+        for position, gradient in zip(function.inputs, gradients[num_weights:], strict=True):
+            if gradient is not None:
+                column.received[id(function.stage.inputs[position]), task.micro_batch].append(gradient)
+        present = [gradient for gradient in gradients if gradient is not None]
+        column.last[index] = [getattr(gradient, "values", gradient).op for gradient in present[:1]]
+
+
+def _dense(gradient: Any, shape: Any) -> Any:
+    """Returns the gradient of a table whose rows one process looks up once a batch, and each micro-batch again.
+
+    Dense gradients are added row by row. Rows of `tf.IndexedSlices` would be squared separately.
+    """
+    if gradient is None:
+        return None
+    dense = tf.convert_to_tensor(gradient)
+    dense.set_shape(shape)
+    return dense
+
+
+def added(total: Any, gradient: Any) -> Any:
+    """Returns the sum of two gradients, dense or `tf.IndexedSlices`; None counts as zero."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([total.values, gradient.values], 0),
+            tf.concat([total.indices, gradient.indices], 0),
+            total.dense_shape,
+        )
+    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

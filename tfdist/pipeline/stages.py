@@ -1,0 +1,183 @@
+"""The stages of a model: which layer calls, tensors and variables each of them has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.functional_graph import FunctionalGraph
+from tfdist.keras_internals.layer_calls import LayerCall
+from tfdist.pipeline.layer_costs import elements_of, layer_costs
+from tfdist.pipeline.pipeline import Pipeline
+from tfdist.utils.balanced_starts import balanced_starts
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous part of the layer calls of a model.
+
+    Attributes:
+        index: The number of the stage, from 0.
+        calls: Its calls, in order.
+        inputs: The symbolic tensors that it receives: inputs of the model, and outputs of earlier stages.
+        outputs: The symbolic tensors that it sends to later stages, or that are outputs of the model.
+        variables: The variables that its calls use.
+    """
+
+    index: int
+    calls: tuple[LayerCall, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    variables: tuple[keras.Variable, ...]
+
+
+class ModelStages:
+    """All stages of a model.
+
+    Attributes:
+        graph: The graph of the model.
+        stages: Its parts.
+        owner: By the id of a variable, the number of the first stage that uses it, on whose device it is
+            created.
+    """
+
+    def __init__(self, graph: FunctionalGraph, starts: Sequence[int], of_loss: Sequence[keras.Variable] = ()) -> None:
+        """Cuts the calls of `graph` before the positions `starts`, of which the first is 0.
+
+        `of_loss` are variables that the last stage uses, beside those of its layers.
+        """
+        self.graph, self._of_loss = graph, of_loss
+        ends = [*starts[1:], len(graph.calls)]
+        parts = [tuple(graph.calls[start:end]) for start, end in zip(starts, ends, strict=True)]
+        self._maker = {
+            id(tensor): index for index, part in enumerate(parts) for call in part for tensor in call.outputs
+        }
+        self.stages = tuple(self._stage(index, part, len(parts) - 1) for index, part in enumerate(parts))
+        self.owner: dict[int, int] = {}
+        for stage in self.stages:
+            for variable in stage.variables:
+                self.owner.setdefault(id(variable), stage.index)
+
+    def _stage(self, index: int, calls: tuple[LayerCall, ...], last: int) -> Stage:
+        wanted = [tensor for call in calls for tensor in call.inputs]
+        if index == last:
+            wanted += self.graph.outputs
+        received = _unique(tensor for tensor in wanted if self._maker.get(id(tensor), -1) != index)
+        variables = [variable for call in calls for variable in call.variables]
+        variables += self._of_loss if index == last else ()
+        return Stage(index, calls, received, self._sent(index), _unique(variables))
+
+    def _sent(self, index: int) -> tuple[Any, ...]:
+        """The outputs of a stage that calls of later stages take, or that the model returns."""
+        later = [
+            tensor for call in self.graph.calls if self._maker[id(call.outputs[0])] > index for tensor in call.inputs
+        ]
+        return _unique(tensor for tensor in [*later, *self.graph.outputs] if self._maker.get(id(tensor)) == index)
+
+    def maker(self, tensor: Any) -> int:
+        """Returns the stage that computes a symbolic tensor; -1 for an input of the model."""
+        return self._maker.get(id(tensor), -1)
+
+    def has_samples(self, tensor: Any) -> bool:
+        """Whether the first axis of a symbolic tensor holds the samples of a batch."""
+        return bool(len(tensor.shape)) and tensor.shape[0] == self.graph.inputs[0].shape[0]
+
+    @cached_property
+    def variables(self) -> tuple[keras.Variable, ...]:
+        """The variables of all stages, each once, by owner."""
+        return _unique(variable for stage in self.stages for variable in stage.variables)
+
+
+def stages_of(graph: FunctionalGraph, pipeline: Pipeline, of_loss: Sequence[keras.Variable] = ()) -> ModelStages:
+    """Cuts a model as the options of the pipeline say.
+
+    Args:
+        graph: The graph of the model.
+        pipeline: The options.
+        of_loss: Variables that the loss on the last stage uses, beside those of layers.
+
+    Raises:
+        ValueError: The model has too few layers, or not the layers that the cuts or the costs name.
+    """
+    if pipeline.stages > len(graph.calls):
+        raise ValueError(
+            f"The model has fewer layers than the pipeline has stages. Received: {len(graph.calls)} layers "
+            f"({', '.join(call.name for call in graph.calls)}) and stages={pipeline.stages}. Expected: at least one "
+            "layer for each stage. A layer inside of another layer is not counted separately: use fewer stages, or "
+            "write the inner layers directly into the model. To compute a small part of a trained model, call it: "
+            "`model(x)`."
+        )
+    if pipeline.cuts is not None:
+        return ModelStages(graph, named_starts([call.name for call in graph.calls], pipeline.cuts), of_loss)
+    costs = layer_costs(graph.calls, pipeline.costs)
+    return ModelStages(graph, balanced_starts(costs, pipeline.stages, _crossing_elements(graph)), of_loss)
+
+
+def _crossing_elements(graph: FunctionalGraph) -> list[int]:
+    """Returns by position the elements per sample that are computed before it and used at it or later."""
+    last_use: dict[int, int] = {id(tensor): len(graph.calls) for tensor in graph.outputs}
+    for position, call in enumerate(graph.calls):
+        for tensor in call.inputs:
+            last_use[id(tensor)] = max(last_use.get(id(tensor), 0), position)
+    crossing = [0] * len(graph.calls)
+    for position, call in enumerate(graph.calls):
+        for tensor in call.outputs:
+            for later in range(position + 1, min(last_use.get(id(tensor), 0), len(graph.calls) - 1) + 1):
+                crossing[later] += elements_of(tensor)
+    return crossing
+
+
+def _unique(items: Any) -> tuple[Any, ...]:
+    return tuple({id(item): item for item in items}.values())
+
+
+def named_starts(names: Sequence[str], cuts: Sequence[str]) -> list[int]:
+    """Returns where stages begin whose first layers the user has named.
+
+    Args:
+        names: By position, the name of the layer; of a layer inside of a nested model the names of both, "model/layer".
+        cuts: The names of the first layers of stages 1 and following. A nested model stands for its first layer, and
+            a layer's own name is sufficient if it is unique.
+
+    Raises:
+        ValueError: A name is unknown or not unique, or the order differs from that of the layers.
+
+    >>> named_starts(["a", "b", "c"], ["c"])
+    [0, 2]
+    >>> named_starts(["a", "net/b", "net/c", "d"], ["net", "c"])
+    [0, 1, 2]
+    """
+    found = [_named(names, cut) for cut in cuts]
+    unknown = [cut for cut, of_cut in zip(cuts, found, strict=True) if not of_cut]
+    if unknown:
+        raise ValueError(
+            f"A cut names a layer that the model does not have. Received: {unknown}. Expected: names among "
+            f"{list(dict.fromkeys(names))}. Layers inside of another layer cannot begin a stage."
+        )
+    for cut, of_cut in zip(cuts, found, strict=True):
+        if len(of_cut) > 1:
+            raise ValueError(
+                f"A cut names several layers of nested models. Received: {cut!r}. Expected: one of {of_cut}."
+            )
+    starts = [0, *(names.index(of_cut[0]) for of_cut in found)]
+    if any(after <= before for before, after in zip(starts, starts[1:], strict=False)):
+        raise ValueError(
+            f"The cuts are not in the order of the layers, or leave a stage empty. Received: cuts={list(cuts)}, at the "
+            f"positions {starts[1:]}. Expected: increasing positions from 1, in the order {list(dict.fromkeys(names))}."
+        )
+    return starts
+
+
+def _named(names: Sequence[str], cut: str) -> list[str]:
+    """The first layers of what a cut may mean: a layer or nested model with this full name, or else with this name."""
+    full = [name for name in names if f"{name}/".startswith(f"{cut}/")]
+    if full:
+        return full[:1]
+    found: dict[str, str] = {}  # by the full name of a layer or nested model
+    for name in names:
+        before, is_in, _ = f"/{name}/".partition(f"/{cut}/")
+        if is_in:
+            found.setdefault(f"{before}/{cut}", name)
+    return list(found.values())

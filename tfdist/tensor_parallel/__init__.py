@@ -1,0 +1,1 @@
+"""Stages that several devices share: parts of variables, layers that compute on parts, what they exchange."""

@@ -1,0 +1,153 @@
+"""Updates of split variables by optimizers whose step for an element depends on the complete variable.
+
+Adafactor and Muon: each device gathers the gradient, and of the variable and its slots what Keras' own `update_step`
+reads; it computes the update of the complete variable, and keeps its part. So the bits are those of one process that
+has the same gradients.
+
+Lamb: the step depends on norms of a complete variable and of its update. Keras' own `update_step` computes the parts of
+the update: for a weight of zeros and a learning rate of one it subtracts the update itself. Only the squares of the two
+norms leave a device.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.keras_updates import decay_weights
+from tfdist.keras_internals.placed_variables import held_variable, holding
+from tfdist.keras_internals.updated_values import UpdatedValue, slots_of, update_step, updates_elements
+from tfdist.pipeline.columns import Columns
+from tfdist.pipeline.device_updates import SeparateFunctions, finish_update
+from tfdist.pipeline.transfers import DENSE, WEIGHT, WEIGHT_GRADIENT, record_transfer
+from tfdist.tensor_parallel.split_variable import SplitVariable
+
+
+def update_by_gathering(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
+) -> None:
+    """Decays and updates split variables, applies their constraints, and updates their moving averages.
+
+    Args:
+        optimizer: One of `GATHERING`, without its loss scale.
+        variables: The split variables that have a gradient.
+        gradients: By column and variable, clipped.
+        columns: The columns.
+    """
+    separate = SeparateFunctions(optimizer)
+    for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
+        state = [variable, *filter(_is_split, slots_of(optimizer, variable))]
+        # All are read before the first of them changes.
+        read = [_read_parts(of_state) for of_state in state]
+        for column, device in enumerate(columns.devices_of(variable)):
+            with columns.entered(column), tf.device(device):
+                _Update(optimizer, state, column, columns.ways, separate)(read, of_columns)
+
+
+def _is_split(variable: keras.Variable) -> bool:
+    return isinstance(held_variable(variable), SplitVariable)
+
+
+def _read_parts(variable: keras.Variable) -> tuple[SplitVariable, list[tf.Tensor]]:
+    held, parts = held_variable(variable), []
+    for shard in held.shards:
+        with tf.device(shard.device):
+            parts.append(shard.read_value())
+    return held, parts
+
+
+class _Update:
+    """The update of one variable in one column, whose parts of variables are entered."""
+
+    def __init__(
+        self, optimizer: Any, state: Sequence[keras.Variable], column: int, ways: int, separate: SeparateFunctions
+    ) -> None:
+        self._optimizer, self._state, self._separate = optimizer, state, separate
+        self._column, self._group = column, slice(column - column % ways, column - column % ways + ways)
+        self._alone = updates_elements(optimizer, state[0])
+
+    def __call__(self, read: Sequence[tuple[SplitVariable, list[tf.Tensor]]], gradients: Any) -> None:
+        """Updates by a function that TensorFlow optimizes by itself, so that all columns round equally."""
+        column, values, device = self._column, [], held_variable(self._state[0]).device
+        for variable, (held, parts) in zip(self._state, read, strict=True):
+            value = parts[column] if self._alone else held.joined(parts[self._group])
+            values.append(UpdatedValue(value, held_variable(variable), variable.path))
+        gradient = gradients[column] if self._alone else _joined_gradient(gradients[self._group], read[0][0])
+
+        def update() -> None:
+            weights, *slots = values
+            pairs = zip(self._state[1:], slots, strict=True)
+            held_by = {id(slot): (slot, value) for slot, value in pairs}
+            parts = [held_variable(variable) for variable in self._state]
+            with holding(held_by):
+                update_step(self._optimizer, gradient, weights)
+            for part, value, (held, _) in zip(parts, values, read, strict=True):
+                if value.is_written:
+                    part.assign(value.value if self._alone else held.part_of(value.value, column))
+            finish_update(self._optimizer, [self._state[0]])
+
+        self._separate(update)
+        if not self._alone:
+            for kind in (WEIGHT_GRADIENT, DENSE):
+                record_transfer(kind, gradients[self._group], device)
+            for value, (_, parts) in zip(values, read, strict=True):
+                record_transfer(WEIGHT, parts[self._group] if value.is_read else [], device)
+
+
+def _joined_gradient(parts: Sequence[Any], held: SplitVariable) -> Any:
+    """Returns the gradient of a complete variable; rows, if all parts are rows."""
+    if not all(isinstance(part, tf.IndexedSlices) for part in parts):
+        return held.joined([tf.convert_to_tensor(part) for part in parts])
+    values, indices = [part.values for part in parts], [part.indices for part in parts]
+    shape = tf.constant(held.shape.as_list(), tf.int64)
+    if held.axis > 0:  # the same rows on all devices
+        return tf.IndexedSlices(tf.concat(values, held.axis), indices[0], shape)
+    rows = [of_part + tf.cast(held.bounds(index)[0], of_part.dtype) for index, of_part in enumerate(indices)]
+    return tf.IndexedSlices(tf.concat(values, 0), tf.concat(rows, 0), shape)
+
+
+def update_by_lamb(
+    optimizer: Any, variables: Sequence[keras.Variable], gradients: Sequence[Sequence[Any]], columns: Columns
+) -> None:
+    """Decays and updates split variables, applies their constraints, and updates their moving averages.
+
+    Args:
+        optimizer: A `keras.optimizers.Lamb`, without its loss scale.
+        variables: The split variables that have a gradient.
+        gradients: By column and variable, clipped.
+        columns: The columns.
+    """
+    separate = SeparateFunctions(optimizer)
+    for variable, of_columns in zip(variables, zip(*gradients, strict=True), strict=True):
+        update_part = functools.partial(_update_of_part, optimizer, variable)
+        apply = functools.partial(_apply, optimizer, variable)
+        devices, parts = columns.devices_of(variable), []
+        for column, (gradient, device) in enumerate(zip(of_columns, devices, strict=True)):
+            with columns.entered(column), tf.device(device):
+                parts.append(separate(update_part, gradient))
+        for column, device in enumerate(devices):
+            first = column - column % columns.ways
+            of_column = parts[first : first + columns.ways]
+            norms = [tf.sqrt(tf.add_n([part[index] for part in of_column])) for index in (1, 2)]
+            with columns.entered(column), tf.device(device):
+                separate(apply, parts[column][0], norms)
+
+
+def _update_of_part(optimizer: Any, variable: keras.Variable, gradient: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the part of the update, and the squares of the norms of the part's weights and of the update."""
+    held = held_variable(variable)
+    part = UpdatedValue(tf.zeros(held.shape, held.dtype), held)
+    decay_weights(optimizer, [held])
+    optimizer.update_step(gradient, part, 1.0)
+    update = -part.value
+    return update, tf.reduce_sum(tf.square(held.read_value())), tf.reduce_sum(tf.square(update))
+
+
+def _apply(optimizer: Any, variable: keras.Variable, update: tf.Tensor, norms: list[tf.Tensor]) -> None:
+    held, (of_weights, of_update) = held_variable(variable), norms
+    is_known = (of_weights > 0) & (of_update > 0)
+    ratio = tf.where(is_known, of_weights / tf.where(is_known, of_update, 1), 1)
+    held.assign_sub(ratio * tf.cast(optimizer.learning_rate, held.dtype) * update)
+    finish_update(optimizer, [variable])
