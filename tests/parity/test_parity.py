@@ -106,16 +106,6 @@ def test_replicas_equal_one_process(results_on, setup, name):
     assert result["rank_difference"] == 0.0, "the workers' weights differ"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(2700)
-def test_the_stock_optimizers_are_among_the_cases(tmp_path):
-    swept = "adadelta adafactor adagrad adamax ftrl lamb lion muon nadam rmsprop".split()
-    names = [f"optimizer_{name}" for name in swept]
-    results = run_cases(SETUPS[0], tmp_path / "results.json", tmp_path / "references", names)
-    assert results.keys() == set(names)
-    assert not {name: result for name, result in results.items() if result.get("difference", 1.0) > TOLERANCE}
-
-
 @pytest.mark.parametrize(
     ("ours", "reference"),
     [

@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from testing.programs import Program
+from testing.same_training import assert_same_training
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, predicting_model
 from tfdist.strategies import MirroredStrategy
@@ -108,3 +110,9 @@ def test_synchronized_statistics_leave_out_replicas_without_samples(cpus):
 
     for ours, one in zip(trained(MirroredStrategy(cpus[:2])), trained(tf.distribute.get_strategy()), strict=True):
         np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_without_samples_accumulate_eagerly(cpus):
+    """Of 4 rows, 3 replicas compute 2, 2 and 0, and write their accumulators together."""
+    program = Program(micro_steps=2, batch_size=4, compile={"run_eagerly": True})
+    assert_same_training(MirroredStrategy(cpus[:3]), program)
