@@ -14,7 +14,7 @@ class Data:
 
     inputs: Any
     targets: Any
-    loss: str = "mse"
+    loss: Any = "mse"
 
     def first(self, rows: int) -> "Data":
         """The first samples."""
