@@ -18,10 +18,9 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
 # What differs from the other cases within Keras alone, and what tests/training has, too (losses of users, two
 # optimizers): left to `make parity`.
 _LEFT_OUT = set(
-    "added_losses_of_static_batches adamw clipnorm clipvalue constraints ema embedding_with_clipvalue "
-    "generative_adversarial_networks loss_function_that_averages metrics_of_binary_classifiers metrics_of_classifiers "
-    "metrics_of_regressors own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples "
-    "sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
+    "added_losses_of_static_batches constraints embedding_with_clipvalue generative_adversarial_networks "
+    "loss_function_that_averages metrics_of_binary_classifiers metrics_of_classifiers metrics_of_regressors "
+    "own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples two_optimizers_in_a_step".split()
 )
 # Contained in other cases (accumulation, arrays, overflows, sparse labels), or by default on two workers or parameter
 # servers, in micro-batches, or under schedules of GradientAccumulation. `make matrix` runs XLA.
