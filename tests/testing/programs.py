@@ -68,3 +68,9 @@ class Training:
         """Returns the loss and the metrics of the trained model on all samples."""
         data, size = self.program.data, self.program.batch_size
         return self.model.evaluate(data.inputs, data.targets, batch_size=size, verbose=0, return_dict=True)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the loss after the last update; 1 without one."""
+        scale = getattr(self.model.optimizer, "dynamic_scale", None)
+        return 1.0 if scale is None else float(scale.numpy())

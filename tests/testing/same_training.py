@@ -11,7 +11,7 @@ from testing.programs import Program, Training
 
 
 def assert_same_training(strategy: tf.distribute.Strategy, program: Program, tolerance: float = TOLERANCE) -> Training:
-    """Trains a program under a strategy, and in one process on the big batch: weights, logs and evaluation are equal.
+    """Trains a program under a strategy, and in one process on the big batch, whose `outcome` is equal.
 
     Args:
       strategy: what trains it.
@@ -24,13 +24,17 @@ def assert_same_training(strategy: tf.distribute.Strategy, program: Program, tol
     steps = program.micro_steps
     alone = replace(program, micro_steps=1, batch_size=program.batch_size * steps, compile=_of_one_process(program))
     training = program.trained(strategy)
-    ours = {"weights": training.model.get_weights(), "evaluation": training.evaluated()}
-    expected = in_one_process(alone.trained)
-    reference = {"weights": expected.model.get_weights(), "evaluation": expected.evaluated()}
-    if steps == 1:  # else Keras logs each micro-step
-        ours["logs"], reference["logs"] = training.logs, expected.logs
+    ours, reference = outcome(training), outcome(in_one_process(alone.trained))
+    if steps > 1:  # Keras logs each micro-step
+        del ours["logs"], reference["logs"]
     assert largest_difference(ours, reference) <= tolerance, differences(ours, reference)
     return training
+
+
+def outcome(training: Training) -> dict[str, Any]:
+    """The weights, the logs, the scale of the loss, and an evaluation."""
+    weights, scale = training.model.get_weights(), training.loss_scale
+    return {"weights": weights, "logs": training.logs, "loss scale": scale, "evaluation": training.evaluated()}
 
 
 def differences(ours: Any, reference: Any) -> dict[str, float]:
