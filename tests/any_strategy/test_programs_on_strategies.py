@@ -13,7 +13,7 @@ from testing.pairs import pairwise, product
 from testing.programs import Program
 from testing.same_training import assert_same_training
 
-from tfdist.strategies import MirroredStrategy, ModelParallelStrategy, Pipeline
+from tfdist.strategies import MirroredStrategy, ModelParallelStrategy, Pipeline, ShardedState
 
 
 class InParts(MirroredStrategy):
@@ -26,6 +26,7 @@ STRATEGIES = {
     "replicas": lambda cpus: MirroredStrategy(cpus[:2]),
     "three replicas": lambda cpus: MirroredStrategy(cpus[:3]),
     "sharded state": lambda cpus: MirroredStrategy(cpus[:2], shard_optimizer_state=True),
+    "split sums": lambda cpus: MirroredStrategy(cpus[:3], shard_optimizer_state=ShardedState(accumulators=True)),
     "micro-batches": lambda cpus: InParts(cpus[:1]),
     "stages": lambda cpus: ModelParallelStrategy(cpus[:2], pipeline=Pipeline(2, 2)),
     "stages and columns": lambda cpus: ModelParallelStrategy(cpus, pipeline=Pipeline(2, 2), data_parallel=2),
@@ -52,7 +53,7 @@ FACTORS = {
 }
 BY_DEFAULT = {
     **FACTORS,
-    "optimizer": ["everything", "loss_scale"],
+    "optimizer": ["everything_scaled"],
     "program": ["numbers and words", "sequences"],
     "execution": ["one step", "eager"],
 }
@@ -70,7 +71,7 @@ def named(cases):
 
 
 PAIRS = pairwise(BY_DEFAULT, is_allowed)
-MORE = pairwise(FACTORS, is_allowed) + product({**FACTORS, "optimizer": ["everything"]}, is_allowed)
+MORE = pairwise(FACTORS, is_allowed) + product({**FACTORS, "optimizer": ["everything_scaled"]}, is_allowed)
 
 
 def check(cpus, case):

@@ -16,6 +16,11 @@ def everything(rate=0.1, **arguments):
     )
 
 
+def scaled(optimizer):
+    """Scales the loss; the scale grows in the second update."""
+    return optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10, dynamic_growth_steps=2)
+
+
 OPTIMIZERS = {
     "momentum": lambda **more: optimizers.SGD(0.1, momentum=0.9, nesterov=True, **more),
     "adam": lambda **more: optimizers.Adam(0.01, amsgrad=True, **more),
@@ -29,11 +34,9 @@ OPTIMIZERS = {
     "global_clipnorm": lambda **more: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2, **more),
     "clipvalue": lambda **more: optimizers.SGD(0.1, momentum=0.9, clipvalue=0.01, **more),
     "averages": lambda **more: optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9, **more),
-    # Grows in the third update.
-    "loss_scale": lambda **more: optimizers.LossScaleOptimizer(
-        optimizers.Adam(0.01, **more), initial_scale=2.0**10, dynamic_growth_steps=2
-    ),
+    "loss_scale": lambda **more: scaled(optimizers.Adam(0.01, **more)),
     "everything": everything,
+    "everything_scaled": lambda **more: scaled(everything(**more)),
     # Has whole variables, and factors of slots.
     "adafactor": lambda **more: optimizers.Adafactor(0.01, **more),
     "ftrl": lambda **more: optimizers.Ftrl(0.1, **more),
