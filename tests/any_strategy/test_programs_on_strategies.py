@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from testing import data, models
 from testing.optimizers import OPTIMIZERS
-from testing.pairs import pairwise, product
+from testing.pairs import case_name, pairwise, product
 from testing.programs import Program
 from testing.same_training import assert_same_training
 
@@ -66,10 +66,6 @@ def is_allowed(case):
     return not in_stages and not (case["micro_steps"] > 1 and case["rows"] % 8)
 
 
-def named(cases):
-    return [pytest.param(case, id="-".join(str(value).replace(" ", "_") for value in case.values())) for case in cases]
-
-
 PAIRS = pairwise(BY_DEFAULT, is_allowed)
 MORE = pairwise(FACTORS, is_allowed) + product({**FACTORS, "optimizer": ["everything_scaled"]}, is_allowed)
 
@@ -87,13 +83,15 @@ def check(cpus, case):
     assert_same_training(STRATEGIES[case["strategy"]](cpus), program)
 
 
-@pytest.mark.parametrize("case", named(PAIRS))
+@pytest.mark.parametrize("case", PAIRS, ids=case_name)
 def test_every_two_values(cpus, case):
     check(cpus, case)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", named(case for index, case in enumerate(MORE) if case not in PAIRS + MORE[:index]))
+@pytest.mark.parametrize(
+    "case", [case for index, case in enumerate(MORE) if case not in PAIRS + MORE[:index]], ids=case_name
+)
 def test_more_optimizers_and_combinations(cpus, case):
     check(cpus, case)
 

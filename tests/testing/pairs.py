@@ -34,3 +34,9 @@ def pairwise(
 
 def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
     return itertools.combinations(case.items(), 2)
+
+
+def case_name(case: Case) -> str:
+    """The id of a case in pytest."""
+    names = (getattr(value, "__name__", str(value)) for value in case.values())
+    return "-".join(name.replace(" ", "_") for name in names)
