@@ -32,7 +32,7 @@ STRATEGIES = {
     "stages and columns": lambda cpus: ModelParallelStrategy(cpus, pipeline=Pipeline(2, 2), data_parallel=2),
 }
 PROGRAMS = {
-    "dense": (models.dense, data.NUMBERS),
+    "classes": (models.classifier, data.CLASSES),
     "words": (models.words, data.WORDS),
     "numbers and words": (models.numbers_and_words, data.NUMBERS_AND_WORDS),
     "sequences": (models.sequence, data.SEQUENCES),

@@ -4,11 +4,6 @@ import keras
 from keras import layers
 
 
-def line(features=6, outputs=1):
-    """One layer of a matrix and a vector."""
-    return keras.Sequential([keras.Input((features,)), layers.Dense(outputs)])
-
-
 def dense(features=6, hidden=(8,), outputs=1, activation="tanh"):
     """Layers of a matrix and a vector, with an activation between them."""
     units = [layers.Dense(size, activation=activation) for size in hidden]
@@ -17,7 +12,7 @@ def dense(features=6, hidden=(8,), outputs=1, activation="tanh"):
 
 def classifier():
     """A dense model with a probability for each of 4 classes."""
-    return keras.Sequential([dense(outputs=4), layers.Softmax()])
+    return keras.Sequential([*dense(outputs=4).layers, layers.Softmax()])
 
 
 def words(count=3, vocabulary=30, size=5, outputs=1):
