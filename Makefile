@@ -1,5 +1,5 @@
 # make demo    train on real images with two workers, compare with one process, then kill a worker and compare again
-# make test    lint, types, doctests and tests
+# make test    lint, types, pages, doctests and tests
 # make check   lint, types and tests of each layer that need one process, for the way of working
 # make test-long  further tests of the same kinds
 # make notebooks  remove the outputs of the notebooks, and run them
@@ -94,6 +94,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/building/check_pages.py
 
 doctest: $(STAMP)
 	$(BIN)/python -m pytest tests/test_doctests.py

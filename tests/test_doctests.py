@@ -46,14 +46,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", modules())
-def test_examples_of(outcomes: dict[str, dict[str, Any]], name: str) -> None:
-    assert not outcomes[name]["failed"], outcomes[name]["report"]
+def test_examples_of_modules(outcomes: dict[str, dict[str, Any]]) -> None:
+    reports = [outcomes[name]["report"] for name in modules() if outcomes[name]["failed"]]
+    assert not reports, "\n".join(reports)
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_are_found(outcomes: dict[str, dict[str, Any]], name: str) -> None:
-    assert outcomes[name]["attempted"]
+def test_examples_are_found(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert all(outcomes[name]["attempted"] for name in WITH_EXAMPLES)
 
 
 def test_a_wrong_example_and_a_broken_module_fail(outcomes: dict[str, dict[str, Any]]) -> None:

@@ -41,9 +41,9 @@ def exists(module: str, name: str | None) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", _FILES)
-def test_imports_exist(path: str) -> None:
-    assert missing((_ROOT / path).read_text(encoding="utf-8")) == []
+def test_imports_exist() -> None:
+    found = {path: missing((_ROOT / path).read_text(encoding="utf-8")) for path in _FILES}
+    assert len(found) > 500 and not {path: names for path, names in found.items() if names}
 
 
 def test_a_missing_name_is_found() -> None:

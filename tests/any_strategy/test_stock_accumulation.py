@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from stock_strategy import FakeTPUStrategy, stock_mirrored
+from testing.pairs import case_name, pairwise
 
 from tfdist.callbacks import GradientAccumulation
 
@@ -105,26 +106,30 @@ def test_large_batch_overflows_once_per_epoch(one_process):
     assert expected["updates"] == 4 and expected["scale"] == 2.0**117
 
 
+FACTORS = {
+    "program": [everything, embedding],
+    "strategy": list(STRATEGIES),
+    "jit_compile": [False, True, "auto"],
+    "steps_per_execution": [1, 4],
+}
+
+
+def is_allowed(case):
+    """XLA cannot compile the collectives of TensorFlow's replicas."""
+    return case["strategy"] != "mirrored" or case["jit_compile"] is not True
+
+
+DEFAULTS = {"strategy": ["mirrored", "one device", "one worker", "TPU, faked"], "jit_compile": [False, True]}
+BY_DEFAULT = pairwise({**FACTORS, **DEFAULTS}, is_allowed)
+MORE = [case for case in pairwise(FACTORS, is_allowed) if case not in BY_DEFAULT]
+
+
 @pytest.mark.parametrize(
-    ("program", "strategy", "jit_compile", "steps_per_execution"),
-    [
-        pytest.param(everything, "mirrored", False, 1, marks=pytest.mark.long),
-        (everything, "mirrored", False, 4),
-        (everything, "one device", True, 1),
-        pytest.param(everything, "one device", False, 4, marks=pytest.mark.long),
-        pytest.param(embedding, "mirrored", False, 1, marks=pytest.mark.long),
-        pytest.param(embedding, "mirrored", "auto", 4, marks=pytest.mark.long),
-        pytest.param(embedding, "mirrored, one device", True, 1, marks=pytest.mark.long),
-        pytest.param(embedding, "one device", False, 1, marks=pytest.mark.long),
-        pytest.param(embedding, "one device", True, 4, marks=pytest.mark.long),
-        (embedding, "one worker", False, 1),
-        (embedding, "TPU, faked", True, 1),
-        (embedding, "none", True, 1),
-    ],
-    ids=lambda value: getattr(value, "__name__", None) or str(value),
+    "case", [*BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=case_name
 )
-def test_equals_one_process(one_process, program, strategy, jit_compile, steps_per_execution):
-    arguments = {"jit_compile": jit_compile, "steps_per_execution": steps_per_execution}
+def test_equals_one_process(one_process, case):
+    program, strategy, *_ = case.values()
+    arguments = {name: case[name] for name in ("jit_compile", "steps_per_execution")}
     model, inputs = made(strategy, program, **arguments)
     history = fit(model, inputs, GradientAccumulation(4), epochs=2)
     expected, loss = one_process(program)

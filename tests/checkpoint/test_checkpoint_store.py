@@ -188,9 +188,7 @@ def test_a_corrupt_checkpoint_is_replaced(store, save, assert_complete):
 
 def test_a_rank_saves_a_number_once_in_an_attempt(store, save):
     save(store, 2, num_ranks=2, ranks=[1])
-    with pytest.raises(
-        ValueError, match=r"Rank 1 saves checkpoint 2 a second time in one attempt. Received: attempt='a'"
-    ):
+    with pytest.raises(ValueError, match=r"Rank 1 saves checkpoint 2 a second time.* Received: attempt='a'"):
         save(store, 2, num_ranks=2, ranks=[1])
     assert names(store) == [".unfinished-0000000002-a"]
 

@@ -69,9 +69,7 @@ def test_a_manifest_with_other_files_is_corrupt(store, name):
 def test_a_file_that_this_process_does_not_see_is_an_error(store, monkeypatch):
     monkeypatch.setattr(worker_files, "_VISIBLE_WITHIN_SECONDS", 0.1)
     save(store, 1, Written())
-    with pytest.raises(
-        CheckpointError, match=f"does not see what a worker has written into a checkpoint. Received: {DATA} of 2 bytes"
-    ):
+    with pytest.raises(CheckpointError, match=f"does not see what .*Received: {DATA} of 2 bytes"):
         save(store, 2, Written(size=2))
     assert [info.sequence for info in store.list_checkpoints(verify_checksums=True)] == [1]
 

@@ -52,9 +52,7 @@ def test_other_elements_are_rejected(before, now, message):
 def test_another_batch_size_for_another_number_of_workers():
     strategy = tf.distribute.get_strategy()
     start = replace(train(lambda strategy: endless(), strategy).positions[2], same_workers=False)
-    with pytest.warns(
-        RuntimeWarning, match="batch size and the number of workers have changed.*Received: 2. Expected: 4"
-    ):
+    with pytest.warns(RuntimeWarning, match="number of workers have changed.*Received: 2. Expected: 4"):
         rest = train(lambda strategy: endless(2), strategy, start)
     assert rest.ids == [[5, 6], [7, 8]] and rest.positions[-1].position["batch_size"] == 2
     with pytest.raises(ValueError, match="in its element 0"):

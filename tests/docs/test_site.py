@@ -1,7 +1,7 @@
 """The site builds without warnings and without a network, its links have targets, and it loads no other site."""
 
 import doctest
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -100,12 +100,12 @@ def test_every_documented_name_has_a_heading(site: Path) -> None:
     assert len(names) > 50 and not {name for name in names if not is_shown(name, reference)}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "building").glob("*.py")), ids=lambda path: path.name)
-def test_examples_of_the_building_tools(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(path.parent)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(path.stem, path))
-    module.__spec__.loader.exec_module(module)
-    assert not doctest.testmod(module).failed
+def test_examples_of_the_building_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = ROOT / "docs" / "building"
+    monkeypatch.syspath_prepend(tools)
+    modules = [importlib.import_module(path.stem) for path in tools.glob("*.py")]
+    results = [doctest.testmod(module) for module in modules]
+    assert sum(result.attempted for result in results) > 5 and not sum(result.failed for result in results)
 
 
 def test_files_of_the_repository_are_copied(site: Path) -> None:

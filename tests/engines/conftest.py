@@ -4,6 +4,8 @@ import pytest
 from engine_runs import OPTIONS, SCRIPT
 from launched_runs import launch_once
 
+pytest.register_assert_rewrite("engine_contract")
+
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,13 +22,6 @@ def engine_environment(temporary, *paths, **variables):
             patch.setenv(name, value)
         patch.setattr("tempfile.tempdir", None)
         yield
-
-
-@contextlib.contextmanager
-def ray_directory():
-    """Variables that give Ray a directory with a short name: its sockets are in it, with paths of at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        yield {"RAY_TMPDIR": directory}
 
 
 OPTIONS = ("--workers", "2", "--threads-per-worker", "1", "--network", "host")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import engine_functions as functions
 import pytest
-from engine_runs import assert_identical, engine_environment, ray_directory, weights_of_run
+from engine_runs import assert_identical, engine_environment, weights_of_run
+from local_dask import cluster_of
+from local_ray import local_ray
 from local_spark import require_spark, spark_environment, spark_session
 
 from tfdist.launch import on_dask, on_ray, on_spark
@@ -15,12 +17,7 @@ from tfdist.launch import on_dask, on_ray, on_spark
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 TABLE = PAGE.read_text(encoding="utf-8").partition("## What works together")[2].partition("\n## ")[0]
 HEADER, *_ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in PAGE.read_text(encoding="utf-8")
-    .partition("## What works together")[2]
-    .partition("\n## ")[0]
-    .splitlines()
-    if line.startswith("| ")
+    [cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.startswith("| ")
 ]
 ROWS = {row[0]: dict(zip(HEADER[1:], row[1:], strict=True)) for row in _ROWS}
 CASES = {
@@ -38,39 +35,25 @@ REFERENCES = {}
 
 
 @contextlib.contextmanager
-def local_ray(directory):
-    ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-    with (
-        ray_directory() as variables,
-        engine_environment(directory, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables),
-    ):
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, logging_level="warning")
-        try:
-            yield on_ray
-        finally:
-            ray.shutdown()
+def on_local_ray(directory):
+    with local_ray(directory):
+        yield on_ray
 
 
 @contextlib.contextmanager
-def local_spark(directory):
+def on_local_spark(directory):
     require_spark()
     with spark_environment(directory), spark_session():
         yield on_spark
 
 
 @contextlib.contextmanager
-def local_dask(directory):
-    distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": 0}
-    with (
-        engine_environment(directory),
-        distributed.LocalCluster(**options) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+def on_local_dask(directory):
+    with engine_environment(directory), cluster_of(2) as client:
         yield functools.partial(on_dask, client=client)
 
 
-ENGINES = {"`on_ray`": local_ray, "`on_spark`": local_spark, "`on_dask`": local_dask}
+ENGINES = {"`on_ray`": on_local_ray, "`on_spark`": on_local_spark, "`on_dask`": on_local_dask}
 
 
 def test_the_table_has_all_engines_and_cases():

@@ -4,13 +4,13 @@ import signal
 import socket
 
 import pytest
-from test_rounds import eventually, is_alive
+from engine_runs import eventually
+from test_rounds import call_of, is_alive
 from thread_places import run_in_threads
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
 from tfdist.launch import WorkerError
 from tfdist.launch.engines import place as place_module
-from tfdist.launch.engines.engine_call import EngineCall
 from tfdist.launch.engines.place import PlaceResult, _Stop, place_address, run_place
 from tfdist.launch.engines.rounds import run_rounds
 from tfdist.launch.function_call.worker_results import RankResult
@@ -18,10 +18,6 @@ from tfdist.utils.argument_checks import UsageError
 
 SEVEN = RankResult(value=b"\x80\x04K\x07.")
 STOPPED = 128 + signal.SIGTERM
-
-
-def call_of(function, *arguments, **options):
-    return EngineCall.of(function, arguments, caller="on_x", **{"workers": 2, **options})
 
 
 def once(directory, action):
@@ -193,7 +189,7 @@ def test_a_frozen_launcher_is_killed_with_its_worker(tmp_path, monkeypatch):
     [place] = run_in_threads(call, should_stop=frozen.exists)
     assert place.exit_code == -signal.SIGKILL
     for pid in frozen.read_text().split():
-        eventually(lambda pid=pid: not is_alive(int(pid)), 10)
+        eventually(lambda pid=pid: not is_alive(int(pid)), "ended", 10)
 
 
 def freeze_launcher(path):

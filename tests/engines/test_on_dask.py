@@ -1,4 +1,4 @@
-"""`on_dask` on a LocalCluster: the results of `tfdist run`, refusals, losses, interrupts, and what is left."""
+"""`on_dask` on a LocalCluster: the contract of engines, other clients and clusters, tasks that call it."""
 
 import asyncio
 import concurrent.futures
@@ -6,25 +6,22 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import engine_functions as functions
 import numpy as np
 import pytest
-from engine_runs import assert_identical, engine_environment, eventually, weights_of_run
+from engine_contract import BOTH, EngineContract, both
+from engine_runs import assert_identical, engine_environment, eventually
+from local_dask import cluster_of, require_dask
 
 from tfdist.data import from_dask
 from tfdist.launch import WorkerError, on_dask
 from tfdist.utils.cores_and_ports import ReservedPorts
 
-distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
+distributed = require_dask()
 psutil = pytest.importorskip("psutil")
-
-DASK_WORKER = 3  # see `engine_functions.ancestor`
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +30,6 @@ def temporary(tmp_path_factory):
     directory = tmp_path_factory.mktemp("temporary")
     with engine_environment(directory):
         yield directory
-
-
-@contextlib.contextmanager
-def cluster_of(workers, **options):
-    options = {"threads_per_worker": 1, "dashboard_address": ":0", "memory_limit": 0, **options}
-    with distributed.LocalCluster(n_workers=workers, **options) as cluster, distributed.Client(cluster) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +52,27 @@ def client(shared_client, temporary):
         assert ports(pids) == before
 
 
+@pytest.fixture
+def engine(client):
+    return client
+
+
+class TestOnDask(EngineContract):
+    """A place is a process of a Dask worker, which its nanny starts again."""
+
+    call = staticmethod(on_dask)
+    owner = 3
+    too_few = r"Received: 2 in the cluster, 2 of them .* Expected: workers=3\."
+    lost = r"place 1 was lost with Dask worker .*tcp://127\.0\.0\.1:\d+"
+    driver_context = '__import__("distributed").Client(sys.argv[1])'
+
+    def one_place(self, engine):
+        return {"client": engine}
+
+    def address(self, engine):
+        return engine.scheduler.address
+
+
 def children(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children()
@@ -77,36 +88,7 @@ def tasks_of(dask_worker):
     return list(map(str, dask_worker.state.tasks))
 
 
-def test_the_weights_are_those_of_tfdist_run(client, reference, tmp_path):
-    values = on_dask(functions.train, client, str(tmp_path), workers=2)
-    assert [steps for _, steps in values] == [2 * functions.STEPS_OF_EPOCH] * 2
-    for weights, _ in values:
-        assert_identical(weights, reference)
-    assert np.abs(reference[0]).max() > 0
-
-
-@pytest.mark.long
-def test_values_by_rank_and_the_output_of_workers(client, capfd):
-    assert on_dask(functions.task_and_threads, 10, workers=2) == [("worker", 0, "1"), ("worker", 10, "1")]
-    assert on_dask(functions.task_and_threads, 10, client=client, workers=1) == [("worker", 0, "1")]
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(line for line in lines if line.startswith("[")) == ["[0] task 0", "[0] task 0", "[1] task 1"]
-
-
-@pytest.mark.long
-def test_a_chief_alone_returns_a_value(client):
-    assert on_dask(functions.task_and_threads, 10, workers=2, chief=True) == [("chief", 0, "1")]
-
-
-def test_the_error_has_the_rank_and_the_users_lines(client):
-    with pytest.raises(WorkerError, match=r"Worker 1 of 2 failed: KeyError: 'no such column'") as caught:
-        on_dask(functions.fail_in_one, "no such column", client=client, workers=2)
-    assert caught.value.rank == 1 and "raise KeyError(message)" in caught.value.traceback
-
-
-def test_too_few_workers_are_counted(client):
-    with pytest.raises(TimeoutError, match=r"Received: 2 in the cluster, 2 of them .* Expected: workers=3\."):
-        on_dask(functions.task_and_threads, 1, client=client, workers=3, start_timeout_seconds=1)
+def test_workers_without_a_resource_are_not_counted(client):
     with pytest.raises(TimeoutError, match=r"Received: 2 in the cluster, 0 of them with a free thread, {'GPU': 1}"):
         on_dask(functions.task_and_threads, 1, workers=1, resources={"GPU": 1}, start_timeout_seconds=0.5)
 
@@ -124,7 +106,7 @@ def test_calls_at_a_time_take_turns(client):
 
 
 def test_a_task_of_dask_leaves_its_thread_to_the_places(client):
-    assert client.submit(functions.call_in_task, 2, pure=False).result(240) == [("worker", 0, "1"), ("worker", 1, "1")]
+    assert client.submit(functions.call_in_task, 2, pure=False).result(240) == BOTH
 
 
 def test_a_task_of_slurm_is_no_cluster(client):
@@ -132,7 +114,7 @@ def test_a_task_of_slurm_is_no_cluster(client):
     variables |= {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     client.run(set_variables, variables)
     try:
-        assert on_dask(functions.task_and_threads, 1, workers=2) == [("worker", 0, "1"), ("worker", 1, "1")]
+        assert on_dask(functions.task_and_threads, 1, workers=2) == BOTH
         assert on_dask(functions.task_and_threads, 1, workers=1) == [("worker", 0, "1")]
     finally:
         client.run(set_variables, dict.fromkeys(variables))
@@ -171,17 +153,6 @@ def test_an_asynchronous_client_is_refused(client):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, DASK_WORKER])
-def test_a_killed_process_changes_no_weight(client, reference, tmp_path, victim, capfd):
-    values = on_dask(functions.train, str(tmp_path), victim, workers=2, max_restarts=1)
-    assert (tmp_path / "killed").exists()
-    assert all(steps < 2 * functions.STEPS_OF_EPOCH for _, steps in values), "resumed"
-    for weights, _ in values:
-        assert_identical(weights, reference)
-    assert ("restarting in new places (0 restarts left)" in capfd.readouterr().err) == (victim == DASK_WORKER)
-
-
-@pytest.mark.long
 def test_partitions_that_a_killed_dask_worker_held(temporary, tmp_path):
     """Dask computes them again, although the places occupy all its threads."""
     frames = pytest.importorskip("dask.dataframe")
@@ -190,87 +161,32 @@ def test_partitions_that_a_killed_dask_worker_held(temporary, tmp_path):
     with cluster_of(2) as client:
         data = from_dask(frames.from_dict(frame, npartitions=6), client=client)
         values = {}
-        for victim in (None, DASK_WORKER):
+        for victim in (None, TestOnDask.owner):
             (tmp_path / str(victim)).mkdir()
             call = functions.train, str(tmp_path / str(victim)), victim, data
             values[victim] = on_dask(*call, client=client, workers=2, max_restarts=1)
-        assert (tmp_path / str(DASK_WORKER) / "killed").exists()
-        assert_identical(values[DASK_WORKER][0][0], values[None][0][0])
+        assert (tmp_path / str(TestOnDask.owner) / "killed").exists()
+        assert_identical(values[TestOnDask.owner][0][0], values[None][0][0])
         data.close()
-
-
-@pytest.mark.long
-def test_stages_have_the_weights_of_tfdist_run(client, tmp_path):
-    [weights] = on_dask(functions.train_in_stages, workers=2, chief=True)
-    assert_identical(weights, weights_of_run(tmp_path, "chief-0.npz", "--chief"))
-
-
-@pytest.mark.long
-def test_a_lost_dask_worker_ends_the_call(temporary):
-    with cluster_of(2) as client:
-        names = set(client.scheduler_info()["workers"])
-        start = time.monotonic()
-        with pytest.raises(
-            WorkerError, match=r"no restart is left. Received: place 1 was lost with Dask wor"
-        ) as caught:
-            on_dask(functions.lose_place, DASK_WORKER, workers=2)
-        assert any(name in str(caught.value) for name in names)
-        assert time.monotonic() - start < 30, "not after the minute of place 0"
-        # On the Dask worker that its nanny has started instead.
-        assert on_dask(functions.task_and_threads, 1, workers=2) == [("worker", 0, "1"), ("worker", 1, "1")]
 
 
 @pytest.mark.long
 def test_a_dask_worker_that_retires_lets_the_function_save(temporary, tmp_path):
     with cluster_of(2) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
         call = pool.submit(on_dask, functions.wait_for_signal, str(tmp_path), client=client, workers=2)
-        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+        eventually(both(tmp_path, "started"), "started")
         client.retire_workers([sorted(client.scheduler_info()["workers"])[0]])
         with pytest.raises(WorkerError, match=r"A place of the workers was lost"):
             call.result(60)
-    assert len(list(tmp_path.glob("saved-*"))) == 2
-
-
-@pytest.mark.long
-def test_an_interrupt_lets_the_function_save(client, tmp_path):
-    def interrupt():
-        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        on_dask(functions.wait_for_signal, str(tmp_path), workers=2)
-    assert len(list(tmp_path.glob("saved-*"))) == 2
-    thread.join()
-
-
-DRIVER = """
-import sys
-import engine_functions, distributed
-from tfdist.launch import on_dask
-client = distributed.Client(sys.argv[1])
-on_dask(engine_functions.wait_for_signal, sys.argv[2], client=client, workers=2)
-"""
-
-
-@pytest.mark.long
-def test_the_places_of_a_killed_driver_end(client, tmp_path):
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, client.scheduler.address, str(tmp_path)])
-    try:
-        eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
-    finally:
-        driver.kill()
-        driver.wait()
-    eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
+    assert both(tmp_path, "saved")()
 
 
 @pytest.mark.long
 def test_a_cancelled_task_ends_its_places(client, tmp_path):
     task = client.submit(wait_in_task, str(tmp_path), pure=False)
-    eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2, "started")
+    eventually(both(tmp_path, "started"), "started")
     task.cancel()
-    eventually(lambda: len(list(tmp_path.glob("saved-*"))) == 2, "saved")
+    eventually(both(tmp_path, "saved"), "saved")
 
 
 def wait_in_task(directory):
@@ -308,7 +224,7 @@ def test_a_dask_worker_that_returns_at_its_port_is_lost(temporary, tmp_path):
         client = stack.enter_context(distributed.Client(address, timeout=60, set_as_default=False))
         client.wait_for_workers(2, timeout=60)
         names = set(client.scheduler_info()["workers"])
-        call = functions.lose_first_place_once, DASK_WORKER, str(tmp_path / "killed")
+        call = functions.lose_first_place_once, TestOnDask.owner, str(tmp_path / "killed")
         assert on_dask(*call, client=client, workers=2, max_restarts=1) == [0, 1]
         assert set(client.scheduler_info()["workers"]) == names
 

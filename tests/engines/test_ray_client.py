@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from child_environment import child_environment
-from engine_runs import HERE, ray_directory
+from engine_runs import HERE
+from local_ray import ray_directory
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 

@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 import ray_train_functions as functions
-from engine_runs import engine_environment, eventually, ray_directory
+from engine_runs import engine_environment, eventually
+from local_ray import ray_directory
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 train = pytest.importorskip("ray.train", reason="needs the extra `ray`")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_runs import eventually
 from thread_places import run_in_threads
 
 from tfdist.cluster import LOST_RUN_EXIT_CODE, PREEMPTED_EXIT_CODE
@@ -47,7 +48,6 @@ def drawn():
 def wait_for_signal(started):
     import signal
     import sys
-    import time
     from pathlib import Path
 
     signal.signal(signal.SIGTERM, lambda *_: (Path(f"{started}.saved").touch(), sys.exit(75)))
@@ -61,13 +61,6 @@ def call_of(function, *arguments, **options):
 
 def left_places(directory):
     return sorted(path.name for path in Path(directory).glob("tfdist-place-*"))
-
-
-def eventually(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -121,13 +114,13 @@ def test_a_killed_place_leaves_no_process_and_no_file(tmp_path):
     with place.stdin as stdin:
         pickle.dump(call.task(0, [place_address("127.0.0.1")]), stdin)
     try:
-        eventually(started.exists)
+        eventually(started.exists, "started")
         descendants = descendants_of(place.pid)
         assert len(descendants) >= 3 and left_places(tmp_path) != []
     finally:
         place.kill()
         place.wait()
-    eventually(lambda: not any(map(is_alive, descendants)))
+    eventually(lambda: not any(map(is_alive, descendants)), "all have ended")
     assert (tmp_path / "started.saved").exists(), "the worker had time to save"
 
 
@@ -204,9 +197,7 @@ def test_lost_places_lead_to_another_round(lost, left):
 
 def test_a_value_whose_class_is_missing_here_is_an_error_of_its_worker():
     value = b"cno_such_module\nThing\n."
-    with pytest.raises(
-        WorkerError, match="value of worker 0 cannot be read here. Received: ModuleNotFoundError"
-    ) as caught:
+    with pytest.raises(WorkerError, match="cannot be read here. Received: ModuleNotFoundError") as caught:
         run_rounds(
             call_of(where, 1, workers=1), lambda call: [PlaceResult(0, 0, {(0, 0): RankResult(value)}, None, ())]
         )

@@ -4,6 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from testing.data import Data
+from testing.models import dense
+from testing.programs import Program
 
 from tfdist.keras_internals import optimizers
 from tfdist.strategies import MirroredStrategy
@@ -33,12 +36,8 @@ def updated(monkeypatch):
 
 def train(cpus, optimizer, **arguments):
     keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    with MirroredStrategy(cpus[:2]).scope():
-        middle = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(8, activation="tanh")]
-        model = keras.Sequential([keras.Input((8,)), *middle, keras.layers.Dense(1)])
-        model.compile(optimizer(), loss="mse", **arguments)
-    model.fit(ROWS, TARGETS, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    program = Program(lambda: dense(8, (8, 8)), Data(ROWS, TARGETS), optimizer, epochs=3, compile=arguments)
+    model = program.trained(MirroredStrategy(cpus[:2])).model
     return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
 
 

@@ -4,15 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from testing import data, models
+from testing.programs import Program
 
 from tfdist.keras_internals import optimizers
 from tfdist.strategies import MirroredStrategy
 from tfdist.tensorflow_internals import shared_functions
-
-RANDOM = np.random.default_rng(0)
-ROWS = RANDOM.normal(size=(40, 8)).astype("float32")
-WORDS = RANDOM.integers(0, 20, (40, 4))
-TARGETS = RANDOM.normal(size=(40, 1)).astype("float32")
 
 
 @pytest.fixture
@@ -30,24 +27,11 @@ def traces(monkeypatch):
     return counts
 
 
-def dense():
-    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
-
-
-def embedding():
-    layers = [keras.layers.Embedding(20, 8), keras.layers.Flatten(), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
-
-
-def train(cpus, optimizer, build=dense, **arguments):
+def train(cpus, optimizer, model=models.dense, samples=data.NUMBERS, **arguments):
     """Returns the values of all copies of the variables."""
     keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
     strategy = MirroredStrategy(cpus[:2])
-    with strategy.scope():
-        model = build()
-        model.compile(optimizer(), loss="mse", **arguments)
-    model.fit(WORDS if build is embedding else ROWS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    model = Program(model, samples, optimizer, compile=arguments).trained(strategy).model
     variables = [*model.trainable_variables, *model.optimizer.variables]
     return [[one.numpy() for one in strategy.experimental_local_results(variable.value)] for variable in variables]
 
@@ -66,21 +50,21 @@ def scaled():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "build", "arguments"),
+    ("optimizer", "arguments"),
     [
-        pytest.param(keras.optimizers.Adam, dense, {"steps_per_execution": 3}, marks=pytest.mark.long),
-        (keras.optimizers.Adam, embedding, {}),
-        (accumulated, dense, {}),
-        pytest.param(scheduled, dense, {}, marks=pytest.mark.long),
-        pytest.param(scaled, dense, {}, marks=pytest.mark.long),
+        pytest.param(keras.optimizers.Adam, {"steps_per_execution": 3}, marks=pytest.mark.long),
+        (keras.optimizers.Adam, {"model": models.words, "samples": data.WORDS}),
+        (accumulated, {}),
+        pytest.param(scheduled, {}, marks=pytest.mark.long),
+        pytest.param(scaled, {}, marks=pytest.mark.long),
     ],
 )
-def test_replicas_share_an_update_bit_for_bit(cpus, traces, monkeypatch, optimizer, build, arguments):
-    shared = train(cpus, optimizer, build, **arguments)
+def test_replicas_share_an_update_bit_for_bit(cpus, traces, monkeypatch, optimizer, arguments):
+    shared = train(cpus, optimizer, **arguments)
     assert len(traces) == 1
     assert traces[0] >= 4
     monkeypatch.setattr(optimizers, "call_shared", lambda *given, **named: False)
-    for found, expected in zip(shared, train(cpus, optimizer, build, **arguments), strict=True):
+    for found, expected in zip(shared, train(cpus, optimizer, **arguments), strict=True):
         np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(found[0], found[-1])
 

@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 from local_models import compiled, fit
-from one_process import in_one_process
+from testing.programs import Program
+from testing.same_training import assert_same_training
 
 from tfdist.strategies import Asynchronous, DiLoCo, LocalSGD, MultiWorkerMirroredStrategy, Synchronous
 
@@ -94,18 +95,8 @@ def test_what_cannot_be_right_is_an_error(mode, build, arguments, message):
     "arguments", [pytest.param({}, marks=pytest.mark.long), {"micro_batches": 3}, {"compression": "int8"}]
 )
 def test_one_worker_trains_as_without_a_strategy(arguments):
-
-    def alone(strategy):
-        model = compiled(strategy, lambda: keras.optimizers.Adam(0.02))
-        fit(model)
-        return model.get_weights()
-
-    expected = in_one_process(alone)
     strategy = MultiWorkerMirroredStrategy(mode=LocalSGD(sync_every=2), **arguments)
-    model = compiled(strategy, lambda: keras.optimizers.Adam(0.02))
-    fit(model)
-    for value, other in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=1e-6)  # w - (w - w') rounds
+    assert_same_training(strategy, Program(batch_size=12), 1e-6)  # w - (w - w') rounds
 
 
 def test_assigned_weights_are_not_progress():

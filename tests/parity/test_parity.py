@@ -18,10 +18,9 @@ for _file in sorted(Path(__file__).parent.glob("*_cases.py")):
 # What differs from the other cases within Keras alone, and what tests/training has, too (losses of users, two
 # optimizers): left to `make parity`.
 _LEFT_OUT = set(
-    "added_losses_of_static_batches adamw clipnorm clipvalue constraints ema embedding_with_clipvalue "
-    "generative_adversarial_networks loss_function_that_averages metrics_of_binary_classifiers metrics_of_classifiers "
-    "metrics_of_regressors own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples "
-    "sgd_with_momentum two_optimizers_in_a_step weight_decay".split()
+    "added_losses_of_static_batches constraints embedding_with_clipvalue generative_adversarial_networks "
+    "loss_function_that_averages metrics_of_binary_classifiers metrics_of_classifiers metrics_of_regressors "
+    "own_losses_and_logs own_losses_of_static_batches run_eagerly_without_samples two_optimizers_in_a_step".split()
 )
 # Contained in other cases (accumulation, arrays, overflows, sparse labels), or by default on two workers or parameter
 # servers, in micro-batches, or under schedules of GradientAccumulation. `make matrix` runs XLA.
@@ -104,16 +103,6 @@ def test_replicas_equal_one_process(results_on, setup, name):
     assert "error" not in result, result["error"]
     assert result["difference"] <= TOLERANCE
     assert result["rank_difference"] == 0.0, "the workers' weights differ"
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2700)
-def test_the_stock_optimizers_are_among_the_cases(tmp_path):
-    swept = "adadelta adafactor adagrad adamax ftrl lamb lion muon nadam rmsprop".split()
-    names = [f"optimizer_{name}" for name in swept]
-    results = run_cases(SETUPS[0], tmp_path / "results.json", tmp_path / "references", names)
-    assert results.keys() == set(names)
-    assert not {name: result for name, result in results.items() if result.get("difference", 1.0) > TOLERANCE}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """A small model with dense and sparse gradients, and the optimizers with which tests train it."""
 
-import keras
 import numpy as np
 from keras import optimizers
+from testing.models import numbers_and_words
+from testing.optimizers import OPTIMIZERS as OF_ALL_TESTS
+from testing.programs import Program
 
 _random = np.random.default_rng(0)
 NUMBERS = _random.normal(size=(24, 6)).astype("float32")
@@ -13,36 +15,16 @@ BATCH = 8
 
 def everything(steps=2):
     """AdamW with a schedule, decay, clipping, averages and accumulation."""
-    return optimizers.AdamW(
-        optimizers.schedules.ExponentialDecay(0.1, 2, 0.9),
-        weight_decay=0.1,
-        global_clipnorm=0.2,
-        use_ema=True,
-        ema_momentum=0.9,
-        ema_overwrite_frequency=2,
-        gradient_accumulation_steps=steps,
-    )
+    return OF_ALL_TESTS["everything"](gradient_accumulation_steps=steps)
 
 
+_SAME = "momentum adam adamw adadelta adagrad adamax lion rmsprop clipnorm global_clipnorm clipvalue averages adafactor"
 OPTIMIZERS = {
-    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optimizers.Adam(0.01, amsgrad=True),
-    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
-    "adadelta": lambda: optimizers.Adadelta(0.1),
-    "adagrad": lambda: optimizers.Adagrad(0.1),
-    "adamax": lambda: optimizers.Adamax(0.01),
-    "lion": lambda: optimizers.Lion(0.01),
-    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
-    "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2),
-    "clipvalue": lambda: optimizers.SGD(0.1, momentum=0.9, clipvalue=0.01),
-    "averages": lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9),
+    **{name: OF_ALL_TESTS[name] for name in _SAME.split()},
     "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
     # 2 ** 127 overflows at first, so that updates are skipped.
     "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**127),
     "everything": everything,
-    # Has whole variables, and factors of slots.
-    "adafactor": lambda: optimizers.Adafactor(0.01),
     # For which Keras without a strategy counts as tfdist does: no schedule and no averages.
     "resumed": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.2, gradient_accumulation_steps=2),
 }
@@ -50,14 +32,7 @@ OPTIMIZERS = {
 
 def compiled(strategy, optimizer, **arguments):
     """Returns a model of 447 parameters, with an embedding, and what `optimizer` returns."""
-    with strategy.scope():
-        keras.utils.set_random_seed(0)
-        numbers, words = keras.Input((6,)), keras.Input((3,), dtype="int32")
-        embedded = keras.layers.Flatten()(keras.layers.Embedding(11, 5)(words))
-        inner = keras.layers.Dense(17, activation="tanh")(keras.layers.Concatenate()([numbers, embedded]))
-        model = keras.Model([numbers, words], keras.layers.Dense(1)(inner))
-        model.compile(optimizer(), loss="mse", **arguments)
-    return model
+    return Program(lambda: numbers_and_words(11), optimizer=optimizer, compile=arguments).compiled(strategy)
 
 
 def fit(model, epochs=2, **arguments):

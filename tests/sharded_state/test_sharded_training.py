@@ -70,12 +70,6 @@ def test_more_replicas(cpus, name, replicas):
     )
 
 
-@pytest.mark.parametrize("name", ["everything", pytest.param("loss_scale", marks=pytest.mark.long)])
-def test_eager_replicas(cpus, name):
-    sharded, whole = both(cpus[:2], sharded_models.OPTIMIZERS[name], run_eagerly=True)
-    assert_equal_values(sharded_models.values(sharded), sharded_models.values(whole), 1e-6)
-
-
 def test_all_replicas_have_the_same_weights(cpus):
     model = sharded_models.trained(
         MirroredStrategy(cpus[:3], shard_optimizer_state=True), sharded_models.OPTIMIZERS["adam"]

@@ -4,6 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from testing.data import SEQUENCES
+from testing.programs import Program
+from testing.same_training import assert_same_training
 
 from tfdist.keras_internals.model_introspection import accepts_zeros, predicting_model
 from tfdist.strategies import MirroredStrategy
@@ -94,17 +97,17 @@ def test_the_model_that_predicts_is_found(cpus):
 
 def test_synchronized_statistics_leave_out_replicas_without_samples(cpus):
     """The last batch has one sample. A convolution needs one on each replica."""
-    inputs = np.random.default_rng(0).normal(size=(9, 6, 1)).astype("float32")
 
-    def trained(strategy):
-        with strategy.scope():
-            keras.utils.set_random_seed(0)
-            statistics = keras.layers.BatchNormalization(synchronized=True)
-            layers = [keras.layers.Conv1D(2, 3), statistics, keras.layers.Flatten(), keras.layers.Dense(1)]
-            model = keras.Sequential([keras.Input((6, 1)), *layers])
-            model.compile(keras.optimizers.SGD(0.1), loss="mse")
-        history = model.fit(inputs, inputs[:, 0] ** 2, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        return [np.array(history.history["loss"]), *model.get_weights()]
+    def normalized():
+        statistics = keras.layers.BatchNormalization(synchronized=True)
+        layers = [keras.layers.Conv1D(2, 3), statistics, keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((6, 3)), *layers])
 
-    for ours, one in zip(trained(MirroredStrategy(cpus[:2])), trained(tf.distribute.get_strategy()), strict=True):
-        np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-6)
+    program = Program(normalized, SEQUENCES.first(9), lambda: keras.optimizers.SGD(0.1), batch_size=4)
+    assert_same_training(MirroredStrategy(cpus[:2]), program, 1e-6)
+
+
+def test_replicas_without_samples_accumulate_eagerly(cpus):
+    """Of 4 rows, 3 replicas compute 2, 2 and 0, and write their accumulators together."""
+    program = Program(micro_steps=2, batch_size=4, compile={"run_eagerly": True})
+    assert_same_training(MirroredStrategy(cpus[:3]), program)

@@ -14,6 +14,9 @@ import tensorflow as tf
 from cases import CASES
 from comparison import TOLERANCE, largest_difference
 from one_process import in_one_process
+from testing.data import NUMBERS
+from testing.programs import Program
+from testing.same_training import assert_same_training
 
 from tfdist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
@@ -32,20 +35,17 @@ def in_parts(cpus, count):
     return InParts(cpus[:1])
 
 
-# Cases that depend on how a step is computed; tests/parity covers the others.
+# Cases that depend on how a step is computed; tests/parity and tests/any_strategy have the others.
 _CASES = """
 added_losses accumulation_with_clipping_ema_decay_and_schedule custom_train_step masked_sequences
 mean_with_sample_weight synchronized_batch_normalization
 """.split()
-# The last lines: contained in others (added losses, adversarial networks, parts without rows), and on two replicas or
-# workers.
 _LONG = """
-class_weights constraints embedding_with_global_clipnorm last_batch_of_one_sample last_partial_batch
-loss_function_that_averages loss_scale loss_scale_overflow_on_one_replica own_losses_and_logs regularizers run_eagerly
-sample_weights seeded_shuffle_and_cache steps_per_execution texts
-convolutions_without_samples endpoint_layers float8 lookups_without_samples loss_scale_overflow_in_an_accumulation
-many_inputs_and_outputs on_batch_methods sum_reduction two_optimizers_in_a_step
-compute_loss_of_the_users_own embedding_with_accumulation generative_adversarial_networks run_eagerly_without_samples
+class_weights compute_loss_of_the_users_own constraints convolutions_without_samples endpoint_layers float8
+generative_adversarial_networks last_batch_of_one_sample lookups_without_samples loss_function_that_averages
+loss_scale_overflow_in_an_accumulation loss_scale_overflow_on_one_replica many_inputs_and_outputs on_batch_methods
+own_losses_and_logs regularizers run_eagerly_without_samples sample_weights seeded_shuffle_and_cache sum_reduction texts
+two_optimizers_in_a_step
 """.split()
 
 
@@ -62,12 +62,9 @@ def test_micro_batches_equal_the_whole_batch(cpus, name):
 
 @pytest.mark.parametrize("rows", [*(pytest.param(rows, marks=pytest.mark.long) for rows in (16, 5)), 2])
 def test_parts_that_differ_in_size_and_parts_without_rows(cpus, rows):
-    def trained(strategy):
-        model = compiled(strategy)
-        history = model.fit(INPUTS[:rows], TARGETS[:rows], batch_size=16, epochs=3, verbose=0)
-        return {"weights": model.get_weights(), "logs": history.history}
-
-    assert largest_difference(trained(in_parts(cpus, 3)), in_one_process(trained)) <= TOLERANCE
+    assert_same_training(
+        in_parts(cpus, 3), Program(data=NUMBERS.first(rows), batch_size=16, epochs=3, compile={"metrics": ["mae"]})
+    )
 
 
 def compiled(strategy, layers=(), **arguments):

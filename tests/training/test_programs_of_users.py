@@ -10,6 +10,9 @@ import pytest
 import tensorflow as tf
 from keras import ops
 from one_process import in_one_process
+from testing.data import Data
+from testing.programs import Program
+from testing.same_training import assert_same_training
 
 from tfdist.losses import divided_rows
 from tfdist.losses import loss_scaling as loss_warnings
@@ -42,26 +45,19 @@ def network(outputs=4):
     )
 
 
-def fitted(strategy, create, *, evaluates=False, **arguments):
-    """The weights, the History and, if asked for, the evaluation of a model after two steps."""
-    with strategy.scope():
-        model = create()
-        model.compile(keras.optimizers.SGD(0.1), **{"jit_compile": False, **arguments})
-    targets = [TARGETS] * len(model.outputs) if getattr(model, "outputs", None) else TARGETS
-    history = model.fit(INPUTS, targets, batch_size=BATCH, shuffle=False, verbose=0).history
-    evaluated = model.evaluate(INPUTS, targets, batch_size=BATCH, verbose=0, return_dict=True) if evaluates else {}
-    return model.get_weights(), history, evaluated
+def program_of(create, targets=TARGETS, loss=None, **arguments):
+    """Two steps of a model that `create` returns."""
+    data = Data(INPUTS, targets, loss)
+    compiled = {"jit_compile": False, **arguments}
+    return Program(create, data, lambda: keras.optimizers.SGD(0.1), batch_size=BATCH, epochs=1, compile=compiled)
 
 
-def assert_equal_to_one_process(cpus, create, **arguments):
-    weights, *logs = fitted(MirroredStrategy(cpus[:2]), create, **arguments)
-    expected_weights, *expected_logs = in_one_process(fitted, create, **arguments)
-    for weight, expected in zip(weights, expected_weights, strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=0, atol=TOLERANCE)
-    for log, expected in zip(logs, expected_logs, strict=True):
-        assert log.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_allclose(log[name], value, rtol=TOLERANCE)
+def fitted(strategy, create, **arguments):
+    program_of(create, **arguments).trained(strategy)
+
+
+def assert_equal_to_one_process(cpus, *program, **arguments):
+    assert_same_training(MirroredStrategy(cpus[:2]), program_of(*program, **arguments), TOLERANCE)
 
 
 class Mean(keras.losses.Loss):
@@ -96,7 +92,7 @@ def two_outputs():
 @pytest.mark.filterwarnings("error:A loss is neither")
 def test_losses_that_override_call_equal_one_process(cpus):
     assert_equal_to_one_process(cpus, network, loss=OfSamples())
-    assert_equal_to_one_process(cpus, two_outputs, loss=[Mean(), Twice()], loss_weights=[1.0, 0.5], evaluates=True)
+    assert_equal_to_one_process(cpus, two_outputs, [TARGETS] * 2, [Mean(), Twice()], loss_weights=[1.0, 0.5])
     with pytest.warns(UserWarning, match="computes a loss eagerly"):
         assert_equal_to_one_process(cpus, network, loss=Mean(), run_eagerly=True)
 
@@ -208,7 +204,7 @@ class CompiledLoss(Step):
     ],
 )
 def test_decorated_steps_equal_one_process(cpus, create):
-    assert_equal_to_one_process(cpus, create, evaluates=create is CompiledStep)
+    assert_equal_to_one_process(cpus, create)
 
 
 def test_a_compiled_function_with_an_exchange_is_refused(cpus):

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.compression.gradient_tensors import divided, multiplied
+from tfdist.compression.gradient_tensors import divided, multiplied, zeros_unless
 from tfdist.keras_internals.optimizers import OptimizerUpdate
 from tfdist.tensorflow_internals.merge_calls import cond_over_replicas
 
@@ -83,6 +83,8 @@ def run_micro_step(
     def accumulate() -> None:
         if contributes is None:
             held.write(_add, gradients)
+        elif tf.executing_eagerly():  # without a graph, replicas write together, also those without samples
+            held.write(_add, held.each(lambda one: zeros_unless(contributes, one), gradients))
         else:
             tf.cond(contributes, lambda: held.write(_add, gradients), lambda: None)
 

@@ -1,7 +1,6 @@
-"""Python blocks in the documentation parse, and the names of tfdist in them exist and accept the arguments.
+"""Python blocks of pages parse, and the names of tfdist in them exist and accept the arguments.
 
-The test reads the blocks marked `python` of README.md and of every page. A block with a program of another library (it
-imports Horovod, or `tf.keras` of Keras 2) is only parsed.
+A block with a program of another library (it imports Horovod, or `tf.keras` of Keras 2) is only parsed.
 """
 
 import ast
@@ -9,22 +8,40 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
+from page_files import Finding, Pages, line_at
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-STRATEGY = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
+_STRATEGY = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ModelParallelStrategy")
+_CONVERTED, _CONVERTED_PAGE = "examples/migrating/horovod_after.py", "docs/migrating_from_horovod.md"
 
-pytestmark = pytest.mark.usefixtures("cpus")
+
+def code_blocks(pages: Pages) -> Iterator[Finding]:
+    """Wrong uses of tfdist. A snippet may use public names without imports."""
+    names = _public_names()
+    for path, text in pages.markdown.items():
+        if path.startswith("examples/"):
+            continue
+        for match in BLOCK.finditer(text):
+            for mistake in mistakes(match[1], names):
+                yield Finding(path, line_at(text, match.start(1)), mistake)
 
 
-def blocks(text: str) -> list[tuple[int, str]]:
-    """The blocks of a page, as (line, source)."""
-    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in BLOCK.finditer(text)]
+def converted_program(pages: Pages) -> Iterator[Finding]:
+    """Lines of the page on Horovod that its converted program does not have."""
+    text = pages.markdown.get(_CONVERTED_PAGE, "")
+    block = next((match for match in BLOCK.finditer(text, max(text.find("After,"), 0))), None)
+    if block is None:
+        if text:
+            yield Finding(_CONVERTED_PAGE, 1, f'no program after the word "After,". Expected: {_CONVERTED}')
+        return
+    program = re.sub(r"\s", "", (pages.root / _CONVERTED).read_text(encoding="utf-8"))
+    program = program.replace("_PASSES", "2").replace("_BATCH_SIZE.value", "64").replace("_EPOCHS.value", "4")
+    for number, line in enumerate(block[1].splitlines(), line_at(text, block.start(1))):
+        shown = re.sub(r"\s|#.*", "", line)
+        if len(shown) > 1 and shown not in program and "checkpoints" not in line and "save" not in line:
+            yield Finding(_CONVERTED_PAGE, number, f"{_CONVERTED} has no line {line.strip()!r}")
 
 
 def imported(tree: ast.AST) -> dict[str, tuple[str, str | None]]:
@@ -70,14 +87,18 @@ def strategies(tree: ast.AST, names: dict[str, tuple[str, str | None]]) -> dict[
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
             called = resolve(node.value.func, names)
-            if inspect.isclass(called) and called.__name__ in STRATEGY:
+            if inspect.isclass(called) and called.__name__ in _STRATEGY:
                 found[node.targets[0].id] = called
     return found or {"strategy": public.MultiWorkerMirroredStrategy}
 
 
 def mistakes(source: str, defaults: dict[str, tuple[str, str | None]] | None = None) -> Iterator[str]:
     """The wrong uses of tfdist in a block. `defaults` are names that need no import."""
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        yield f"line {error.lineno} of the block: {error.msg}"
+        return
     if re.search(r"\bhorovod\b|\btf\.keras\b", source):
         return
     own = imported(tree)
@@ -106,64 +127,9 @@ def mistakes(source: str, defaults: dict[str, tuple[str, str | None]] | None = N
                 yield f"{ast.unparse(node)}: {kind.__name__} has no such attribute"
 
 
-def public_names() -> dict[str, tuple[str, str | None]]:
+def _public_names() -> dict[str, tuple[str, str | None]]:
     """The public names, which a snippet may use without imports."""
     names: dict[str, tuple[str, str | None]] = {"tfdist": ("tfdist", None)}
     for module in ("tfdist.strategies", "tfdist.callbacks", "tfdist.compression"):
         names |= {name: (module, name) for name in importlib.import_module(module).__all__}
     return names
-
-
-CASES = [
-    pytest.param(path, line, source, id=f"{path.relative_to(ROOT)}:{number}")
-    for path in PAGES
-    for number, (line, source) in enumerate(blocks(path.read_text(encoding="utf-8")))
-]
-
-
-@pytest.mark.parametrize(("path", "line", "source"), CASES)
-def test_block_is_right(path: Path, line: int, source: str) -> None:
-    found = list(mistakes(source, public_names()))
-    assert not found, f"{path.relative_to(ROOT)}, line {line}: {found}"
-
-
-def test_blocks_are_found() -> None:
-    assert len(CASES) > 20
-    assert {path.name for path in PAGES} >= {"README.md", "index.md", "quick_start.md"}
-
-
-@pytest.mark.parametrize(
-    ("source", "mistake"),
-    [
-        ("from tfdist.strategies import NoSuchStrategy", "NoSuchStrategy"),
-        ("import tfdist.nowhere", "nowhere"),
-        ("from tfdist.callbacks import FailureRecovery as F\nF('d', every_step=1)", "every_step"),
-        ("FailureRecovery('d', every_step=1)", "every_step"),
-        ("import tfdist\ntfdist.strategies.MirroredStrategy(compress='int8')", "compress"),
-        ("import tfdist\ntfdist.strategies.MirrorStrategy()", "MirrorStrategy"),
-        ("from tfdist.compression import PowerSGD\nPowerSGD(1, 2, 3, 4, 5, 6, 7)", "too many"),
-        ("strategy.ranks", "ranks"),
-        ("s = ParameterServerStrategy()\ns.micro_batchez", "micro_batchez"),
-    ],
-)
-def test_mistakes_are_found(source: str, mistake: str) -> None:
-    assert any(mistake in found for found in mistakes(source, public_names()))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "strategy.rank; strategy.gather(x, axis=0); model.fit(x, callbacks=[FailureRecovery('d', every_steps=1)])",
-        "s = ParameterServerStrategy(mode=Synchronous(backup_workers=1))\ns.worker_stats",
-        "import horovod.tensorflow.keras as hvd\nhvd.init()\nstrategy.ranks",
-    ],
-)
-def test_correct_blocks_pass(source: str) -> None:
-    assert not list(mistakes(source, public_names()))
-
-
-def test_a_block_that_does_not_parse_is_found() -> None:
-    ((line, source),) = blocks("text\n\n```python\nif:\n```\n")
-    assert line == 4
-    with pytest.raises(SyntaxError):
-        list(mistakes(source))
