@@ -223,10 +223,7 @@ class ReplicaReduction:
         options: Any,
         parts: OwnedParts | None = None,
     ) -> list[Any]:
-        contributes = self.context.contributes
-        tensors = [
-            tensor if isinstance(tensor, tf.IndexedSlices) else zeros_unless(contributes, tensor) for tensor in tensors
-        ]
+        tensors = [zeros_unless(self.context.contributes, tensor) for tensor in tensors]
         local, cross = self._hierarchy.local, self._hierarchy.cross
         if local is not None:
             tensors = sum_tensors(tensors, CollectiveGroup(local, options=options), self._bucket_bytes)
@@ -286,7 +283,7 @@ def sum_tensors(
             results[dense[position]] = tensor
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            timed, (values,) = begin_bucket(group, [tensor.values])
+            timed, (values,) = begin_bucket(group, [zeros_unless(contributes, tensor.values)])
             summed = sum_indexed_slices(with_values(tensor, values), timed)
             results[position] = with_values(summed, *end_bucket(timed, [summed.values]))
     return results

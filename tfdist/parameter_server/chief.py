@@ -170,7 +170,11 @@ class ChiefTraining:
                     optimizer.build(model.trainable_variables)
                 inner = getattr(optimizer, "inner_optimizer", optimizer)
                 paths = OptimizerUpdate(inner, model.trainable_variables).paths
-                self._encoder.prepare(paths, [variable.shape for variable in model.trainable_variables])
+                self._encoder.prepare(
+                    paths,
+                    [variable.shape for variable in model.trainable_variables],
+                    may_skip_rounds=isinstance(self._mode, Synchronous) and inner is not optimizer,
+                )
             self._is_prepared = True
         return functions
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.compression.gradient_tensors import all_finite, sum_duplicate_rows
 from tfdist.keras_internals.scheduled_training import EncodedGradient, update_counter
-from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, unscaled
+from tfdist.parameter_server.gradient_push import GradientEncoder, push_report, round_mark, unscaled
 from tfdist.parameter_server.worker_scope import PhaseEnded, StepUpdates
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.server_variables import colocated_variable
@@ -70,8 +70,9 @@ class GradientBuffers:
         self._phases[phase] = _Phase(optimizers, changed, result.is_last)
         for position, (optimizer, variables) in enumerate(optimizers):
             gradients = unscaled(optimizer, result.gradients[position])
+            mark = round_mark(optimizer) if encoder.may_skip_rounds else None
             for index, (gradient, path) in enumerate(zip(gradients, optimizer.paths, strict=True)):
-                sent, size = encoder.encode(gradient, path)
+                sent, size = encoder.encode(gradient, path, round_mark=mark)
                 sizes.append(size)
                 key = (phase, position, index)
                 if isinstance(gradient, tf.IndexedSlices):
