@@ -183,29 +183,9 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         return variable_bytes_by_device(model)
 
     @property
-    def gradient_reduction(self) -> None:
-        """None: gradients are not reduced by collectives."""
-        return None
-
-    @property
     def compression_state(self) -> CompressionState:
         """The state that the compressors keep from step to step, for each column; those of its stages are on them."""
         return self._compression_state
-
-    @property
-    def local_updates(self) -> None:
-        """None: columns exchange gradients in each update."""
-        return None
-
-    @property
-    def row_shares(self) -> None:
-        """None: columns compute equal parts of a batch."""
-        return None
-
-    @property
-    def worker_stats(self) -> tuple[()]:
-        """Empty: statistics for each worker exist under parameter servers only."""
-        return ()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn`; a step of a Keras model runs in stages.

@@ -10,6 +10,7 @@ from tfdist import cluster
 from tfdist.load_balancing.load_balancing_options import LoadBalancing, checked_shares, load_balancing_of
 from tfdist.load_balancing.row_shares import RowShares
 from tfdist.local_updates.local_modes import LocalMode
+from tfdist.local_updates.local_updates import LocalUpdates
 from tfdist.parameter_server.modes import Synchronous
 from tfdist.sharded_state.sharded_state_options import ShardedState
 from tfdist.strategies.cluster_resolver import (
@@ -20,7 +21,7 @@ from tfdist.strategies.cluster_resolver import (
     worker_resolver,
 )
 from tfdist.strategies.exchange_start import workers_boundary
-from tfdist.strategies.local_update_patches import local_mode_of, local_updates_of
+from tfdist.strategies.local_update_hooks import local_mode_of, samples_of_step
 from tfdist.strategies.replicated_strategy import Compression, ReplicatedStrategy
 from tfdist.strategies.shared_paths import patch_files
 from tfdist.strategies.version_canaries import check_installed_versions
@@ -154,7 +155,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
         self._row_shares = self._shares_of(balancing, shares)
         if local_mode is not None:
             self.extended.replica_operations.prepare_within_worker(self._reduction_within_worker)
-            self._local_updates = local_updates_of(self, local_mode)
+            self._local_updates = LocalUpdates(self, local_mode, samples_of_step)
         check_installed_versions(is_chief=self.rank == 0)
 
     @property

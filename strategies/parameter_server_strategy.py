@@ -156,26 +156,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         )
 
     @property
-    def gradient_reduction(self) -> None:
-        """None: workers push to servers, and replicas do not reduce gradients with each other."""
-        return None
-
-    @property
-    def compression_state(self) -> None:
-        """None: each worker keeps the state of its compressors, which is not saved."""
-        return None
-
-    @property
-    def local_updates(self) -> None:
-        """None: clients of `FederatedAveraging` update copies of the variables, which callbacks do not see."""
-        return None
-
-    @property
-    def row_shares(self) -> None:
-        """None: the chief divides batches into parts of rounds, which no worker draws."""
-        return None
-
-    @property
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """What each worker has done so far: pushes, samples, staleness, bytes, time."""
         return self._stats.stats
@@ -292,7 +272,3 @@ def _checked(
     if pull_dtype not in (None, "bfloat16", "float16"):
         raise ValueError(f"Invalid `pull_dtype`. Received: {pull_dtype!r}. Expected: 'bfloat16', 'float16' or None.")
     return None if pull_dtype is None else tf.as_dtype(pull_dtype)
-
-
-def _is_ours(strategy: Any) -> bool:
-    return isinstance(strategy, ParameterServerStrategy)

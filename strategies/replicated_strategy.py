@@ -46,6 +46,7 @@ from tfdist.training.sample_shares import (
     time_wait,
 )
 from tfdist.training.strategy_protocol import TrainingStrategy
+from tfdist.utils.argument_checks import is_whole_number
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -84,7 +85,7 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         policy = compression if isinstance(compression, Policy) else Policy(compression)
         if bucket_bytes is None:
             bucket_bytes = getattr(options, "bytes_per_pack", 0) or DEFAULT_BUCKET_BYTES
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+        if not is_whole_number(bucket_bytes, at_least=0):
             raise ValueError(
                 f"Invalid `bucket_bytes`. Received: bucket_bytes={bucket_bytes!r}. Expected: a number of bytes, 0 for "
                 f"one bucket, or None for `communication_options.bytes_per_pack`, else {DEFAULT_BUCKET_BYTES}."
@@ -175,11 +176,6 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
     def gradient_reduction(self) -> ReplicaReduction:
         """The reduction of this process's first replica, for tfdist's callbacks."""
         return self.extended.replica_operations.reductions[0]
-
-    @property
-    def worker_stats(self) -> tuple[()]:
-        """Empty: statistics for each worker exist under parameter servers only."""
-        return ()
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as `tf.distribute.Strategy.run` does.

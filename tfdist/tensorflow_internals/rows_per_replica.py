@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.strategy_hooks import hooks_of
 from tfdist.tensorflow_internals.tensorflow_symbols import regroup
 
 _INPUT = "tensorflow.python.distribute.input_lib"
@@ -258,24 +259,10 @@ def tensorflow_spec(element_spec: Any) -> Any:
 
 @patch
 def patch_distributed_iterators() -> None:
-    """Makes TensorFlow's distributed iterators draw `RowsPerReplica` values. More calls have no effect."""
+    """Makes TensorFlow's distributed iterators draw `RowsPerReplica` values, and ask for the end only if needed."""
+    stock = _input_lib._calculate_replicas_with_values
     replace(_Iterator, "get_next")(_or_rows(_Iterator.get_next, _get_next))
     replace(_Iterator, "get_next_as_optional")(_or_rows(_Iterator.get_next_as_optional, _get_next_as_optional))
-
-
-_ends_are_known: Callable[[Any], Any] = lambda strategy: None  # noqa: E731
-
-
-@patch
-def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
-    """Lets workers draw batches without asking each other whether the data has ended.
-
-    Args:
-        ends_are_known: Takes a strategy, returns a bool variable: whether the caller makes as many steps on all
-            workers as the one with most data has batches, and needs no totals. `None`: workers always ask.
-    """
-    global _ends_are_known
-    _ends_are_known, stock = ends_are_known, _input_lib._calculate_replicas_with_values
 
     @replace(_input_lib, "_calculate_replicas_with_values")
     def replicas_with_values(strategy: Any, input_workers: Any, optionals: Any) -> tf.Tensor:
@@ -283,7 +270,7 @@ def patch_agreement_on_end(ends_are_known: Callable[[Any], Any]) -> None:
 
 
 def _unless_known(strategy: Any, if_known: Any, ask: Callable[[], tf.Tensor]) -> tf.Tensor:
-    are_known = _ends_are_known(strategy)
+    are_known = hooks_of(strategy).ends_are_known(strategy)
     if are_known is None:
         return ask()
     return tf.cond(are_known, lambda: tf.convert_to_tensor(if_known, tf.int64), ask)

@@ -59,17 +59,17 @@ class TrainingStrategy(Protocol):
 
         None if the replicas do not reduce gradients with tfdist's collectives.
         """
-        ...
+        return None
 
     @property
     def compression_state(self) -> CompressionState | None:
         """The state of this process's compressors, or None if the strategy saves none."""
-        ...
+        return None
 
     @property
     def row_shares(self) -> RowShares | None:
         """Which rows of global batches each worker computes; None if the strategy does not divide them by shares."""
-        ...
+        return None
 
     @property
     def local_updates(self) -> Any:
@@ -79,7 +79,7 @@ class TrainingStrategy(Protocol):
     @property
     def worker_stats(self) -> Sequence[Any]:
         """Under parameter servers a `WorkerStats` for each worker; empty under other strategies."""
-        ...
+        return ()
 
 
 class _StockStrategy(TrainingStrategy):
@@ -87,10 +87,6 @@ class _StockStrategy(TrainingStrategy):
 
     rank = 0
     communication = CommunicationStats()
-    gradient_reduction = None
-    compression_state = None
-    row_shares = None
-    worker_stats = ()
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
