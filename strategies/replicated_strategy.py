@@ -2,8 +2,8 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -47,6 +47,7 @@ from tfdist.training.sample_shares import (
 )
 from tfdist.training.strategy_protocol import TrainingStrategy
 from tfdist.utils.argument_checks import is_whole_number
+from tfdist.utils.temporary_values import setting_attributes
 
 if TYPE_CHECKING:
     from tensorflow.distribute import Strategy as _Strategy
@@ -283,13 +284,8 @@ class ReplicatedStrategy(TrainingStrategy, _Strategy):
         """Returns the distributed dataset whose batches carry their numbers of samples, if one worker cannot tell."""
         return dataset
 
-    @contextmanager
-    def _building_locally(self) -> Iterator[None]:
-        self._builds_locally = True
-        try:
-            yield
-        finally:
-            self._builds_locally = False
+    def _building_locally(self) -> AbstractContextManager[None]:
+        return setting_attributes(self, _builds_locally=True)
 
     def _axis(self, value: Any, axis: Any) -> Any:
         ranks = {getattr(getattr(local, "shape", None), "rank", 0) for local in self.experimental_local_results(value)}

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     ),
     "model_parallel": frozenset({"collectives", "compression", "internals", "losses", "updates", "utils"}),
     "training": frozenset(
-        "collectives compression internals load_balancing losses sharded_state strategy_hooks updates".split()
+        "collectives compression internals load_balancing losses sharded_state strategy_hooks updates utils".split()
     ),
     "losses": frozenset({"internals"}),
     "load_balancing": frozenset({"internals", "utils"}),

@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.call_graph import CallGraph, DifferentInTraining, own_graph, traced_graph
-from tfdist.keras_internals.keras_symbols import tree
 from tfdist.keras_internals.layer_calls import signature_of
 from tfdist.keras_internals.nested_models import flattened
 from tfdist.private_symbols import private
@@ -44,7 +43,7 @@ class FunctionalGraph:
 
     def packed_outputs(self, outputs: Sequence[Any]) -> Any:
         """Returns the structure that a call of the model returns."""
-        return _unpack_singleton(tree.pack_sequence_as(self._graph.function._outputs_struct, list(outputs)))
+        return _unpack_singleton(keras.tree.pack_sequence_as(self._graph.function._outputs_struct, list(outputs)))
 
     def signature(self) -> list[Any]:
         """Returns what is computed, to compare two graphs of the same model."""
@@ -75,7 +74,7 @@ def graph_of(model: Any, x: Any = None) -> FunctionalGraph:
 
 
 def _traced(model: Any, x: Any) -> FunctionalGraph:
-    inputs = tree.map_structure(lambda leaf: keras.KerasTensor(_batch_shape(leaf), leaf.dtype.name), x)
+    inputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(_batch_shape(leaf), leaf.dtype.name), x)
     try:
         graph = traced_graph(model, inputs)
     except DifferentInTraining as error:
@@ -93,7 +92,7 @@ def _traced(model: Any, x: Any) -> FunctionalGraph:
         ) from error
 
     def standardize(data: Any) -> list[Any]:
-        return [_converted(model, leaf) for leaf in tree.flatten(data)]
+        return [_converted(model, leaf) for leaf in keras.tree.flatten(data)]
 
     return FunctionalGraph(graph, standardize)
 

@@ -153,7 +153,6 @@ private_attributes(
         "_compile_metrics": "the compiled metrics",
         "_loss_tracker": "the mean of the losses, which counts samples",
         "_initial_epoch": "the epoch with which a resumed `fit` begins",
-        "_jit_compile": "whether a step is compiled, which is decided later",
         "_nodes_by_depth": "the calls of layers in their order",
         "_inputs_struct": "the structure of a model's inputs",
         "_outputs_struct": "the structure of a model's outputs",

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.scheduled_training import is_seed_state
 from tfdist.tensorflow_internals.function_variables import FunctionVariable
 
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 numbers have distinct seeds
@@ -29,7 +30,7 @@ class InitialSlots:
         ]
         self._values: dict[int, np.ndarray | None] = {}
         for variable in self.variables:
-            value = server_variable(variable).numpy()
+            value = held_variable(variable).numpy()
             is_uniform = value.size > 0 and bool((value == value.flat[0]).all())
             self._values[id(variable)] = np.asarray(value.flat[0]) if is_uniform else None
         self._values[id(optimizer._iterations)] = np.zeros([], optimizer._iterations.dtype)
@@ -37,7 +38,7 @@ class InitialSlots:
     def value(self, variable: Any) -> tf.Tensor | None:
         """The initial value of one of `variables`; `None` if it must be read."""
         constant = self._values[id(variable)]
-        return None if constant is None else tf.fill(variable.shape, tf.cast(constant, server_variable(variable).dtype))
+        return None if constant is None else tf.fill(variable.shape, tf.cast(constant, held_variable(variable).dtype))
 
 
 def _variables_of(optimizer: Any) -> list[Any]:
@@ -80,7 +81,7 @@ class LocalCopies:
         for variable in every:
             if id(variable) in self._copies:
                 continue
-            server, value = server_variable(variable), None
+            server, value = held_variable(variable), None
             if id(variable) in metrics:
                 value = tf.zeros(server.shape, server.dtype)
             elif id(variable) in of_optimizer:
@@ -95,7 +96,7 @@ class LocalCopies:
         self._excluded = metrics | of_optimizer | {id(rate)}
         self._rate = rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            self._rate = tf.cast(rate(server_variable(optimizer._iterations).read_value()), tf.float32)
+            self._rate = tf.cast(rate(held_variable(optimizer._iterations).read_value()), tf.float32)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -134,7 +135,7 @@ class LocalCopies:
         Metrics, seeds and the optimizer's variables are left out.
         """
         return {
-            server_variable(variable).ref(): (before, copy.read_value())
+            held_variable(variable).ref(): (before, copy.read_value())
             for variable, copy, before in self._copies.values()
             if copy.is_assigned
             and not (id(variable) in self._excluded or variable.trainable or is_seed_state(variable))

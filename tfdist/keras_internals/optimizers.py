@@ -4,14 +4,14 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.keras_internals.dynamic_loss_scale import LossScale, apply_scaled, current_loss_scale
-from tfdist.keras_internals.keras_symbols import LossScaleOptimizer, TFOptimizer
+from tfdist.keras_internals.keras_symbols import TFOptimizer
 from tfdist.keras_internals.keras_updates import (
     is_equal_on_replicas,
     is_of_each_variable,
@@ -28,6 +28,7 @@ from tfdist.tensorflow_internals.operation_origins import is_symbolic
 from tfdist.tensorflow_internals.shared_functions import call_shared
 from tfdist.tensorflow_internals.shared_operations import shared_operations
 from tfdist.tensorflow_internals.xla_functions import call_compiled, compiles_on_cpus
+from tfdist.utils.temporary_values import setting
 from tfdist.utils.weak_identity_map import WeakIdentityMap
 
 # Updates of smaller variables stay in a core's cache, and compiling each takes 30 to 50 ms.
@@ -36,14 +37,9 @@ LARGE_UPDATE = 200_000
 _reduced: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_gradients_are_reduced", default=False)
 
 
-@contextlib.contextmanager
-def reduced_gradients() -> Iterator[None]:
+def reduced_gradients() -> contextlib.AbstractContextManager[None]:
     """Within this context Keras does not sum gradients over the replicas."""
-    token = _reduced.set(True)
-    try:
-        yield
-    finally:
-        _reduced.reset(token)
+    return setting(_reduced, True)
 
 
 class OptimizerUpdate:
@@ -279,7 +275,7 @@ def patch_optimizers() -> None:
             return hooks.together(lambda total: apply(self, total, variables), list(grads), are_values)
 
     once_a_step(TFOptimizer, TFOptimizer.apply)
-    once_a_step(LossScaleOptimizer, apply_scaled)
+    once_a_step(keras.optimizers.LossScaleOptimizer, apply_scaled)
 
     @replace(TFOptimizer, "_backend_apply_gradients")
     def update_over_replicas(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from tfdist.keras_internals.scheduled_training import update_counter
 from tfdist.parameter_server.federated_averaging import FederatedAveraging
 from tfdist.parameter_server.worker_step import StepResult
 from tfdist.tensorflow_internals.function_methods import inlined
+from tfdist.utils.temporary_values import setting
 
 _current: contextvars.ContextVar["LocalSteps | None"] = contextvars.ContextVar("tfdist_local_steps", default=None)
 
@@ -116,12 +117,8 @@ def train(
     is_present = tf.equal(rounds, info.round)
     steps = tf.where(is_present, mode.local_steps, 0)
     copies = LocalCopies(model, slots, info.round * clients + info.client, pull_dtype, name)
-    with copies.in_use():
-        token = _current.set(LocalSteps(model, copies, mode.proximal))
-        try:
-            samples, logs = _local_steps(model, iterator, steps)
-        finally:
-            _current.reset(token)
+    with copies.in_use(), setting(_current, LocalSteps(model, copies, mode.proximal)):
+        samples, logs = _local_steps(model, iterator, steps)
     differences = []
     for variable in model.trainable_variables:
         before, after = copies.before_and_after(variable)

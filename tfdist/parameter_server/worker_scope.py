@@ -8,12 +8,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.scheduled_training import is_seed_state, server_variable
+from tfdist.keras_internals.placed_variables import held_variable
+from tfdist.keras_internals.scheduled_training import is_seed_state
 from tfdist.losses.loss_scaling import LossStep
 from tfdist.tensorflow_internals.function_graphs import call_with
 from tfdist.tensorflow_internals.function_methods import is_in_compiled_function
 from tfdist.tensorflow_internals.server_variables import pull_as
 from tfdist.tensorflow_internals.tensorflow_symbols import stop_recording
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _current: contextvars.ContextVar["WorkerScope | None"] = contextvars.ContextVar("tfdist_worker_scope", default=None)
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 steps have distinct seeds
@@ -129,13 +131,9 @@ class WorkerScope(keras.StatelessScope):
         self._forget_assigned()
         self._phase, self._stale, self._updated = 0, set(), set()
         self._started_at = len(self._graph.get_operations())
-        token = _current.set(self)
-        try:
-            with self:
-                yield
-                self._check_calls()
-        finally:
-            _current.reset(token)
+        with setting(_current, self), self:
+            yield
+            self._check_calls()
 
     @contextmanager
     def in_update(self) -> Iterator[None]:
@@ -165,24 +163,24 @@ class WorkerScope(keras.StatelessScope):
         if value_in_scope is not None:
             return value_in_scope
         if is_seed_state(variable):
-            value = tf.convert_to_tensor(server_variable(variable))
+            value = tf.convert_to_tensor(held_variable(variable))
             seed = tf.cast(tf.bitwise.bitwise_and(self._number * _SEED_STEP, 0xFFFFFFFF), value.dtype)
             self.state_mapping[id(variable)] = seeded = tf.stack([value[0] + seed, value[1]])
             return seeded
         self._count(variable)
         source = self.version_of(variable)
         if variable.trainable and source is not None:
-            return pull_as(server_variable(variable), self._pulled_dtype(variable), source)
+            return pull_as(held_variable(variable), self._pulled_dtype(variable), source)
         if self._is_pulled_as_less(variable):
-            return pull_as(server_variable(variable), self.pull_dtype)
+            return pull_as(held_variable(variable), self.pull_dtype)
         if not variable.trainable and tf.compat.v1.get_default_graph() is self._graph:
             # Read once, so that a step's change is the difference to the value that the step has read.
-            value = (server_variable(variable) if source is None else source).read_value()
+            value = (held_variable(variable) if source is None else source).read_value()
             self.state_mapping[id(variable)] = value
             self._before[id(variable)] = variable, value
             return value
         if variable.regularizer is not None:  # Keras passes the returned value to it
-            return pull_as(server_variable(variable), _dtype_of(variable))
+            return pull_as(held_variable(variable), _dtype_of(variable))
         return None
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
@@ -213,7 +211,7 @@ class WorkerScope(keras.StatelessScope):
     def version_of(self, variable: keras.Variable) -> tf.Variable | None:
         """Returns the server's variable with the value of `variable` in this phase; `None`: that is its own one."""
         self._end_phase_before_reading(variable)
-        server = server_variable(variable)
+        server = held_variable(variable)
         if self._updates is None or server is None:
             return None
         source = self._updates.version(server, self._phase)
@@ -251,7 +249,7 @@ class WorkerScope(keras.StatelessScope):
         excluded_ids = {*map(id, excluded), *self._counters}
         differences = []
         for variable in self._changed.values():
-            server = server_variable(variable)
+            server = held_variable(variable)
             if id(server) not in excluded_ids and (id(variable) in self._updated or not of_phase):
                 after = tf.cast(self.state_mapping[id(variable)], server.dtype)
                 _, before = self._before.get(id(variable), (variable, None))
@@ -292,14 +290,12 @@ class WorkerScope(keras.StatelessScope):
             return
         self._check_calls()
         pushed = self._pushed[-1]
-        was_in_update, self._is_in_update = self._is_in_update, True
         super().__exit__(None, None, None)  # updates change variables
         try:
-            with stop_recording(), self._graph.as_default():
+            with setting_attributes(self, _is_in_update=True), stop_recording(), self._graph.as_default():
                 self._updates.end_phase(self._phase, pushed, self.changes(of_phase=True))
         finally:
             super().__enter__()
-            self._is_in_update = was_in_update
         self._phase += 1
         self._started_at = len(self._graph.get_operations())
         self._read -= self._stale
@@ -307,7 +303,7 @@ class WorkerScope(keras.StatelessScope):
         self._forget_assigned()
         changed = {id(variable) for optimizer, _ in pushed for variable in optimizer.changed_variables}
         for key, (variable, _) in list(self._before.items()):
-            if id(server_variable(variable)) in changed and key not in self._changed:
+            if id(held_variable(variable)) in changed and key not in self._changed:
                 del self.state_mapping[key], self._before[key]
 
     def _check_calls(self) -> None:
@@ -349,7 +345,7 @@ class WorkerScope(keras.StatelessScope):
 
 def _dtype_of(variable: keras.Variable) -> tf.DType:
     """The dtype of the server's variable; `variable.dtype` is that of the computation while a layer is called."""
-    server = server_variable(variable)
+    server = held_variable(variable)
     return tf.as_dtype(variable.dtype) if server is None else server.dtype
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context, get_default_graph
+from tfdist.tensorflow_internals.tensorflow_symbols import dispatch_context
 
 _coordinators: "weakref.WeakSet[Coordinator]" = weakref.WeakSet()
 
@@ -74,7 +74,7 @@ def worker_index() -> tf.Tensor:
         context = dispatch_context()
         return tf.constant(-1 if context is None else context.worker_index, tf.int32)
 
-    return get_default_graph().capture_call_time_value(index, tf.TensorSpec([], tf.int32))
+    return tf.compat.v1.get_default_graph().capture_call_time_value(index, tf.TensorSpec([], tf.int32))
 
 
 def is_done(remote_value: Any) -> bool:

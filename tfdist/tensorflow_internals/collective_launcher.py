@@ -1,12 +1,13 @@
 """Launches TensorFlow's collectives on a replica, with instance keys that the graph draws."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.tensorflow_internals.aborted_collectives import sum_of_group
 from tfdist.tensorflow_internals.function_methods import reject_exchange_in_compiled_function
 from tfdist.tensorflow_internals.instance_keys import InstanceKeys
 from tfdist.tensorflow_internals.replica_order import reject_loop_in_replica
@@ -15,12 +16,11 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduce,
     Mirrored,
     ResourceVariable,
-    all_reduce,
-    all_to_all,
     regroup,
 )
 from tfdist.tensorflow_internals.workers_launcher import DevicesOfWorkersLauncher, GroupLauncher, WorkersLauncher
 from tfdist.tensorflow_internals.xla_functions import CannotCompileError, is_compiling
+from tfdist.utils.temporary_values import setting, setting_attributes
 
 _GROUPS_OF_LEVELS = 1 << 8  # TensorFlow numbers the few groups of a strategy from its base upward
 _GROUP_IN_BACKGROUND = 1 << 11  # above those of the levels, of which each worker has one
@@ -30,17 +30,12 @@ _KEY_OF_JOINING = 1  # below those of TensorFlow and of `InstanceKeys`
 _shapes_are_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_shapes_are_fixed", default=False)
 
 
-@contextmanager
-def with_fixed_shapes() -> Iterator[None]:
+def with_fixed_shapes() -> AbstractContextManager[None]:
     """Within this context replicas trace collectives whose shapes do not depend on their data, so keys are reused.
 
     TensorFlow keeps a record of each key until the process ends, and workers agree on it in one more round trip.
     """
-    token = _shapes_are_fixed.set(True)
-    try:
-        yield
-    finally:
-        _shapes_are_fixed.reset(token)
+    return setting(_shapes_are_fixed, True)
 
 
 class ReplicaLauncher(GroupLauncher):
@@ -96,14 +91,14 @@ class ReplicaLauncher(GroupLauncher):
         instance_key = self._next_instance_key()
         options = self._options.merge(options)
         with tf.device(self._device):
-            return all_to_all(
-                tensor,
-                self._group_size,
-                self._group_key,
-                instance_key,
-                communication_hint=options.implementation.value,
-                timeout=options.timeout_seconds,
-                ordering_token=self._get_ordering_token(),
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=tensor,
+                group_size=self._group_size,
+                group_key=self._group_key,
+                instance_key=instance_key,
+                ordering_token=[self._get_ordering_token()],
+                communication_hint=options.implementation.value.lower(),
+                timeout_seconds=options.timeout_seconds,
             )
 
     def reduce_scatter(self, rows: tf.Tensor) -> tf.Tensor:
@@ -118,13 +113,13 @@ class ReplicaLauncher(GroupLauncher):
         group permanently, and abort all collectives of the process when it is used again.
         """
         with tf.device(self._device):
-            all_reduce(
+            sum_of_group(
                 tf.zeros([]),
                 self._group_size,
                 self._group_key,
                 _KEY_OF_JOINING,
-                communication_hint=self._options.implementation.value,
-                ordering_token=self._token.handle,
+                hint=self._options.implementation.value,
+                ordering_tokens=[self._token.handle],
             )
 
     @property
@@ -247,14 +242,9 @@ class AllReduce(CollectiveAllReduce):
         """Makes the replicas of this process draw equal keys after a step that has failed; see `InstanceKeys`."""
         InstanceKeys.equalize([launcher.instance_keys for launcher in self._local])
 
-    @contextmanager
-    def within_worker(self) -> Iterator[None]:
+    def within_worker(self) -> AbstractContextManager[None]:
         """Within this context, in which replicas are traced, they reduce over the replicas of their worker."""
-        before, self._is_within_worker = self._is_within_worker, True
-        try:
-            yield
-        finally:
-            self._is_within_worker = before
+        return setting_attributes(self, _is_within_worker=True)
 
     def prepare_within_worker(self, reduction: Callable[[ReplicaLauncher, int], Any]) -> None:
         """Prepares `within_worker`.

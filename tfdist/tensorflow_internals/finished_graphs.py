@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.private_symbols import private
-from tfdist.tensorflow_internals.tensorflow_symbols import get_default_graph
 
 _gradients = private(
     "tensorflow.python.framework.ops:gradient_registry",
@@ -30,7 +31,7 @@ def release_with(owner: Any) -> None:
     if graphs is None:
         graphs = _graphs_of[owner] = weakref.WeakSet()
         weakref.finalize(owner, _release, graphs).atexit = False
-    graphs.add(get_default_graph())
+    graphs.add(tf.compat.v1.get_default_graph())
 
 
 def _release(graphs: "weakref.WeakSet[Any]") -> None:

@@ -1,13 +1,14 @@
 """Collectives of one member of a group without the others: it computes what a worker of N does, and sends nothing."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.tensorflow_internals.collective_launcher import AllReduce, ReplicaLauncher
 from tfdist.tensorflow_internals.tensorflow_symbols import ResourceVariable
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class LoopbackLauncher(ReplicaLauncher):
@@ -70,11 +71,6 @@ def loop_back(extended: Any, members: int, reduction: Callable[..., Any]) -> Non
     extended._replicas_of_workers = (1,) * members
 
 
-@contextmanager
-def alone(extended: Any) -> Iterator[None]:
+def alone(extended: Any) -> AbstractContextManager[None]:
     """Within this context the strategy has one worker: a batch that it distributes is that of the worker."""
-    members, extended._replicas_of_workers = extended._replicas_of_workers, (1,)
-    try:
-        yield
-    finally:
-        extended._replicas_of_workers = members
+    return setting_attributes(extended, _replicas_of_workers=(1,))

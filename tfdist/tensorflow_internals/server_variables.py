@@ -12,6 +12,7 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     stop_recording,
     variable_accessed,
 )
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class _BalancedExtended(ParameterServerExtended):
@@ -40,13 +41,9 @@ class _BalancedExtended(ParameterServerExtended):
         return self._update(var, fn, args, kwargs or {}, group)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        partitioner = self._variable_partitioner
-        if self.keeps_whole():
-            self._variable_partitioner = None
-        try:
+        partitioner = None if self.keeps_whole() else self._variable_partitioner
+        with setting_attributes(self, _variable_partitioner=partitioner):
             variable = super()._create_variable(next_creator, **kwargs)
-        finally:
-            self._variable_partitioner = partitioner
         if "colocate_with" in kwargs:
             device = tf.DeviceSpec.from_string(variable.device)
             if device.job == "ps":

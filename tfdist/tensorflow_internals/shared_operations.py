@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.utils.temporary_values import setting
 
 _FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
 private(
@@ -51,13 +52,12 @@ def shared_operations() -> Iterator[None]:
         return
     patch_graphs()
     shared = _Shared(graph)
-    token = _current.set(shared)
     _active.append(shared)
     try:
-        yield
+        with setting(_current, shared):
+            yield
     finally:
         _active.remove(shared)
-        _current.reset(token)
 
 
 @contextmanager
@@ -67,12 +67,8 @@ def step_after(tensors: Sequence[tf.Tensor]) -> Iterator[None]:
     Thousands of constants with control inputs make each pass of TensorFlow over the graph slower.
     """
     patch_graphs()
-    token = _free.set(tf.compat.v1.get_default_graph())
-    try:
-        with tf.control_dependencies(tensors):
-            yield
-    finally:
-        _free.reset(token)
+    with setting(_free, tf.compat.v1.get_default_graph()), tf.control_dependencies(tensors):
+        yield
 
 
 class _Shared:

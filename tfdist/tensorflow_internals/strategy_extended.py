@@ -2,8 +2,8 @@
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -16,10 +16,10 @@ from tfdist.tensorflow_internals.tensorflow_symbols import (
     CollectiveAllReduceExtended,
     Mirrored,
     MirroredExtended,
-    get_default_graph,
     regroup,
     simple_broadcast,
 )
+from tfdist.utils.temporary_values import setting
 
 ReductionFactory = Callable[..., Any]
 
@@ -30,14 +30,9 @@ _NCCL = tf.distribute.experimental.CommunicationImplementation.NCCL
 _without_merge_calls: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist_without_merge", default=False)
 
 
-@contextmanager
-def without_merge_calls() -> Iterator[None]:
+def without_merge_calls() -> AbstractContextManager[None]:
     """Within this context an eager replica updates its own copies of variables; the others do something else."""
-    token = _without_merge_calls.set(True)
-    try:
-        yield
-    finally:
-        _without_merge_calls.reset(token)
+    return setting(_without_merge_calls, True)
 
 
 def _merge_call_is_needed(extended: Any) -> bool:
@@ -50,7 +45,7 @@ def _merge_call_is_needed(extended: Any) -> bool:
     """
     if _without_merge_calls.get():
         return False
-    in_function = get_default_graph().building_function
+    in_function = tf.compat.v1.get_default_graph().building_function
     # A function called by a replica that runs eagerly: the other replicas run after it, so its collectives would wait
     # indefinitely; a merge call raises an error there.
     replica_is_eager = getattr(threading.current_thread(), "in_eager", False)

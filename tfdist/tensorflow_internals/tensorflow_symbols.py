@@ -29,13 +29,6 @@ ResourceVariable = private(
     "a plain variable, regardless of the strategy scope",
 )
 context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
-all_to_all = private(
-    "tensorflow.python.ops.collective_ops:all_to_all_v2", "the collective that TensorFlow's strategies do not expose"
-)
-all_reduce = private(
-    "tensorflow.python.ops.collective_ops:all_reduce_v2", "joins a group, and shows whether collectives are aborted"
-)
-get_default_graph = private("tensorflow.python.framework.ops:get_default_graph", "whether a function is being traced")
 
 ParameterServerExtended = private(
     f"{_DISTRIBUTE}.parameter_server_strategy_v2:ParameterServerStrategyV2Extended",
