@@ -10,9 +10,61 @@ import tensorflow as tf
 
 from tfdist.keras_internals.placed_variables import held_variable
 from tfdist.keras_internals.scheduled_training import is_seed_state
-from tfdist.tensorflow_internals.function_variables import FunctionVariable
+from tfdist.private_symbols import private
 
 _SEED_STEP = 0x9E3779B1  # odd, so that 2**32 numbers have distinct seeds
+
+_BaseResourceVariable = private(
+    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable", "a variable with a handle of a function's graph"
+)
+
+
+class FunctionVariable(_BaseResourceVariable):  # type: ignore[misc, valid-type]
+    """A variable that stands for another one while a function is traced.
+
+    Its memory belongs to the device that runs the function, and is used again by later calls.
+
+    Attributes:
+        is_assigned: Whether code that was traced so far assigns to it.
+    """
+
+    def __init__(self, variable: Any, initial_value: tf.Tensor, name: str) -> None:
+        """Creates it, and assigns its initial value whenever the function runs.
+
+        Args:
+            variable: The `tf.Variable` that it stands for.
+            initial_value: Of the same shape and dtype.
+            name: Of its memory, unique on the device.
+        """
+        shape, dtype = variable.shape, variable.dtype
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+        # Keras' optimizers find the slots of a variable by its unique id.
+        super().__init__(
+            trainable=variable.trainable,
+            shape=shape,
+            dtype=dtype,
+            handle=handle,
+            unique_id=variable._unique_id,
+            handle_name=variable.name.partition(":")[0],
+            in_graph_mode=False,
+        )
+        super().assign(tf.ensure_shape(initial_value, shape))
+        self.is_assigned = False
+
+    def assign(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign(*args, **kwargs)
+
+    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign_add(*args, **kwargs)
+
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a `tf.Variable`."""
+        self.is_assigned = True
+        return super().assign_sub(*args, **kwargs)
 
 
 class InitialSlots:

@@ -9,11 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import gradient_registry
 
-_gradients = private(
-    "tensorflow.python.framework.ops:gradient_registry",
-    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
-)
 _SymbolicTensor = private("tensorflow.python.framework.ops:SymbolicTensor", "a tensor of a graph")
 _PREFIX = "CustomGradient-"  # of the names under which they are registered
 
@@ -35,11 +32,11 @@ def release_with(owner: Any) -> None:
 
 
 def _release(graphs: "weakref.WeakSet[Any]") -> None:
-    for name, registered in list(_gradients._registry.items()):
+    for name, registered in list(gradient_registry._registry.items()):
         if not name.startswith(_PREFIX):
             continue
         if any(graph in graphs for tensor in _tensors_of(registered["type"]) for graph in _outward(tensor.graph)):
-            _gradients._registry.pop(name, None)
+            gradient_registry._registry.pop(name, None)
 
 
 def _tensors_of(function: Any) -> Iterator[Any]:

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdist.private_symbols import private
 from tfdist.tensorflow_internals.operation_origins import user_line
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph
 
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "a graph of a function")
 _get_function = private(
     "tensorflow.python.framework.ops:Graph._get_function", "finds the graph that an operation calls"
 )
@@ -36,9 +36,9 @@ def captured_handles(ignored: str) -> set[int]:
         ignored: The beginning of the names of graphs that do not count, nor the graphs within them.
     """
     handles: set[int] = set()
-    for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, _FuncGraph)]:
+    for graph in [candidate for candidate in gc.get_objects() if isinstance(candidate, FuncGraph)]:
         around, names = graph, []
-        while isinstance(around, _FuncGraph):
+        while isinstance(around, FuncGraph):
             names.append(around.name)
             around = around.outer_graph
         if not any(name.startswith(ignored) for name in names):

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfdist.patches import patch, replace
 from tfdist.private_symbols import private
+from tfdist.tensorflow_internals.tensorflow_symbols import FuncGraph, may_be_recorded
 from tfdist.utils.temporary_values import setting
 
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
 private(
     "tensorflow.python.framework.func_graph:FuncGraph._create_op_internal",
     "creates an operation, or returns an equal one",
@@ -20,7 +20,6 @@ private(
 private("tensorflow.python.framework.ops:Graph._device_functions_outer_to_inner", "the device of the next operation")
 private("tensorflow.python.framework.ops:Graph._current_control_dependencies", "what the next operation waits for")
 private("tensorflow.python.framework.ops:Graph.colocate_with", "makes `_colocation_stack`, the next operation's place")
-_may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
 
 _READ = "ReadVariableOp"
 # Their results depend on their inputs alone.
@@ -47,7 +46,7 @@ def shared_operations() -> Iterator[None]:
     gradient tape records, which does. Constants do not wait for the operations of `tf.control_dependencies`.
     """
     graph, outer = tf.compat.v1.get_default_graph(), _current.get()
-    if not isinstance(graph, _FuncGraph) or (outer is not None and outer.graph is graph):
+    if not isinstance(graph, FuncGraph) or (outer is not None and outer.graph is graph):
         yield
         return
     patch_graphs()
@@ -95,7 +94,7 @@ class _Shared:
 
     def _key(self, kind: str, inputs: Sequence[Any], name: str, attrs: Any) -> Any:
         """What equal operations have in common; `None` if one is not shared."""
-        if kind not in _SHARED or attrs is None or _may_be_recorded():
+        if kind not in _SHARED or attrs is None or may_be_recorded():
             return None
         if kind == "Const" and attrs["value"].tensor.ByteSize() > _LARGEST_CONSTANT_BYTES:
             return None
@@ -125,9 +124,9 @@ def patch_graphs() -> None:
 
     After a merge call another thread may change variables of a replica, so writes count in all contexts.
     """
-    create = _FuncGraph._create_op_internal
+    create = FuncGraph._create_op_internal
 
-    @replace(_FuncGraph, "_create_op_internal")
+    @replace(FuncGraph, "_create_op_internal")
     def create_or_share(self: Any, op_type: str, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tf.Operation:
         new = functools.partial(create, self, op_type, inputs, *args, **kwargs)
         if op_type == "Const" and _free.get() is self:

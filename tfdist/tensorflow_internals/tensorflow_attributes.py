@@ -8,7 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.private_symbols import private, private_attributes
-from tfdist.tensorflow_internals.tensorflow_symbols import CollectiveAllReduce, CollectiveReplicaLauncher, context
+from tfdist.tensorflow_internals.tensorflow_symbols import (
+    CollectiveAllReduce,
+    CollectiveReplicaLauncher,
+    FuncGraph,
+    context,
+    gradient_registry,
+)
 
 _DISTRIBUTE = "tensorflow.python.distribute"
 _INPUT = f"{_DISTRIBUTE}.input_lib"
@@ -34,11 +40,6 @@ _RemoteValue = private(f"{_COORDINATOR}.values:RemoteValueImpl", "the result of 
 _Queue = private(
     f"{_COORDINATOR}.cluster_coordinator:_CoordinatedClosureQueue",
     "gives scheduled functions to the threads of workers",
-)
-_FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "a graph of a function")
-_gradients = private(
-    "tensorflow.python.framework.ops:gradient_registry",
-    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
 )
 _PerReplica = private(f"{_DISTRIBUTE}.values:PerReplica", "holds the parts of a batch")
 
@@ -85,12 +86,12 @@ private_attributes(
 private_attributes(
     "tensorflow.python.framework.func_graph:FuncGraph()",
     {"_colocation_stack": "the place of the next operation"},
-    lambda: _FuncGraph("attributes"),
+    lambda: FuncGraph("attributes"),
 )
 private_attributes(
     "tensorflow.python.framework.ops:gradient_registry()",
     {"_registry": "releases the gradients of graphs that are finished"},
-    lambda: _gradients,
+    lambda: gradient_registry,
 )
 private_attributes(
     "tensorflow.python.eager.context:context()",

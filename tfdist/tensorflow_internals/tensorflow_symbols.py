@@ -30,6 +30,13 @@ ResourceVariable = private(
 )
 context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
 
+FuncGraph = private("tensorflow.python.framework.func_graph:FuncGraph", "the graph of a function")
+gradient_registry = private(
+    "tensorflow.python.framework.ops:gradient_registry",
+    "holds the gradient of each call of a `tf.custom_gradient`, with its graph",
+)
+may_be_recorded = private("tensorflow.python.eager.record:could_possibly_record", "whether a gradient tape is active")
+
 ParameterServerExtended = private(
     f"{_DISTRIBUTE}.parameter_server_strategy_v2:ParameterServerStrategyV2Extended",
     "the implementation behind ParameterServerStrategy",
