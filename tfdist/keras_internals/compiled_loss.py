@@ -68,14 +68,8 @@ def loss_parts(
 ) -> tuple[Any, list[Any]]:
     """Computes the loss of a part of a batch.
 
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        step: Scales the loss; it must be the current one.
-        x: The inputs; only a `compute_loss` of the model's class needs them.
-        y: The targets.
-        y_pred: The outputs of the model.
-        sample_weight: The weights of the samples, or None.
-        training: Whether the model is trained.
+    The model's compiled loss is built, and `step` is the current one. Only a `compute_loss` of the model's class needs
+    `x`.
 
     Returns:
         The part of the loss of the batch, and the part of each output's loss if the model has several.
@@ -98,15 +92,7 @@ def loss_parts(
 
 
 def update_loss_metrics(model: Any, loss: tf.Tensor, of_outputs: list[tf.Tensor], y_pred: Any, samples: Any) -> None:
-    """Updates the metric of the loss, and those of the outputs' losses, as Keras does in a step on the batch.
-
-    Args:
-        model: The compiled model.
-        loss: The loss of the batch.
-        of_outputs: The loss of each output, if there are several.
-        y_pred: The outputs of the model for the batch.
-        samples: The number of samples.
-    """
+    """Updates the metric of the loss, and those of the outputs' losses, as Keras does in a step on the batch."""
     model._loss_tracker.update_state(loss, sample_weight=samples)
     metrics = [] if model._compile_loss is None else model._compile_loss.metrics
     for metric, value in zip(metrics, of_outputs, strict=bool(of_outputs)):

@@ -20,12 +20,9 @@ _CROSSENTROPIES = (keras.losses.SparseCategoricalCrossentropy, keras.losses.Cate
 
 
 def losses_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count: int) -> list[tuple[list[int], Any]]:
-    """Returns for each loss of a model the numbers of the outputs that it takes, and the loss.
+    """Returns for each loss of a model, which is built, the numbers of the outputs that it takes, and the loss.
 
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        packed: Packs a list with an item for each output into the structure of the outputs.
-        count: The number of outputs.
+    `packed` packs a list with an item for each of `count` outputs into their structure.
     """
     compiled = model._compile_loss
     if compiled is None:
@@ -56,13 +53,7 @@ def metrics_of_outputs(model: Any, packed: Callable[[Sequence[int]], Any], count
 
 @contextmanager
 def replaced_losses(model: Any, calls: Mapping[int, Callable[[Any, Any], Any]]) -> Iterator[None]:
-    """In the body, the losses with these numbers compute the values of samples by the given functions.
-
-    Args:
-        model: A compiled model, whose compiled loss is built.
-        calls: Functions of targets and predictions that replace the `call` of losses, by the loss's number; may be
-            empty.
-    """
+    """In the body, the losses with these numbers compute values of samples by functions of targets and predictions."""
     if not calls:
         yield
         return

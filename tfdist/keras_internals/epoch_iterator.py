@@ -24,12 +24,7 @@ _has_last_step = has_reached("keras", "3.11")
 
 
 def last_step(model: Any, batch: int) -> int:
-    """Returns the last step of the execution after which Keras calls `on_train_batch_end(batch)`, as of Keras 3.11.
-
-    Args:
-        model: The model that is trained.
-        batch: The number that Keras gives.
-    """
+    """Returns the last step of the execution after which Keras calls `on_train_batch_end(batch)`, as of Keras 3.11."""
     return batch if _has_last_step else batch + int(model.steps_per_execution) - 1
 
 
@@ -70,8 +65,7 @@ class EpochIteratorMixin:
     def enumerate_steps(self, steps: Iterator[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Any]]:
         """Yields the steps of an epoch.
 
-        Args:
-            steps: Keras' steps, each with its first and last number and the iterator. Not started yet.
+        `steps` are Keras', each with its first and last number and the iterator. They have not started yet.
         """
         return steps
 

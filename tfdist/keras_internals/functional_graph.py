@@ -25,12 +25,7 @@ class FunctionalGraph:
     """
 
     def __init__(self, graph: CallGraph, standardize: Callable[[Any], list[Any]]) -> None:
-        """Creates the graph.
-
-        Args:
-            graph: The calls of the model.
-            standardize: Returns the tensors of a batch's inputs in the order of the graph's inputs.
-        """
+        """Creates the graph; `standardize` returns a batch's inputs, tensors, in the order of the graph's inputs."""
         self._graph = graph  # keeps the symbolic tensors alive, whose ids are used
         self.inputs: Sequence[Any] = list(graph.function.inputs)
         self.calls, outputs = flattened(graph, self.inputs)
@@ -53,9 +48,7 @@ class FunctionalGraph:
 def graph_of(model: Any, x: Any = None) -> FunctionalGraph:
     """Returns the graph of a model; traces the `call` of a subclassed one.
 
-    Args:
-        model: A Functional, Sequential or subclassed model.
-        x: Its inputs, tensors or tensor specs; may be None for a built Functional or Sequential model.
+    A built Functional or Sequential model needs no `x`, which are inputs, tensors or tensor specs.
 
     Raises:
         ValueError: The model has no graph; the message gives the reason.

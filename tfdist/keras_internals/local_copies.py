@@ -29,12 +29,9 @@ class FunctionVariable(_BaseResourceVariable):  # type: ignore[misc, valid-type]
     """
 
     def __init__(self, variable: Any, initial_value: tf.Tensor, name: str) -> None:
-        """Creates it, and assigns its initial value whenever the function runs.
+        """Creates it, and assigns its initial value, of the shape and dtype of `variable`, whenever the function runs.
 
-        Args:
-            variable: The `tf.Variable` that it stands for.
-            initial_value: Of the same shape and dtype.
-            name: Of its memory, unique on the device.
+        `name` is that of its memory, unique on the device.
         """
         shape, dtype = variable.shape, variable.dtype
         handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)

@@ -147,10 +147,6 @@ def accepts_zeros(model: Any, data: Any) -> bool:
 
     Zeros may be invalid inputs if they are integers (an unknown id), and strings are empty. But convolutions and
     recurrent layers cannot compute without samples on every device.
-
-    Args:
-        model: A Keras model, or None.
-        data: A replica's batch.
     """
     inputs = keras.tree.flatten(keras.utils.unpack_x_y_sample_weight(data)[0])
     if all(leaf is None or leaf.dtype.is_floating for leaf in inputs):

@@ -153,9 +153,7 @@ class OptimizerUpdate:
     def update(self, gradients: Sequence[Any], *, compiles_large: bool) -> None:
         """Decays the weights and updates the variables, without clipping and moving averages.
 
-        Args:
-            gradients: One for each variable, dense or `tf.IndexedSlices`.
-            compiles_large: Whether XLA compiles the updates of large variables, if all devices are CPUs.
+        With `compiles_large` XLA compiles the updates of large variables, if all devices are CPUs.
         """
         large = self._update_large(gradients) if compiles_large else []
         remaining = [position for position in range(len(gradients)) if position not in large]

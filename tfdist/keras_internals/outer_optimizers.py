@@ -76,12 +76,9 @@ def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
 
 
 def update_anchors(optimizer: Any, anchors: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Updates this replica's copies of `anchors` by an outer optimizer, and counts the update.
+    """Updates this replica's copies of `anchors` by their outer optimizer, and counts the update.
 
-    Args:
-        optimizer: The result of `new_outer_optimizer` for `anchors`.
-        anchors: The anchors.
-        gradients: The mean difference of each anchor and the workers' weights, equal on all replicas.
+    A gradient is the mean difference of an anchor and the workers' weights, equal on all replicas.
     """
     update = OptimizerUpdate(optimizer, anchors)
     update.clip_and_apply(list(gradients), False)

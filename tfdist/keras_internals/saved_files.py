@@ -34,9 +34,6 @@ def patch_saved_files(replacing: Replacing) -> None:
     """Makes Keras write models and weights to a path beside the given one, and then replace the files there.
 
     Call this once in a process that is one of several workers.
-
-    Args:
-        replacing: `tfdist.utils.atomic_files.replacing_all`.
     """
     started = time.time()
     written: set[str] = set()  # by this process

@@ -21,9 +21,6 @@ _BUILD_ERRORS = (ValueError, TypeError, RuntimeError)
 def declared_batch(element_spec: Any) -> Any:
     """Returns a replica's batch as symbolic tensors.
 
-    Args:
-        element_spec: The structure of `tf.TypeSpec`s of the batches, of a `tf.data.Dataset` or a distributed one.
-
     Raises:
         AttributeError, TypeError, ValueError: If the rank of a part is unknown.
 

@@ -27,9 +27,6 @@ def patch_checkpoint_files(replacing: Callable[[str], AbstractContextManager[str
     """Makes TensorFlow write eager checkpoints and SavedModels to a path beside the given one, and then replace it.
 
     Call this once in a process that is one of several workers.
-
-    Args:
-        replacing: `tfdist.utils.atomic_files.replacing_all`.
     """
     stock_save, stock_export = _TrackableSaver.save, _saved_model.save_and_return_nodes
 

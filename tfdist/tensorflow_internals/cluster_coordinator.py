@@ -142,13 +142,9 @@ class _PreferringQueue(_Queue):  # type: ignore[misc, valid-type]
 
 @contextlib.contextmanager
 def preferring(coordinator: Any, worker: int | None) -> Iterator[None]:
-    """Within this context the functions that are scheduled are for one worker.
+    """Within this context the functions that are scheduled are for one worker; `None`: for the first one that is free.
 
     It is a preference: another worker takes a function that has waited for 50 ms.
-
-    Args:
-        coordinator: TensorFlow's `ClusterCoordinator`.
-        worker: The number of the worker; `None` for the first one that is free.
     """
     if worker is None:
         yield

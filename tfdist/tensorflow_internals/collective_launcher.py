@@ -249,9 +249,8 @@ class AllReduce(CollectiveAllReduce):
     def prepare_within_worker(self, reduction: Callable[[ReplicaLauncher, int], Any]) -> None:
         """Prepares `within_worker`.
 
-        Args:
-            reduction: Called once per local replica, if there are several, with the launcher of their group and the
-                number of the replica in it. Its result is called as those of `AllReduce`.
+        `reduction` is called once per local replica, if there are several, with the launcher of their group and the
+        number of the replica in it. Its result is called as those of `AllReduce`.
         """
         local = [reduction(launcher, index) for index, launcher in enumerate(self._local)]
         self._reductions_within = local or [lambda tensors, **_: list(tensors)]
@@ -259,8 +258,7 @@ class AllReduce(CollectiveAllReduce):
     def background_launcher(self, number: int) -> WorkersLauncher | ReplicaLauncher:
         """Returns the launcher of a further group of the workers' first devices, which steps do not use.
 
-        Args:
-            number: Of the group, from 0, another one for each call; the same on all workers.
+        `number`, the same on all workers, is another one for each call, from 0.
         """
         if self._boundary is not None:
             return self._workers_launcher(self._boundary.new_background())

@@ -60,12 +60,9 @@ def loopback_launcher(extended: Any, members: int) -> LoopbackLauncher:
 
 
 def loop_back(extended: Any, members: int, reduction: Callable[..., Any]) -> None:
-    """Makes a strategy without a cluster trace the steps of worker 0 of `members` workers from now on.
+    """Makes a strategy without a cluster trace, from now on, the steps of worker 0 of `members`, each with one device.
 
-    Args:
-        extended: A `ReplicaMultiWorkerExtended` with one worker.
-        members: The number of workers, each with one device.
-        reduction: See `AllReduce`; the launchers that it gets are `LoopbackLauncher`s.
+    `reduction` gets `LoopbackLauncher`s; see `AllReduce`.
     """
     extended._cross_device_ops = _LoopbackAllReduce(extended._cross_device_ops, reduction, 0, (1,) * members)
     extended._replicas_of_workers = (1,) * members

@@ -59,13 +59,9 @@ class PinnedCall:
 
 
 def call_on_worker(coordinator: Any, worker: int, function: Any, args: tuple[Any, ...]) -> PinnedCall:
-    """Schedules `function(*args)` on a worker.
+    """Schedules `function(*args)`, a `tf.function` that is traced here, on a worker.
 
-    Args:
-        coordinator: TensorFlow's `ClusterCoordinator`.
-        worker: The number of the worker.
-        function: A `tf.function`, which is traced here.
-        args: Its arguments; of values of all workers it gets its own.
+    Of arguments that are values of all workers the function gets its own.
     """
     cluster = coordinator._cluster
     target = cluster.workers[worker]

@@ -141,10 +141,8 @@ def is_complete(data: Any) -> bool:
 def parts_of_complete(data: Any, part_of: Callable[[Any, int], Any]) -> Any:
     """Returns `data` with the values of the replicas in place of complete batches.
 
-    Args:
-        data: A structure with complete batches.
-        part_of: Takes such a structure for one replica, with tensors in their place, and the index of the local
-            replica. Returns its part.
+    `part_of` takes such a structure, with tensors in their place, and the index of a local replica; it returns its
+    part.
     """
     leaves = tf.nest.flatten(data)
     positions = [position for position, leaf in enumerate(leaves) if is_complete(leaf)]
@@ -226,9 +224,7 @@ def keep_static_sizes(dataset: Any) -> Any:
 def carry_counts(dataset: Any, counted: Any) -> Any:
     """Returns a dataset of which one part of the batches carries its numbers of samples, as `RowsPerReplica`.
 
-    Args:
-        dataset: A dataset whose batches may have any size.
-        counted: The `tf.TypeSpec` of that part, one of the dataset's, for which `can_count` is true.
+    `counted` is the `tf.TypeSpec` of that part, for which `can_count` is true. Batches may have any size.
     """
     return _with_specs(dataset, lambda spec: _counted_spec(spec, None) if spec is counted else spec)
 

@@ -90,9 +90,6 @@ class ReplicaMultiWorkerExtended(OrdersReplicas, CollectiveAllReduceExtended):
     """`CollectiveAllReduceExtended` that reduces in the replica context and uses all logical devices of a worker.
 
     Args:
-        strategy: The strategy.
-        cluster_resolver: The resolver of the cluster.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
         reduction: Creates what reduces over the replicas.
         devices_of_workers: Takes the type and number of this worker's devices, its rank, the number of workers, a name,
             and whether workers `use_nccl`; returns the numbers of devices of all workers.

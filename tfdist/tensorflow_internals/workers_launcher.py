@@ -43,8 +43,6 @@ class WorkersLauncher(GroupLauncher):
 
     Args:
         boundary: To the exchange with the other workers: `all_reduce`, `all_gather` and `all_to_all` of tensors.
-        device: Of this worker.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
         in_background: The number of a group that exchanges beside the steps, or `None`.
     """
 
@@ -102,10 +100,8 @@ class DevicesOfWorkersLauncher(WorkersLauncher):
     """Sums and gathers over all devices of all workers: within each worker, between first devices, within again.
 
     Args:
-        boundary: See `WorkersLauncher`.
         local: The launcher of this device in the group of its worker; `None` if the worker has no other device.
         counts: The number of devices of each worker, by rank.
-        rank: Of this worker.
         index: Of this device in its worker.
     """
 

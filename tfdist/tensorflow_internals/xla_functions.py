@@ -156,11 +156,7 @@ def cpu_instructions() -> int:
 
 
 def cpu_instructions_of(host: str) -> int:
-    """Returns the number of `cpu_instructions` of another task.
-
-    Args:
-        host: Its CPU device.
-    """
+    """Returns the number of `cpu_instructions` of another task, by its CPU device."""
 
     @tf.function(autograph=False)
     def flags() -> tf.Tensor:
