@@ -160,13 +160,5 @@ def begin_bucket(group: Group, gradients: Sequence[tf.Tensor]) -> tuple[Group, l
 
 
 def end_bucket(group: Group, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Ends the timing that `begin_bucket` began.
-
-    Args:
-        group: The group that `begin_bucket` returned.
-        sums: The bucket's results.
-
-    Returns:
-        The results to use.
-    """
+    """Ends the timing that `begin_bucket` began; returns the bucket's results to use."""
     return group.end(sums) if isinstance(group, _TimedBucket) else list(sums)

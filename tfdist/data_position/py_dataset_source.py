@@ -139,9 +139,7 @@ class PyDatasetHooks:
     def repeat(self, order: Json, within_epoch: bool) -> None:
         """Repeats the calls made before `order` was taken.
 
-        Args:
-            order: What `order` returned.
-            within_epoch: Whether the last call of `on_epoch_begin` is left to Keras.
+        In the middle of an epoch the last call of `on_epoch_begin` is left to Keras.
         """
         begins, ends = order["hooks"][BEGIN] - within_epoch, order["hooks"][END]
         made = {(hook, number): states for hook, number, states in self._draws}
@@ -283,8 +281,7 @@ class PyDatasetView(keras.utils.PyDataset):
     def order(self, drawn: int | None) -> Json:
         """Returns what determines the next batches.
 
-        Args:
-            drawn: Number of batches of this pass trained on; `None` if a new pass comes next.
+        `drawn` batches of this pass were trained on; `None`: a new pass comes next.
         """
         if self._has_state and (drawn is None or self._is_read_in_order):
             own_state: Any = copy.deepcopy(self._source.get_state())
@@ -308,12 +305,7 @@ class PyDatasetView(keras.utils.PyDataset):
             self._pending[OWN] = order[OWN]
 
     def begin_pass(self, first: int = 0, state: Any = None) -> None:
-        """Begins a pass over the data.
-
-        Args:
-            first: The first batch of the pass to read, from 0.
-            state: The state of `random` that determines the order; `None` for a new order.
-        """
+        """Begins a pass with batch `first`, in the order of a `state` of `random`, or in a new one."""
         self._first = first
         self._ahead.clear()
         self.state = self._order = None

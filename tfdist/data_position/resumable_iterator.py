@@ -53,14 +53,10 @@ def patch_epoch_iterator() -> None:
 
 
 def source_for(adapter: Any, dataset: Any, strategy: Any, *, for_validation: bool = False) -> DatasetSource:
-    """Returns the source behind one of Keras' data adapters.
+    """Returns the source behind one of Keras' data adapters, for the dataset that iterators are created from.
 
-    Args:
-        adapter: Keras' data adapter.
-        dataset: The dataset, plain or distributed, that the epoch iterator creates its iterators from.
-        strategy: The strategy of the model.
-        for_validation: Whether this is validation data. Its order changes between passes only if it is a tf.data
-            pipeline, so no other kind needs special treatment.
+    The order of validation data changes between passes only if it is a tf.data pipeline: no other kind is treated
+    apart.
     """
     if for_validation:
         return DatasetSource(adapter, dataset, strategy)

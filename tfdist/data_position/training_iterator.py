@@ -23,9 +23,7 @@ def training_iterator(model: Any) -> ResumableIterator:
 def start_at_epoch(model: Any, epoch: int | None) -> None:
     """Makes the running `fit` of `model`, and no later one, begin with `epoch`. Call this in `on_train_begin`.
 
-    Args:
-        model: The Keras model.
-        epoch: The epoch, from 0; with 0 or `None`, `fit` begins with its `initial_epoch`.
+    With epoch 0 or `None`, `fit` begins with its `initial_epoch`.
 
     Raises:
         RuntimeError: If no `fit` of `model` runs in this thread, or it began before `patch_epoch_iterator`.

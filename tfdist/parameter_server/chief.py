@@ -43,12 +43,7 @@ class ChiefTraining:
     """Trains one model under a parameter server strategy."""
 
     def __init__(self, model: keras.Model, stats: StatsCollector) -> None:
-        """Prepares the training of a model. Call this once for each model.
-
-        Args:
-            model: Created under a ParameterServerStrategy.
-            stats: Collects the statistics of the strategy's workers.
-        """
+        """Prepares the training of a model. Call this once for each model."""
         self._model, self._stats = model, stats
         self._strategy = strategy = model.distribute_strategy
         self._mode, self._workers = strategy.mode, strategy.num_workers
@@ -276,12 +271,7 @@ class ChiefTraining:
     ) -> dict[int, tuple[int, Any]]:
         """Has the workers compute a phase of a round; returns samples and result of each part, by buffer.
 
-        Args:
-            functions: The functions of the model.
-            batches: The batches of the round.
-            waiting: By buffer, the part's number, its batches, and the worker for which it was made.
-            phase: The number of the phase.
-            mode: The mode.
+        `waiting` has, by buffer, the part's number, its batches, and the worker for which it was made.
         """
         total, normalizers = self._totals(functions, batches, [part for _, part, _ in waiting.values()], phase)
         self._round += 1
@@ -384,10 +374,7 @@ class MetricSums:
     ) -> None:
         """Adds a step that was computed in parts.
 
-        Args:
-            metrics: By part, what the step has added to the variables of the metrics.
-            logs: By part, what the step returned.
-            weights: The fraction of the samples in each part.
+        Metrics are what a part has added to their variables, weights the fractions of the samples in each part.
         """
         if self._sums is None:
             self._sums = [variable.numpy() for variable in self._model.metrics_variables]

@@ -51,10 +51,6 @@ def look_up(parts: Sequence[keras.Variable], ids: tf.Tensor) -> tf.Tensor | None
 def num_parts(partitioner: object, shape: tuple[int, int]) -> int:
     """Returns into how many parts a table is split by its rows.
 
-    Args:
-        partitioner: The `variable_partitioner` of the strategy, or `None`.
-        shape: Rows and columns of the table.
-
     Raises:
         ValueError: The partitioner splits columns.
     """

@@ -25,12 +25,7 @@ class GradientEncoder:
     """
 
     def __init__(self, policy: Policy, new_worker_variable: Callable[[tf.Tensor], tf.Variable]) -> None:
-        """Creates an encoder.
-
-        Args:
-            policy: Chooses the compressor of each variable.
-            new_worker_variable: Creates a variable on each worker from an initial value.
-        """
+        """Encodes by `policy`. A new worker variable is one on each worker, with an initial value."""
         self._policy = policy
         self._new_worker_variable = new_worker_variable
         self._state: dict[str, dict[str, tf.Variable]] = {}
@@ -205,9 +200,7 @@ def _update(optimizer: Any, gradients: list[Any], encoder: GradientEncoder) -> l
 def update_directly(optimizer: Any, gradients: list[Any]) -> None:
     """Updates by the gradients of a custom training loop, which schedules its functions itself.
 
-    Args:
-        optimizer: The `OptimizerUpdate`. Keras counts the update afterwards.
-        gradients: The gradients of the scaled loss.
+    Keras counts the update afterwards.
 
     Raises:
         ValueError: The optimizer accumulates gradients.

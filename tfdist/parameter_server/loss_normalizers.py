@@ -126,17 +126,10 @@ class LossNormalizers:
         self._functions: dict[Any, PrunedFunction] = {}
 
     def of(self, batches: Sequence[Any], number: int) -> list[float]:
-        """Returns the normalizers of a step on all rows of `batches`.
-
-        Args:
-            batches: Batches of any sizes: inputs, targets, weights, as `train_step` takes them.
-            number: How many normalizers a step has.
-
-        Returns:
-            `number` values, in the order in which the losses use them.
+        """Returns the normalizers of a step on all rows of `batches`, in the order in which the losses use them.
 
         Raises:
-            RuntimeError: The step on a complete batch has fewer.
+            RuntimeError: The step on a complete batch has fewer than `number`.
         """
         return np.sum([self._of_batch(batch, number) for batch in batches], axis=0).tolist()
 

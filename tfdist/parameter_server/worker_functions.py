@@ -34,14 +34,9 @@ class WorkerFunctions:
         buffers: GradientBuffers | None,
         packing: ResultPacking,
     ) -> None:
-        """Creates the functions.
+        """Creates the functions of a built model.
 
-        Args:
-            model: Compiled and built.
-            strategy: The model's ParameterServerStrategy.
-            encoder: Encodes gradients.
-            buffers: The buffers for parts of rounds; `None`: gradients are pushed to the variables.
-            packing: Packs what the functions return.
+        Without buffers for parts of rounds gradients are pushed to the variables.
         """
         self._model, self._strategy = model, strategy
         self._encoder, self._buffers, self._packing = encoder, buffers, packing

@@ -33,12 +33,9 @@ class StepUpdates:
     """
 
     def end_phase(self, number: int, pushed: list[tuple[Any, list[Any]]], changes: list[tuple[Any, Any]]) -> None:
-        """Makes the updates that end phase `number`, or raises `PhaseEnded`.
+        """Makes the updates that end phase `number`, from 0, or raises `PhaseEnded`.
 
-        Args:
-            number: The phase, counted from 0.
-            pushed: Its optimizers and their gradients, in order.
-            changes: What it has assigned to variables that optimizers update, as differences.
+        `changes` is what it has assigned to variables that optimizers update, as differences.
         """
         raise NotImplementedError
 
@@ -242,9 +239,8 @@ class WorkerScope(keras.StatelessScope):
     ) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns the servers' variables that the steps would change, and by how much.
 
-        Args:
-            excluded: Variables of servers to leave out, beside the optimizers' counts of updates.
-            of_phase: Whether to return only what optimizers update, too, which is changed at the end of each phase.
+        Some are `excluded`, beside the optimizers' counts. `of_phase`: only those that optimizers update, too, which
+        change at the end of each phase.
         """
         excluded_ids = {*map(id, excluded), *self._counters}
         differences = []
@@ -263,12 +259,9 @@ class WorkerScope(keras.StatelessScope):
     def weigh_means(
         self, weight: Any, means: Sequence[tuple[keras.Variable, keras.Variable]], before: list[Any]
     ) -> None:
-        """Makes what a step has added to means over batches count as `weight` batches.
+        """Makes what a step has added to means over batches count as `weight` batches, a float scalar.
 
-        Args:
-            weight: A float scalar, the fraction of the batch in this step.
-            means: The variables (total, count) of each mean, to which the step has added its part as one batch.
-            before: The values of these variables before the step.
+        Means are their variables (total, count), of which `before` has the values before the step.
         """
         for (total, count), (total_before, count_before) in zip(means, before, strict=True):
             sum_of_step, count_of_step = (

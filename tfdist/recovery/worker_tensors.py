@@ -32,21 +32,7 @@ class TensorSlice:
 
 
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
-    """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements.
-
-    Args:
-        shape: The shape of the complete tensor.
-        *parts: Parts of it; None is all of it.
-
-    >>> slice_spec([8, 16], TensorSlice(1, 0, 8))
-    '8 16 -:0,8'
-    >>> slice_spec([8, 16], TensorSlice(1, 0, 8), TensorSlice(0, 4, 8))
-    '8 16 4,4:0,8'
-    >>> slice_spec([8, 16], TensorSlice(1, 0, 8), TensorSlice(1, 8, 16)) is None
-    True
-    >>> slice_spec([8, 16], None)
-    ''
-    """
+    """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements."""
     ranges = [(0, size) for size in shape]
     known = [part for part in parts if part is not None]
     for part in known:
@@ -96,10 +82,9 @@ class WorkerTensor:
     timeout_seconds: float
 
     def read(self, part: TensorSlice | None = None) -> tf.Tensor:
-        """Adds the operations that read it, on the device of the present scope, to the function that is traced.
+        """Adds the operations that read it, or a part of it, to the function that is traced.
 
-        Args:
-            part: Which part of it. It may be split in another way in the files.
+        They are on the device of the present scope. It may be split in another way in the files.
         """
         tensors = []
         for written in self.written:
@@ -142,11 +127,9 @@ def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
 
 
 def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
-    """Assigns values to `tf.Variable`s.
+    """Assigns arrays, or `WorkerTensor`s, which the task of the variable reads, to `tf.Variable`s.
 
-    Args:
-        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads. Each shard
-            of a split variable is assigned its part.
+    Each shard of a split variable is assigned its part.
 
     Raises:
         CheckpointError: If a worker is lost, or a file is missing or damaged.
@@ -173,13 +156,7 @@ def multiply(variables: Sequence[Any], factor: float) -> None:
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
-    """Returns the tensors of a checkpoint that workers wrote.
-
-    Args:
-        checkpoint: The checkpoint.
-        description: The `description` of its `WorkerBundles`.
-        timeout_seconds: How long to wait for a worker that reads one.
-    """
+    """Returns the tensors of a checkpoint that workers wrote, by the `description` of its `WorkerBundles`."""
     written: dict[str, list[WrittenPart]] = {}
     kinds: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
     for prefix, tensors in description.items():

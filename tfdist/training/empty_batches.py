@@ -16,12 +16,9 @@ from tfdist.training.sample_shares import count_samples
 
 
 def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
-    """Returns `data`, or a row of `fillers` if there are no samples.
+    """Returns `data`, or a row of `fillers` (see `first_rows`) if there are no `samples`, an int or an int32 scalar.
 
-    Args:
-        data: A structure of tensors. Ragged and sparse tensors are returned unchanged.
-        samples: The number of samples, an int or an int32 scalar.
-        fillers: The structure of `data`, with a row or none; see `first_rows`.
+    Ragged and sparse tensors are returned unchanged.
     """
     leaves, rows = tf.nest.flatten(data), tf.nest.flatten(fillers)
     dense = [position for position, leaf in enumerate(leaves) if tf.is_tensor(leaf) and _has_samples(leaf)]
@@ -40,9 +37,7 @@ def filled_if_empty(data: Any, samples: Any, fillers: Any) -> Any:
 def first_rows(parts: Sequence[Any], *, or_zeros: bool) -> Any:
     """Returns the first row of several parts of a batch that has samples.
 
-    Args:
-        parts: Structures of tensors, of the replicas of this process.
-        or_zeros: Whether the result is a row of zeros if no part has samples; otherwise it has no rows.
+    If none has, the result is a row of zeros (`or_zeros`), or has no rows.
     """
 
     def first_row(*leaves: Any) -> Any:

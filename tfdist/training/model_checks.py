@@ -17,11 +17,6 @@ _log = logging.getLogger("tfdist")
 def check_model(model: Any, strategy: Any, *, training: bool) -> None:
     """Raises an error if a step of `model` cannot run under `strategy`; warns if its replicas may diverge.
 
-    Args:
-        model: A compiled Keras model.
-        strategy: The strategy that runs the step.
-        training: Whether the step is a training step.
-
     Raises:
         ValueError: The model, its metrics or its optimizer were not created under the strategy's scope.
     """

@@ -213,12 +213,8 @@ def is_distributed(data: Any) -> bool:
 def rows_of_part(data: Any, counted: Any, part: int, parts: int) -> Any:
     """Returns the rows of one of `parts` nearly equal parts of a batch, in order.
 
-    Args:
-        data: A structure of tensors (dense, ragged or sparse) or arrays. Each leaf with as many rows as `counted`, as
-            far as they are known, is sliced.
-        counted: The leaf, of rank 1 or more, whose rows are the samples.
-        part: The number of the part, from 0.
-        parts: The number of parts.
+    Each leaf of `data` (dense, ragged or sparse tensors, or arrays) that has as many rows as the leaf `counted`, the
+    samples, as far as they are known, is sliced.
     """
     static = counted.shape[0]
     samples = count_samples(counted) if static is None else int(static)

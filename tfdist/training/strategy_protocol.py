@@ -109,9 +109,6 @@ def is_tfdist_strategy(strategy: Any) -> bool:
 def training_strategy(strategy: Any) -> TrainingStrategy:
     """Views any strategy as a `TrainingStrategy`.
 
-    Args:
-        strategy: A `tf.distribute.Strategy`.
-
     Returns:
         `strategy` itself if it is one of tfdist's. Otherwise an object with rank 0, the number of workers that the
         strategy's cluster resolver knows, and empty counters.
