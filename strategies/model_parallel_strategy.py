@@ -125,16 +125,6 @@ class ModelParallelStrategy(tf.distribute.Strategy, TrainingStrategy):
         check_installed_versions(is_chief=True)
 
     @property
-    def rank(self) -> int:
-        """0: this process alone calls `fit`."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """1: this process."""
-        return 1
-
-    @property
     def replicas_of_workers(self) -> tuple[int, ...]:
         """1: all devices together compute one replica."""
         return (1,)

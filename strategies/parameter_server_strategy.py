@@ -128,11 +128,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, TrainingStr
         check_installed_versions(is_chief=True)
 
     @property
-    def rank(self) -> int:
-        """0: the chief trains."""
-        return 0
-
-    @property
     def num_workers(self) -> int:
         """The number of workers, without the chief and the servers."""
         return self._num_workers

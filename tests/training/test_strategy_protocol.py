@@ -10,7 +10,7 @@ from tfdist.collectives import CommunicationStats
 from tfdist.training.strategy_protocol import TrainingStrategy, is_tfdist_strategy, training_strategy
 
 pytestmark = pytest.mark.usefixtures("cpus")
-MEMBERS = ("rank", "num_workers", "replicas_of_workers", "communication")
+MEMBERS = ("replicas_of_workers", "communication")  # others have defaults
 CLUSTER = {"worker": ["a:1", "b:1"], "chief": ["c:1"], "ps": ["d:1"]}
 
 

@@ -26,14 +26,14 @@ class TrainingStrategy(Protocol):
     def rank(self) -> int:
         """The rank of this process among those that call `fit`. The chief has rank 0.
 
-        Under parameter servers the chief alone calls `fit`.
+        By default 0: one process alone calls `fit`, as the chief does under parameter servers.
         """
-        ...
+        return 0
 
     @property
     def num_workers(self) -> int:
-        """The number of workers. Under parameter servers the chief is not counted."""
-        ...
+        """The number of workers; by default 1, this process. Under parameter servers the chief is not counted."""
+        return 1
 
     @property
     def replicas_of_workers(self) -> Sequence[int]:
@@ -85,7 +85,6 @@ class TrainingStrategy(Protocol):
 class _StockStrategy(TrainingStrategy):
     """View of a strategy that is not tfdist's: nothing is counted, and this process is the chief."""
 
-    rank = 0
     communication = CommunicationStats()
 
     def __init__(self, strategy: Any) -> None:
