@@ -61,6 +61,7 @@ class WorkerScope(keras.StatelessScope):
         pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
         first_metric_values: The tensors at which metrics start.
         loss_step: How the losses of the present step are scaled.
+        pushed: By step, the optimizers and their gradients, in order.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class WorkerScope(keras.StatelessScope):
         self._started_at = self._updated_at = 0  # the numbers of operations when the phase and its update began
         self._is_in_update = False
         self._counters: set[int] = set()
-        self._pushed: list[list[tuple[Any, list[Any]]]] = []
+        self.pushed: list[list[tuple[Any, list[Any]]]] = []
         self.loss_step: LossStep | None = None
 
     @staticmethod
@@ -119,7 +120,7 @@ class WorkerScope(keras.StatelessScope):
     @contextmanager
     def step(self, loss_step: LossStep | None = None) -> Iterator[None]:
         """Encloses one step of the model; `loss_step` says how its losses are scaled."""
-        self._pushed.append([])
+        self.pushed.append([])
         self.loss_step = loss_step
         self.losses: list[Any] = []  # what layers add by `add_loss`
         self._read = set()
@@ -198,7 +199,7 @@ class WorkerScope(keras.StatelessScope):
         self._updated |= updated
         if self._updates is not None and updated & self._changed.keys():
             self._end_phase()  # an update after an assignment
-        self._pushed[-1].append((optimizer, gradients))
+        self.pushed[-1].append((optimizer, gradients))
         self._counters.add(id(optimizer.counter))  # the update counts
         if not self._stale:
             self._updated_at = len(self._graph.get_operations())
@@ -228,11 +229,6 @@ class WorkerScope(keras.StatelessScope):
         self.rows_bytes_pulled.append(tf.size(ids, out_type=tf.int64) * row_bytes)
 
     # What the steps have computed.
-
-    @property
-    def pushed(self) -> list[list[tuple[Any, list[Any]]]]:
-        """By step, the optimizers and their gradients, in order."""
-        return self._pushed
 
     def changes(
         self, excluded: Sequence[tf.Variable] = (), *, of_phase: bool = False
@@ -282,7 +278,7 @@ class WorkerScope(keras.StatelessScope):
         if self._updates is None:
             return
         self._check_calls()
-        pushed = self._pushed[-1]
+        pushed = self.pushed[-1]
         super().__exit__(None, None, None)  # updates change variables
         try:
             with setting_attributes(self, _is_in_update=True), stop_recording(), self._graph.as_default():
@@ -292,7 +288,7 @@ class WorkerScope(keras.StatelessScope):
         self._phase += 1
         self._started_at = len(self._graph.get_operations())
         self._read -= self._stale
-        self._pushed[-1], self._stale = [], set()
+        self.pushed[-1], self._stale = [], set()
         self._forget_assigned()
         changed = {id(variable) for optimizer, _ in pushed for variable in optimizer.changed_variables}
         for key, (variable, _) in list(self._before.items()):
@@ -303,7 +299,7 @@ class WorkerScope(keras.StatelessScope):
         """Checks that functions which keep what they read do not read other values than the phase has."""
         if self._updates is None:
             return
-        updated = [variable for optimizer, _ in self._pushed[-1] for variable in optimizer.servers_variables]
+        updated = [variable for optimizer, _ in self.pushed[-1] for variable in optimizer.servers_variables]
         at = call_with([variable.handle for variable in updated], self._graph, self._updated_at) if updated else None
         if at is None:
             old = self._updates.replaced(self._phase)

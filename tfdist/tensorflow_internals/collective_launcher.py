@@ -50,7 +50,7 @@ class ReplicaLauncher(GroupLauncher):
         self._is_gpu = self.reduces_and_scatters = tf.DeviceSpec.from_string(device).device_type == "GPU"
         with tf.init_scope(), tf.device(device):
             self._token = ResourceVariable(0.0, trainable=False, name="ordering_token")
-        self._instance_keys = InstanceKeys(self.host, self._token)
+        self.instance_keys = InstanceKeys(self.host, self._token)
         self._launching: str | None = None
 
     def sum(self, tensor: tf.Tensor, options: Any, *, shape_is_fixed: bool) -> tf.Tensor:
@@ -122,11 +122,6 @@ class ReplicaLauncher(GroupLauncher):
                 ordering_tokens=[self._token.handle],
             )
 
-    @property
-    def instance_keys(self) -> InstanceKeys:
-        """The keys of this replica's collectives."""
-        return self._instance_keys
-
     def _next_instance_key(self) -> Any:
         signature, self._launching = self._launching, None
         if is_compiling():
@@ -135,7 +130,7 @@ class ReplicaLauncher(GroupLauncher):
         reject_loop_in_replica()
         if tf.executing_eagerly():
             return super()._next_instance_key()
-        return self._instance_keys.next(signature)
+        return self.instance_keys.next(signature)
 
     def _get_ordering_token(self) -> Any:
         return self._token.handle
@@ -185,7 +180,7 @@ class AllReduce(CollectiveAllReduce):
         if len(counts) == 1:
             self._local = local or [self._launcher(group_key, num_devices, device) for device in self._devices]
             self._launchers = self._local
-            self._reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
+            self.reductions = [reduction(launcher, launcher, None, i) for i, launcher in enumerate(self._local)]
             return
         self._local = local
         if boundary is None:
@@ -194,7 +189,7 @@ class AllReduce(CollectiveAllReduce):
         between = self._workers_launcher()
         if max(counts) == 1:
             self._launchers = [between]
-            self._reductions = [reduction(between, between, None, rank)]
+            self.reductions = [reduction(between, between, None, rank)]
             return
         arguments = (boundary, self._collective_keys)
         self._launchers = [
@@ -203,7 +198,7 @@ class AllReduce(CollectiveAllReduce):
             )
             for index, device in enumerate(self._devices)
         ]
-        self._reductions = [
+        self.reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
         ]
@@ -217,7 +212,7 @@ class AllReduce(CollectiveAllReduce):
             between = self._launcher(group_key + _GROUPS_OF_LEVELS, len(counts), self._devices[0])
             local_key = group_key + _GROUPS_OF_LEVELS + 1 + rank
             local = self._local = [self._launcher(local_key, num_devices, device) for device in self._devices]
-        self._reductions = [
+        self.reductions = [
             reduction(launcher, None if index else between, local[index] if local else None, rank)
             for index, launcher in enumerate(self._launchers)
         ]
@@ -285,11 +280,6 @@ class AllReduce(CollectiveAllReduce):
         """Those over all replicas, one for each local replica."""
         return self._launchers
 
-    @property
-    def reductions(self) -> list[Any]:
-        """The result of `reduction` for each local replica."""
-        return self._reductions
-
     def _batch_all_gather(self, per_replica_values: Any, axis: Any, options: Any) -> Any:
         if not tf.executing_eagerly():
             return super()._batch_all_gather(per_replica_values, axis, options)
@@ -311,7 +301,7 @@ class AllReduce(CollectiveAllReduce):
         return regroup(self._gathers[kind](*tensors), wrap_class=Mirrored)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
-        reductions = self._reductions_within if self._is_within_worker else self._reductions
+        reductions = self._reductions_within if self._is_within_worker else self.reductions
         with tf.device(self._devices[replica_id]):
             reduced = reductions[replica_id](
                 tf.nest.flatten(value), mean=reduce_op == tf.distribute.ReduceOp.MEAN, options=options
