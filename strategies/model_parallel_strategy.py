@@ -274,9 +274,6 @@ def compare_cpus_of_columns(columns: Sequence[Sequence[str]]) -> None:
     """Leaves XLA to the users if columns have CPUs with different instructions, and their weights would differ.
 
     XLA decodes and sums large compressed gradients in each column.
-
-    Args:
-        columns: By column, the devices of its stages.
     """
     tasks: dict[tuple[str | None, int | None], str] = {}
     for device in (device for column in columns for device in column):
@@ -295,9 +292,6 @@ _connected: tuple[cluster.ClusterSpec, ServerMonitor] | None = None
 
 def connect_to_workers(start_timeout_seconds: float) -> ServerMonitor | None:
     """Connects the chief to its workers. In the process of a worker it serves until the chief has ended, then exits.
-
-    Args:
-        start_timeout_seconds: How long to wait for the workers.
 
     Returns:
         What notices that a worker is lost; None if the environment describes no cluster, or one of this process alone.

@@ -293,11 +293,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy, tf.distribute.MultiWorkerM
 def _tensorflow_cluster(spec: dict[str, list[str]], resolver: Any, timeout_seconds: float) -> Iterator[None]:
     """Within this context a strategy starts TensorFlow's server, which NCCL needs, and waits for the other workers.
 
-    Args:
-        spec: By job, the addresses of its tasks.
-        resolver: Of the cluster.
-        timeout_seconds: How long the others may take to start.
-
     Raises:
         RuntimeError: TensorFlow has already created its devices.
         TimeoutError: A worker did not start in time. The message names it.

@@ -57,7 +57,15 @@ def merge_ranks(values_of_ranks: Sequence[Mapping[str, np.ndarray]]) -> dict[str
 
 
 def reshard(values: Mapping[int, np.ndarray], rule: Rule, replica: int, num_replicas: int) -> np.ndarray:
-    """Returns the value of one replica, computed from the values that another number of replicas saved."""
+    """Returns the value of one replica, computed by `rule` from the values that another number of replicas saved.
+
+    >>> import numpy as np
+    >>> saved = {0: np.array([1.0]), 1: np.array([2.0]), 2: np.array([4.0])}
+    >>> [reshard(saved, "sum", replica, 2) for replica in range(2)]
+    [array([5.]), array([2.])]
+    >>> [reshard(saved, "total", replica, 2) for replica in range(2)]
+    [array([7.]), array([0.])]
+    """
     first = values[min(values)]
     if rule == "first":
         return first

@@ -32,7 +32,19 @@ class TensorSlice:
 
 
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
-    """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements."""
+    """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements.
+
+    A part that is None is all of the tensor, which has this `shape`.
+
+    >>> slice_spec([8, 16], TensorSlice(1, 0, 8))
+    '8 16 -:0,8'
+    >>> slice_spec([8, 16], TensorSlice(1, 0, 8), TensorSlice(0, 4, 8))
+    '8 16 4,4:0,8'
+    >>> slice_spec([8, 16], TensorSlice(1, 0, 8), TensorSlice(1, 8, 16)) is None
+    True
+    >>> slice_spec([8, 16], None)
+    ''
+    """
     ranges = [(0, size) for size in shape]
     known = [part for part in parts if part is not None]
     for part in known:
