@@ -74,9 +74,7 @@ class InitialSlots:
         """Reads the values. `optimizer` is built."""
         self._optimizer = optimizer
         rate = optimizer._learning_rate
-        self.variables = [
-            optimizer_variable for optimizer_variable in _variables_of(optimizer) if optimizer_variable is not rate
-        ]
+        self.variables = [variable for variable in _variables_of(optimizer) if variable is not rate]
         self._values: dict[int, np.ndarray | None] = {}
         for variable in self.variables:
             value = held_variable(variable).numpy()

@@ -24,10 +24,7 @@ class OwnedUpdate(PartUpdate):
         """Decays and updates the variables that the replica owns; see `PartUpdate.apply`. Values have whole shapes."""
         positions = list(gradients)
         shapes = [self._copy(position).shape for position in positions]
-        shaped = [
-            tf.reshape(gradients[variable_position], shape)
-            for variable_position, shape in zip(positions, shapes, strict=True)
-        ]
+        shaped = [tf.reshape(gradients[position], shape) for position, shape in zip(positions, shapes, strict=True)]
         is_compiled = bool(compiles) and not self._optimizer.use_ema and bool(shaped)
 
         for position in positions:

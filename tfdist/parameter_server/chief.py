@@ -255,9 +255,7 @@ class ChiefTraining:
         if self._shares.follows_speeds:
             self._shares.add_round(self._seconds, self._measured)
         # By buffer: rounding must not depend on who was first.
-        self._sums.add_parts(
-            [of_part["metrics"] for of_part in results], [of_part["logs"] for of_part in results], weights
-        )
+        self._sums.add_parts([part["metrics"] for part in results], [part["logs"] for part in results], weights)
         self._stats.updates += 1
         self._free = sorted([*self._free, *finished])  # sorted, so that sums have the same order after a restart
 

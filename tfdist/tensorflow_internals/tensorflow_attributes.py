@@ -149,13 +149,11 @@ private_attributes(
     f"{_INPUT}:DistributedDatasetsFromFunction()",
     {
         "_datasets": "the datasets of workers",
-        "_cardinality": "as for DistributedDataset",
-        "_element_spec": "as for DistributedDataset",
-        "_enable_get_next_as_optional": "as for DistributedDataset",
-        "_input_workers": "as for DistributedDataset",
-        "_options": "as for DistributedDataset",
-        "_replica_order": "as for DistributedDataset",
-        "_strategy": "as for DistributedDataset",
+        **dict.fromkeys(
+            "_cardinality _element_spec _enable_get_next_as_optional _input_workers _options _replica_order "
+            "_strategy".split(),
+            "as for DistributedDataset",
+        ),
     },
     _from_function,
 )
@@ -188,18 +186,16 @@ private_attributes(
 private_attributes(
     f"{_DISTRIBUTE}.collective_all_reduce_strategy:CollectiveAllReduceExtended()",
     {
-        "_cluster_spec": "is set for a strategy whose workers TensorFlow does not connect",
+        **dict.fromkeys(
+            "_cluster_spec _id_in_cluster _is_chief _num_workers _task_id _task_type".split(),
+            "is set for a strategy whose workers TensorFlow does not connect",
+        ),
         "_collective_key_base": "differs between strategies of a process",
         "_communication_options": "whether NCCL was asked for",
         "_cross_device_ops": "is replaced by operations that reduce in replicas",
         "_host_cross_device_ops": "as for `_cross_device_ops`",
-        "_id_in_cluster": "as for `_cluster_spec`",
-        "_is_chief": "as for `_cluster_spec`",
         "_local_device_type": "is compared between workers",
         "_num_devices_per_worker": "is exchanged between workers, as they may differ",
-        "_num_workers": "as for `_cluster_spec`",
-        "_task_id": "as for `_cluster_spec`",
-        "_task_type": "as for `_cluster_spec`",
     },
     lambda: tf.distribute.MultiWorkerMirroredStrategy().extended,
 )
