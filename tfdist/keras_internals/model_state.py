@@ -92,6 +92,11 @@ def components(strategy: Any, variable: Any) -> list[Any]:
     return [value]
 
 
+def path_of(variable: Any) -> str:
+    """Returns the name of a variable for messages."""
+    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
+
+
 def optimizers_of(model: Any) -> Iterator[Any]:
     """Yields the optimizer of `model`, its inner optimizers, and those in attributes of the model, each once."""
     seen: set[int] = set()

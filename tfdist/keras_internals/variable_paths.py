@@ -7,15 +7,10 @@ from typing import Any
 _paths: "weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 
 
-def path_of(variable: Any) -> str:
-    """Returns the name of a variable for messages; a `tf.Variable` has no path."""
-    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
-
-
 def unique_path(strategy: Any, variable: Any) -> str:
     """Returns the variable's path, with a number if another variable of the strategy has or had the same path."""
     paths = _paths.setdefault(strategy, {})
-    base_path = path_of(variable)
+    base_path = str(getattr(variable, "path", None) or variable.name.partition(":")[0])  # a tf.Variable has a name only
     for number in itertools.count():
         path = f"{base_path}_{number}" if number else base_path
         if path not in paths:

@@ -117,7 +117,11 @@ def save_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> CallbackSta
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback], values: Json, *, all_present: bool = True) -> None:
     """Compares the callbacks with those of a checkpoint, without changing one.
 
-    Not `all_present`: on a rank that restores the states of the chief, which may have additional callbacks.
+    Args:
+        callbacks: The callbacks of `fit`, including History.
+        values: `CallbackStates.values` of this rank, or of another one.
+        all_present: Whether every saved callback must exist. False on a rank that restores the states of the chief,
+            which may have additional callbacks.
 
     Raises:
         ValueError: If callbacks with state were added or removed; the message names the first.
@@ -141,6 +145,11 @@ def restore_callbacks(
     """Restores the states. Call this after `on_train_begin` of the callbacks, where most of them reset their state.
 
     The metrics of the model must be built (`VariableSnapshots.build`).
+
+    Args:
+        callbacks: The callbacks of `fit`, including History.
+        values: What `check_callbacks` has compared.
+        tensors: `CallbackStates.tensors`, or a mapping that contains them.
     """
     for key, callback in _by_key(callbacks).items():
         state = from_json(values[key], tensors)

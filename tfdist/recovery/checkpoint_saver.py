@@ -40,8 +40,12 @@ class CheckpointSaver:
     ) -> float:
         """Takes a snapshot and starts to write it, after waiting for the previous write.
 
-        In the `background` it returns before the checkpoint is on disk. `learning_rates` are those with which the run
-        started. On the chief `on_written` is called with sequence number and step when the checkpoint is complete.
+        Args:
+            progress: The present progress.
+            logs: The logs of the last step, None between epochs.
+            learning_rates: The learning rates with which the run started.
+            on_written: Called on the chief with sequence number and step when the checkpoint is complete, unless None.
+            background: Whether to return before the checkpoint is on disk.
 
         Returns:
             For how many seconds the training stalled.

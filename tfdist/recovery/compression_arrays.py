@@ -23,7 +23,14 @@ class CompressionArrays:
     """
 
     def __init__(self, model: Any, keys: Mapping[int, str], rank: int, local_replicas: int) -> None:
-        """Reads the strategy of `model`; `keys` are those of its variables by `id(variable)`."""
+        """Reads the strategy of `model`.
+
+        Args:
+            model: A Keras model with an optimizer.
+            keys: The keys of its variables by `id(variable)`.
+            rank: The rank of this worker.
+            local_replicas: The number of its replicas.
+        """
         self._strategy = model.distribute_strategy
         self._state = training_strategy(self._strategy).compression_state
         self._rank, self._local_replicas = rank, local_replicas
@@ -63,7 +70,9 @@ class CompressionArrays:
     def find_mismatch(self, saved: Mapping[str, np.ndarray], saved_ways: int) -> Mismatch | None:
         """Returns the first saved entry that the compressors of this strategy do not have.
 
-        `saved_ways` counts, too: the sum of residuals over other devices would be another one.
+        Args:
+            saved: The values of `variables`.
+            saved_ways: `ways` at the checkpoint. The sum of residuals over other devices would be another one.
         """
         if saved_ways != self.ways and any(name.startswith(COMPRESSION) for name in saved):
             return Mismatch("the number of devices of a stage, with compression", str(saved_ways), str(self.ways))
@@ -80,7 +89,9 @@ class CompressionArrays:
     def restore(self, saved: Mapping[str, np.ndarray], saved_replicas: int) -> None:
         """Restores the state. For another number of replicas, residuals keep their sum over all replicas.
 
-        Then the values of all ranks are merged; otherwise they are those of this rank.
+        Args:
+            saved: The values of `variables` on this rank; merged from all ranks if the number of replicas differs.
+            saved_replicas: `num_replicas` at the checkpoint.
         """
         paths = {key: path for path, key in self._keys.items()}
         by_replica: dict[int, dict[str, dict[str, tf.Tensor]]] = {}

@@ -36,9 +36,14 @@ class HostCopies:
         self._requested: deque[tuple[np.ndarray, np.ndarray]] = deque()
 
     def request(self, name: str, variable: Any) -> np.ndarray:
-        """Requests a copy of a variable, which may be split. The result has its present value after `finish`.
+        """Requests a copy of `variable`.
 
-        The array of this name is used again if it has the same shape and dtype.
+        Args:
+            name: Its name. The array of this name is reused if it has the same shape and dtype.
+            variable: A `tf.Variable`, or a split one. It is not changed.
+
+        Returns:
+            An array of its shape and dtype that has its present value after `finish`.
         """
         is_split = isinstance(variable, ShardedVariable)
         parts = variable.parts() if is_split else [(..., ..., variable)]

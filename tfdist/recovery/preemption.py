@@ -58,7 +58,11 @@ class PreemptionHandler:
             threading.Thread(target=self._wait_for_proposal, name="tfdist-preemption", daemon=True).start()
 
     def install(self) -> bool:
-        """Sets the handlers; returns whether that was possible: only the main thread can set them."""
+        """Sets the handlers.
+
+        Returns:
+            Whether the handlers are set: only the main thread can set them.
+        """
         can_handle = threading.current_thread() is threading.main_thread()
         if can_handle:
             self._previous = {number: _outside_fit(number, signal.signal(number, self._handle)) for number in _SIGNALS}
@@ -136,7 +140,10 @@ def exit_process(exit_code: int, callbacks: Iterable[Any], *, is_alone: bool) ->
 
     Keras does not call `on_train_end` of the callbacks: the training is not over.
 
-    Unless the process `is_alone`, TensorFlow's shutdown would wait for other workers, which are here, too.
+    Args:
+        exit_code: The exit code of the process.
+        callbacks: The callbacks of `fit`.
+        is_alone: Whether there are no other workers. TensorFlow's shutdown would wait for those, which are here, too.
     """
     for file in (file for callback in callbacks for file in open_files(callback)):
         try:

@@ -67,6 +67,9 @@ def restore_python_and_numpy(state: Json) -> None:
 def drawn_before_fit(seed: int | None) -> Json:
     """Returns what shows whether a program draws other numbers before `fit` than the run that saved a checkpoint.
 
+    Args:
+        seed: The seed of the run, if it is known.
+
     Returns:
         `seed`: that of the run; None: unknown. `numpy`: a hash of the state of NumPy's global generator; None: nobody
         has drawn from it since it was seeded. Keras draws from Python's generator itself, so that shows nothing.
@@ -90,6 +93,10 @@ def create_generators(names: Iterable[str], strategy: Any) -> None:
     """Creates the global generators that are named and missing, and removes that of Keras if it is not named.
 
     If the checkpoint has none, the original run created it later, from Python's `random`, and so must this one.
+
+    Args:
+        names: The keys of `generator_variables` at the checkpoint.
+        strategy: The strategy in whose scope to create the variables.
     """
     names = set(names)
     if _KERAS not in names:

@@ -53,7 +53,9 @@ def warn_signals_not_handled() -> None:
 def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
     """Warns that the program has drawn other numbers before `fit` than before the checkpoint, such as a split.
 
-    Compares results of `drawn_before_fit`; an older version has saved none.
+    Args:
+        before: What `drawn_before_fit` returned in the run that saved the checkpoint; None: an older version saved it.
+        now: What it returned in this run.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as seen:
@@ -76,7 +78,13 @@ def warn_other_seed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
 
 
 def warn_training_complete(progress: TrainingProgress, epochs: int, directory: Any) -> None:
-    """Warns that `fit`, which was asked for `epochs`, trains nothing."""
+    """Warns that `fit` trains nothing.
+
+    Args:
+        progress: The progress at the checkpoint.
+        epochs: How many epochs `fit` was asked for.
+        directory: The directory of the checkpoints.
+    """
     how = ", ended by a callback that set stop_training" if progress.stopped else ""
     warn_always(
         f"Training is already complete in {str(directory)!r}: `fit` trains nothing. Received: epochs={epochs}, and a "
@@ -137,7 +145,13 @@ class InitialLearningRates:
         self.values = learning_rates(model)
 
     def compare_with_restored(self, saved: Rates | None, callbacks: Sequence[Any], *, warn: bool) -> None:
-        """Warns if the program's rates have changed. Call this after a checkpoint was restored."""
+        """Warns if the program's rates have changed. Call this after a checkpoint was restored.
+
+        Args:
+            saved: The initial rates of the run that saved the checkpoint; None if it did not store them.
+            callbacks: The callbacks of `fit`.
+            warn: Whether to warn.
+        """
         if self._may_be_of_callbacks:
             self.values = self.values if saved is None else saved
         elif warn:
@@ -156,8 +170,11 @@ def learning_rates(model: Any) -> Rates:
 def warn_learning_rate_ignored(saved: Rates | None, present: Rates, restored: Rates, callbacks: Sequence[Any]) -> None:
     """Warns if a rate was changed in the program and the checkpoint's is used instead.
 
-    `saved` are the initial rates of the run that saved the checkpoint, `None` if it did not store them; `present` those
-    of this run. A `LearningRateScheduler` sets the rate whatever was restored.
+    Args:
+        saved: The initial rates of the run that saved the checkpoint; None if it did not store them.
+        present: The initial rates of this run.
+        restored: The rates with which it resumes.
+        callbacks: The callbacks of `fit`. A `LearningRateScheduler` sets the rate whatever was restored.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as shown:

@@ -37,6 +37,9 @@ def group_by_variable(values: Mapping[str, np.ndarray]) -> dict[str, dict[int, n
 def merge_ranks(values_of_ranks: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merges the per-replica values of all ranks of a checkpoint, to restore them on another number of ranks.
 
+    Args:
+        values_of_ranks: What `VariableSnapshots.per_replica` returned on every rank, in the order of ranks.
+
     Raises:
         ValueError: If two ranks saved the same replica.
 
@@ -57,7 +60,13 @@ def merge_ranks(values_of_ranks: Sequence[Mapping[str, np.ndarray]]) -> dict[str
 
 
 def reshard(values: Mapping[int, np.ndarray], rule: Rule, replica: int, num_replicas: int) -> np.ndarray:
-    """Returns the value of one replica, computed by `rule` from the values that another number of replicas saved.
+    """Returns the value of one replica, computed from the values that another number of replicas saved.
+
+    Args:
+        values: The saved values by replica, all of the same shape and dtype.
+        rule: How to convert.
+        replica: The replica, from 0.
+        num_replicas: How many replicas there are now.
 
     >>> import numpy as np
     >>> saved = {0: np.array([1.0]), 1: np.array([2.0]), 2: np.array([4.0])}

@@ -64,9 +64,14 @@ def open_chosen_checkpoint(store: CheckpointStore, sequence: int, rank: int) -> 
 def resume_data(
     iterator: ResumableIterator, checkpoint: Checkpoint, rank: int, num_workers: int, *, replay: bool
 ) -> None:
-    """Moves the training data to the position of the checkpoint; an additional worker resumes at that of rank 0.
+    """Moves the training data to the position of the checkpoint.
 
-    With `replay` data without a position may be drawn again from its beginning.
+    Args:
+        iterator: The data of the running `fit`.
+        checkpoint: The checkpoint. An additional worker resumes at the position of rank 0.
+        rank: The rank of this worker.
+        num_workers: The present number of workers.
+        replay: Whether data without a position may be drawn again from its beginning.
     """
     position = checkpoint.read_rank(rank if rank < checkpoint.num_ranks else 0).metadata["position"]
     same_workers = checkpoint.num_ranks == num_workers

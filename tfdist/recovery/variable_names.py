@@ -16,9 +16,9 @@ from tfdist.keras_internals.model_state import (
     metric_variables_by_key,
     model_variables,
     optimizers_of,
+    path_of,
 )
 from tfdist.keras_internals.sharded_variables import ShardedVariable
-from tfdist.keras_internals.variable_paths import path_of
 from tfdist.recovery.compatibility import VariableSpec
 from tfdist.recovery.random_generators import generator_variables
 from tfdist.recovery.resharding import Rule

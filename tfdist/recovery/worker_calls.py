@@ -45,10 +45,15 @@ def host_of(device: str) -> str:
 
 
 def call_workers(calls: Mapping[str, Callable[[], Any]], action: str, timeout_seconds: float) -> dict[str, Any]:
-    """Makes calls at the same time, each of which runs operations on one task; returns what they return, by task.
+    """Makes calls at the same time, each of which runs operations on one task.
 
-    `action` is what they do, for messages: "write" or "read". A call that has not ended in time, as of a frozen worker,
-    is left alone.
+    Args:
+        calls: The call for each task.
+        action: What they do, for messages: "write" or "read".
+        timeout_seconds: How long to wait. A call that has not ended then, as of a frozen worker, is left alone.
+
+    Returns:
+        What the calls return, by task.
 
     Raises:
         CheckpointError: If a worker is lost, fails, or has not answered in time; the message names it.
@@ -116,7 +121,10 @@ def call_once(function: Any) -> Callable[[], Any]:
 def check_shared_directory(directory: Path, tasks: Mapping[str, str], timeout_seconds: float) -> None:
     """Checks that the tasks see a file that this process writes into the directory of checkpoints.
 
-    `tasks` has a device of each.
+    Args:
+        directory: The directory.
+        tasks: A device of each task, by task.
+        timeout_seconds: How long to wait for an answer.
 
     Raises:
         CheckpointError: If a worker does not see the file, or does not answer, or this process cannot write it.

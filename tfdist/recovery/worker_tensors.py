@@ -34,7 +34,9 @@ class TensorSlice:
 def slice_spec(shape: Sequence[int], *parts: TensorSlice | None) -> str | None:
     """Returns the intersection of parts of a tensor as `SaveV2` and `RestoreV2` take it; None if it has no elements.
 
-    A part that is None is all of the tensor, which has this `shape`.
+    Args:
+        shape: The shape of the complete tensor.
+        *parts: Parts of it; None is all of it.
 
     >>> slice_spec([8, 16], TensorSlice(1, 0, 8))
     '8 16 -:0,8'
@@ -94,9 +96,10 @@ class WorkerTensor:
     timeout_seconds: float
 
     def read(self, part: TensorSlice | None = None) -> tf.Tensor:
-        """Adds the operations that read it, or a part of it, to the function that is traced.
+        """Adds the operations that read it, on the device of the present scope, to the function that is traced.
 
-        They are on the device of the present scope. It may be split in another way in the files.
+        Args:
+            part: Which part of it. It may be split in another way in the files.
         """
         tensors = []
         for written in self.written:
@@ -139,9 +142,11 @@ def parts_of(variable: Any) -> Iterator[tuple[Any, TensorSlice | None]]:
 
 
 def assign_all(values: Sequence[tuple[Any, Any]]) -> None:
-    """Assigns arrays, or `WorkerTensor`s, which the task of the variable reads, to `tf.Variable`s.
+    """Assigns values to `tf.Variable`s.
 
-    Each shard of a split variable is assigned its part.
+    Args:
+        values: Pairs of a variable and an array, or a `WorkerTensor`, which the task of the variable reads. Each shard
+            of a split variable is assigned its part.
 
     Raises:
         CheckpointError: If a worker is lost, or a file is missing or damaged.
@@ -168,7 +173,13 @@ def multiply(variables: Sequence[Any], factor: float) -> None:
 
 
 def open_worker_tensors(checkpoint: Checkpoint, description: Json, timeout_seconds: float) -> dict[str, WorkerTensor]:
-    """Returns the tensors of a checkpoint that workers wrote, by the `description` of its `WorkerBundles`."""
+    """Returns the tensors of a checkpoint that workers wrote.
+
+    Args:
+        checkpoint: The checkpoint.
+        description: The `description` of its `WorkerBundles`.
+        timeout_seconds: How long to wait for a worker that reads one.
+    """
     written: dict[str, list[WrittenPart]] = {}
     kinds: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
     for prefix, tensors in description.items():
