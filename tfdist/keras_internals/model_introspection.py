@@ -162,11 +162,6 @@ def first_variable_outside(model: Any) -> keras.Variable | None:
     return next((v for v in variables if not isinstance(v.value, tf.distribute.DistributedValues)), None)
 
 
-def strategy_of(optimizer: Any) -> Any:
-    """Returns the strategy in whose scope `optimizer` was created."""
-    return optimizer._distribution_strategy
-
-
 def is_made_under(optimizer: Any, strategy: Any) -> bool:
     """Whether `optimizer` was created in the scope of `strategy`."""
     return getattr(optimizer, "_distribution_strategy", None) is strategy
