@@ -220,11 +220,7 @@ class ReplicaReduction:
         if cross is not None:
             state = self._state.replica_state(self._hierarchy.cross_rank, cross.device)
             reduction = CompressedReduction(
-                policy,
-                state,
-                self._counters,
-                self._bucket_bytes,
-                lambda label: self._group(cross, label, options),
+                policy, state, self._counters, self._bucket_bytes, lambda label: self._group(cross, label, options)
             )
             tensors = reduction(tensors, paths, parts)
         return self._hierarchy.broadcast_locally(tensors, options)

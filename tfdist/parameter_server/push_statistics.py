@@ -63,12 +63,7 @@ class StatsCollector:
         return tuple(self._stats)
 
     def add(
-        self,
-        report: Mapping[str, int],
-        *,
-        counts: bool = True,
-        scheduled_at: float | None = None,
-        is_last: bool = True,
+        self, report: Mapping[str, int], *, counts: bool = True, scheduled_at: float | None = None, is_last: bool = True
     ) -> None:
         """Adds a push that has just ended.
 

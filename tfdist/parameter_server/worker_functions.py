@@ -90,11 +90,7 @@ class WorkerFunctions:
         return list(self._strategy.run(lambda: self._packing.pack(function())))
 
     def _train(
-        self,
-        batches: list[Any],
-        part: PartInfo,
-        total_samples: Callable[[tf.Tensor], tf.Tensor] | None,
-        phase: int,
+        self, batches: list[Any], part: PartInfo, total_samples: Callable[[tf.Tensor], tf.Tensor] | None, phase: int
     ) -> Results:
         parts = 1 if self._buffers is None else self._strategy.num_workers  # a push is a whole batch
         divided = self._strategy.divided_rows = DividedRows.of([first_input(batches[0]).shape[0]], parts)

@@ -169,9 +169,7 @@ private_attributes(
     lambda: iter(_distributed()),
 )
 private_attributes(
-    f"{_DISTRIBUTE}.values:PerReplica()",
-    {"_values": "the parts of a batch"},
-    lambda: _PerReplica([tf.zeros([])]),
+    f"{_DISTRIBUTE}.values:PerReplica()", {"_values": "the parts of a batch"}, lambda: _PerReplica([tf.zeros([])])
 )
 private_attributes(
     f"{_DISTRIBUTE}.values:PerReplicaSpec()",

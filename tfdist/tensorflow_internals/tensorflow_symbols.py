@@ -25,8 +25,7 @@ CollectiveAllReduceExtended = private(
 )
 Mirrored = private(f"{_DISTRIBUTE}.values:Mirrored", "marks a value as equal on all replicas")
 ResourceVariable = private(
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
-    "a plain variable, regardless of the strategy scope",
+    "tensorflow.python.ops.resource_variable_ops:ResourceVariable", "a plain variable, regardless of the strategy scope"
 )
 context = private("tensorflow.python.eager.context:context", "the process-wide eager context: server, key-value store")
 

@@ -75,11 +75,7 @@ class WorkersLauncher(GroupLauncher):
 
     def _options_of(self, options: Any = None, shape_is_fixed: bool = True) -> dict[str, Any]:
         limit_seconds = self._options.merge(options).timeout_seconds
-        return {
-            "in_background": self._in_background,
-            "shape_is_fixed": shape_is_fixed,
-            "limit_seconds": limit_seconds,
-        }
+        return {"in_background": self._in_background, "shape_is_fixed": shape_is_fixed, "limit_seconds": limit_seconds}
 
     # What TensorFlow's cross-device operations call.
 

@@ -8,14 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.model_state import (
-    SEED,
-    WEIGHT,
-    OptimizerState,
-    components,
-    model_variables,
-    optimizers_of,
-)
+from tfdist.keras_internals.model_state import SEED, WEIGHT, OptimizerState, components, model_variables, optimizers_of
 from tfdist.tensorflow_internals.aborted_collectives import record_failed_step
 
 

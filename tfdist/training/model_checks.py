@@ -4,11 +4,7 @@ import functools
 import logging
 from typing import Any
 
-from tfdist.keras_internals.model_introspection import (
-    computes_over_all_replicas,
-    first_variable_outside,
-    is_made_under,
-)
+from tfdist.keras_internals.model_introspection import computes_over_all_replicas, first_variable_outside, is_made_under
 from tfdist.tensorflow_internals.xla_functions import workers_with_other_cpus
 
 _log = logging.getLogger("tfdist")

@@ -103,12 +103,7 @@ def _run_whole_batch(
 
 
 def _run_micro_batches(
-    model: Any,
-    step_function: Callable[[Any], Any],
-    data: Any,
-    step: ReplicaStep,
-    strategy: Any,
-    local: Sequence[Any],
+    model: Any, step_function: Callable[[Any], Any], data: Any, step: ReplicaStep, strategy: Any, local: Sequence[Any]
 ) -> list[PartialResult]:
     """Runs the step on parts of a replica's data, one after another, as that number of replicas would."""
     count = strategy.micro_batches
