@@ -67,7 +67,9 @@ class ExchangeBoundary:
     def all_reduce(self, tensor: tf.Tensor, **options: Any) -> tf.Tensor:
         """Returns the sum of the workers' tensors, which have the same shape and dtype.
 
-        For options of this and the methods below see `_call`.
+        Args:
+            tensor: The tensor of this worker.
+            options: See `_call`. The same holds for the methods below.
         """
         result = self._call("all-reduce", tensor, **options)
         result.set_shape(tensor.shape)
@@ -250,7 +252,9 @@ class _Lane:
     def answer(self, request: list[tf.Tensor], begin: Callable[[], Any] | None = None) -> None:
         """Makes the exchange of a request and returns its result, or the error, to the graph.
 
-        `begin` is called before. The request is emptied, so that its memory is freed.
+        Args:
+            request: What `next_request` returned. It is emptied, so that its memory is freed.
+            begin: Called before the exchange.
         """
         data, number, packed = request.pop(), request.pop(), request.pop()
         error = self._stale
