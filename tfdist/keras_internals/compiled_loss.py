@@ -1,9 +1,12 @@
 """The loss of a compiled model on a micro-batch, without the losses that its layers add."""
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
+
+from tfdist.utils.temporary_values import setting_attributes
 
 
 class ScalesLosses(Protocol):
@@ -78,16 +81,11 @@ def loss_parts(
     metrics = [] if compiled is None else list(compiled.metrics)
     recorders = [_Recorder() for _ in metrics]
     step.has_scaled = False
-    if compiled is not None:
-        compiled._metrics = recorders
-    try:
+    with nullcontext() if compiled is None else setting_attributes(compiled, _metrics=recorders):
         if overrides_compute_loss(model):
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         else:
             loss = step.as_part(compiled(y, y_pred, sample_weight), is_mean=not step.has_scaled)
-    finally:
-        if compiled is not None:
-            compiled._metrics = metrics
     return loss, [value for recorder in recorders for value in recorder.values]
 
 
