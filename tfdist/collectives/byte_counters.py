@@ -1,8 +1,7 @@
 """Counts, in the graph, the collectives that one replica executes and their bytes, and bytes between devices."""
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Self, TypeVar
 
 import tensorflow as tf
@@ -18,11 +17,12 @@ _UPDATES = "updates"
 _Counts = TypeVar("_Counts", bound="Counts")
 
 
+@dataclass(frozen=True)
 class Counts:
     """Base of dataclasses of numbers, which are added up, and of which earlier ones are subtracted."""
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*map(operator.add, astuple(self), astuple(other)))  # type: ignore[call-overload]
+        return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __sub__(self, earlier: Self) -> Self:
         """Returns what was counted after `earlier`.
@@ -30,7 +30,7 @@ class Counts:
         >>> CommunicationStats(3, 300) - CommunicationStats(1, 100) == CommunicationStats(2, 200)
         True
         """
-        return type(self)(*map(operator.sub, astuple(self), astuple(earlier)))  # type: ignore[call-overload]
+        return replace(self, **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
 
 def counted_since(earlier: Mapping[str, _Counts], now: Mapping[str, _Counts], none: _Counts) -> dict[str, _Counts]:
@@ -102,7 +102,7 @@ class LinkStats(Counts):
         >>> LinkStats(batch_bytes=3, weight_bytes=4).total_bytes
         7
         """
-        return sum(astuple(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 class ByteCounters:

@@ -176,7 +176,8 @@ def patch_loops_over_epochs() -> None:
         @contextmanager
         def catch_stop_iteration(self) -> Iterator[None]:
             batches, strategy = self._num_batches, self._distribute_strategy
-            knows_end = self.steps_per_epoch is None and bool(batches) and batches % self.steps_per_execution == 0
+            has_number = batches is not None and batches > 0 and batches % self.steps_per_execution == 0
+            knows_end = has_number and self.steps_per_epoch is None
             asks = getattr(self._distributed_dataset, "_enable_get_next_as_optional", False)
             hooks_of(strategy).begin_epoch(strategy, self._is_over_training_data, knows_end or not asks)
             is_complete = False
