@@ -113,7 +113,9 @@ def _captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
 
 
 def _outermost(held: Any, graph: Any) -> Any:
-    while isinstance(graph, FuncGraph) and getattr(held, "graph", None) is graph:
-        held = next((known for known, placeholder in graph.captures if placeholder is held), held)
-        graph = graph.outer_graph
+    while isinstance(graph, FuncGraph):
+        outer = next((known for known, placeholder in graph.captures if placeholder is held), None)
+        if outer is None:
+            break
+        held, graph = outer, graph.outer_graph
     return held
