@@ -29,11 +29,7 @@ def sum_encoded_slices(
 
     The compression state of rows that are not in `slices` does not change.
 
-    Args:
-        slices: Float32 `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
-        compressor: A compressor with `encodes_rows`.
-        group: The replicas that take part.
-        state: The state of `compressor` for the complete variable.
+    These have float32 `values` of shape `[rows, ...]`. `state` is that of the complete variable.
 
     Returns:
         The sum, in which each index occurs once; the new state, of which entries of the variable's shape hold the

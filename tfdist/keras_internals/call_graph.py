@@ -53,10 +53,7 @@ def own_graph(model: Any) -> CallGraph | None:
 def traced_graph(model: Any, inputs: Any, **kwargs: Any) -> CallGraph:
     """Returns the graph of the `call` of a model, which is traced with symbolic tensors.
 
-    Args:
-        model: The model.
-        inputs: The first argument of `call`, a structure of symbolic tensors.
-        **kwargs: Other arguments, without `training`.
+    `kwargs` are other arguments of `call`, without `training`.
 
     Raises:
         DifferentInTraining: What is computed depends on `training`, other than as an argument of layers.

@@ -72,13 +72,8 @@ class InnerCalls:
 def inner_calls(call: LayerCall, *, training: bool, of_any_width: Sequence[Any] = ()) -> InnerCalls | None:
     """Traces a call of a layer on complete values, apart from everything else.
 
-    Args:
-        call: The call, of a layer that has layers.
-        training: The argument `training` of the call.
-        of_any_width: Inner layers whose results have a last axis of unknown size, so that nothing can depend on it.
-
-    Returns:
-        None if it has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
+    Layers `of_any_width` have results with a last axis of unknown size, so that nothing can depend on it. Returns None
+    if the layer has no inner layers, calls them within a condition or a loop, or cannot be traced alone.
     """
     layers = _inner_layers(call.operation)
     if not layers or any(getattr(one, "_remat_mode", None) for one in (call.operation, *layers)):

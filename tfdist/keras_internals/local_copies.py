@@ -108,14 +108,10 @@ class LocalCopies:
     def __init__(
         self, model: Any, slots: InitialSlots, number: tf.Tensor, pull_dtype: tf.DType | None, name: str
     ) -> None:
-        """Creates the copies in the function that is being traced.
+        """Creates the copies of a built model in the function that is being traced.
 
-        Args:
-            model: Compiled and built.
-            slots: The initial values of the optimizer's own variables.
-            number: The number on which the seeds of random layers depend, an int64 scalar.
-            pull_dtype: The dtype in which trainable float32 variables cross the network; `None`: unchanged.
-            name: The name of their memory, unique to the model.
+        The seeds of random layers depend on `number`, an int64 scalar. Trainable float32 variables cross the network as
+        `pull_dtype`; `None`: unchanged. `name`, of their memory, is unique to the model.
         """
         self._model, self.bytes_pulled = model, 0
         optimizer = model.optimizer

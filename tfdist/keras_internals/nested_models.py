@@ -19,11 +19,8 @@ def flattened(
     The call of a Functional or Sequential model, or of a subclassed one whose `call` is a graph of layers, is replaced
     by the calls of its layers. Models that pass masks or other arguments on stay whole.
 
-    Args:
-        graph: The graph.
-        inputs: The symbolic tensors that take the place of its inputs.
-        path: The names of the models around it, each followed by "/"; empty for the outermost model.
-        training: The value of `training` that the code around it fixes; None for that of the step.
+    `inputs`, symbolic tensors, take the place of its inputs. `path` are the names of the models around it, each
+    followed by "/", `training` is the value that the code around it fixes; None for that of the step.
     """
     own_inputs = graph.function.inputs
     tensors = {id(inner_tensor): outer_tensor for inner_tensor, outer_tensor in zip(own_inputs, inputs, strict=True)}

@@ -140,10 +140,8 @@ class OptimizerUpdate:
     def clip_and_apply(self, gradients: Sequence[Any], compiles: bool | None) -> None:
         """Clips, and updates the variables.
 
-        Args:
-            gradients: One for each variable, dense or `tf.IndexedSlices`.
-            compiles: Whether XLA compiles clipping and updates, if no gradient is sparse. `None`: the updates of large
-                variables alone, on CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
+        XLA `compiles` clipping and updates, if no gradient is sparse. `None`: the updates of large variables alone, on
+        CPUs. TensorFlow computes them in about thirty passes over memory, XLA in seven.
         """
         if compiles and not self._optimizer.use_ema and all(map(is_symbolic, gradients)):
             if call_compiled(self._clip_and_apply_tensors, gradients) is not None:

@@ -47,10 +47,8 @@ def features_of_steps(optimizer: Any) -> list[str]:
 def new_outer_optimizer(described: Any, anchors: Sequence[Any]) -> Any:
     """Returns a new optimizer that is built for `anchors`. Call this in the strategy's scope.
 
-    Args:
-        described: An optimizer, whose configuration is used, a function that returns one, or what
-            `keras.optimizers.get` accepts.
-        anchors: The variables that it will update.
+    `described` is an optimizer, whose configuration is used, a function that returns one, or what
+    `keras.optimizers.get` accepts.
 
     Raises:
         ValueError: If `described` is none of these, or the optimizer cannot be an outer one.

@@ -38,12 +38,8 @@ class SyncedOptimizer:
     ) -> None:
         """Creates anchors, outer optimizers and counters. Call this eagerly, in the scope of the strategy.
 
-        Args:
-            optimizer: The Keras optimizer, which is built.
-            mode: How its variables are exchanged.
-            strategy: The strategy.
-            reduction: Returns the reduction of the replica that calls it.
-            in_background: Returns the exchange of fragments while steps run; `None` if steps wait.
+        The optimizer is built. `reduction` returns that of the replica that calls it, `in_background` the exchange of
+        fragments while steps run; `None` if steps wait.
 
         Raises:
             ValueError: If there are fewer variables than fragments, or a variable cannot be averaged.

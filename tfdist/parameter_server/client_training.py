@@ -95,18 +95,9 @@ def train(
 ) -> tuple[StepResult, tf.Tensor]:
     """Traces a client's part of a round. It changes no variable of the servers.
 
-    A call of an earlier round, which runs again on a worker that was lost, makes no step.
-
-    Args:
-        model: Compiled and built.
-        iterator: Over the client's batches.
-        info: Describes the round.
-        mode: The strategy's mode.
-        clients: The number of all clients.
-        slots: The initial slots of the model's optimizer.
-        server_optimizer: The optimizer that will apply the difference.
-        pull_dtype: As which dtype trainable variables cross the network.
-        name: The name of the memory of the copies, unique to the model.
+    A call of an earlier round, which runs again on a worker that was lost, makes no step. `clients` is the number of
+    all clients, `slots` are the initial ones of the model's optimizer, and `name`, that of the memory of the copies, is
+    unique to the model.
 
     Returns:
         The difference as gradients of `server_optimizer`, and whether it counts, a bool scalar: the round is the

@@ -85,13 +85,10 @@ class GradientBuffers:
         return push_report(result, tf.constant(0, tf.int64), sizes)
 
     def update(self, buffers: tf.Tensor, weights: tf.Tensor, model_optimizer: Any, phase: int = 0) -> None:
-        """Makes the updates of a phase by the parts in `buffers`. Call this in a replica context.
+        """Makes the updates of a phase by the parts in `buffers`, an int32 vector. Call this in a replica context.
 
-        Args:
-            buffers: int32 vector, the buffers that count.
-            weights: float64 vector, the fraction of the batch in each; their sum is 1.
-            model_optimizer: Its count of updates is incremented in each round, also if no phase uses it.
-            phase: The number of the phase, which was written before.
+        `weights`, a float64 vector, are the fractions of the batch in each, whose sum is 1. The count of updates of the
+        model's optimizer is incremented in each round, also if no phase uses it.
         """
         contents = self._phases[phase]
         if not contents.is_last:

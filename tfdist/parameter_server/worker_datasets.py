@@ -124,11 +124,7 @@ class ClientDatasets(WorkerDatasets):
     ) -> None:
         """Traces `dataset_fn` for each client.
 
-        Args:
-            dataset_fn: Takes a `tf.distribute.InputContext`, whose `input_pipeline_id` is the number of the client and
-                whose `num_input_pipelines` is that of all; returns a dataset of batches.
-            strategy: The ParameterServerStrategy.
-            clients: The number of clients.
+        The `input_pipeline_id` of the `tf.distribute.InputContext` that it takes is the number of the client.
 
         Raises:
             ValueError: `dataset_fn` does not return a dataset, or datasets whose elements differ in dtype or shape.

@@ -73,14 +73,9 @@ class WorkerScope(keras.StatelessScope):
         jit_compile: bool = False,
         updates: StepUpdates | None = None,
     ) -> None:
-        """Creates a scope without changes.
+        """Creates a scope without changes, for a step whose number in this training is an int64 scalar.
 
-        Args:
-            metrics: The variables of the model's metrics.
-            number: The number of the step in this training, an int64 scalar.
-            pull_dtype: As which dtype trainable float32 variables cross the network; `None`: unchanged.
-            jit_compile: Whether XLA compiles the calls of layers and losses.
-            updates: Makes the updates of phases; `None`: they are not made.
+        XLA compiles the calls of layers and losses if `jit_compile`. Without `updates` those of phases are not made.
         """
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
         super().__init__(zeros, collect_losses=True, initialize_variables=False)

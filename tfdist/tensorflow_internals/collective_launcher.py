@@ -149,16 +149,12 @@ class AllReduce(CollectiveAllReduce):
         replicas_of_workers: Sequence[int] | None = None,
         boundary: Any = None,
     ) -> None:
-        """Replaces `stock`, and uses its group key.
+        """Replaces `stock`, the operations that TensorFlow created for a strategy, and uses its group key.
 
-        Args:
-            stock: The operations that TensorFlow created for a strategy.
-            reduction: Called once per local replica with the launchers `(over all replicas, between workers, within
-                this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors`
-                whenever that replica reduces a flat list.
-            rank: The rank of this worker.
-            replicas_of_workers: The number of replicas of each worker that take part. By default those of one process.
-            boundary: To the exchange with other workers; see `WorkersLauncher`.
+        `reduction` is called once per local replica with the launchers `(over all replicas, between workers, within
+        this worker, number of the replica)`. Its result is called as `(tensors, mean, options) -> tensors` whenever
+        that replica reduces a flat list. By default the replicas of this process take part. For `boundary` see
+        `WorkersLauncher`.
         """
         super().__init__(
             stock._devices, stock._group_size, stock._options, stock._collective_keys, stock._canonicalize_devices

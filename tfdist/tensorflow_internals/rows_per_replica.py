@@ -379,12 +379,9 @@ def _zeros(optional: Any) -> Any:
 def _with_counts(iterator: Any, batch: Any, local: list[Any] | None, everyone: Any) -> Any:
     """Returns a distributed batch with its counts.
 
-    Args:
-        iterator: The iterator that draws it.
-        batch: TensorFlow's values.
-        local: The samples of each local replica; where sizes are static, whether it has data. `None` if numbers are
-            known while tracing, or not at all.
-        everyone: The samples of all replicas of all workers, or the number of replicas that have data.
+    `local` are the samples of each local replica; where sizes are static, whether it has data; `None` if numbers are
+    known while tracing, or not at all. `everyone` are the samples of all replicas of all workers, or the number of
+    replicas that have data.
     """
 
     def rows_of(value: Any, spec: Any) -> Any:

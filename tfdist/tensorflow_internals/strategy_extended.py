@@ -292,12 +292,8 @@ def is_equal_on_all_replicas(value: Any) -> bool:
 def reduce_by_worker(reduce_op: Any, value: Any, destinations: Any, workers: Any, options: Any) -> Any:
     """Returns the sum or mean of the values of all workers, on `destinations`.
 
-    Args:
-        reduce_op: A `tf.distribute.ReduceOp`.
-        value: The values of this worker's replicas, or one value of the worker, which then counts once.
-        destinations: A device, or a value whose devices get the result.
-        workers: The `AllReduce` of one group of all workers, on their hosts.
-        options: A `tf.distribute.experimental.CommunicationOptions`.
+    The value is that of this worker's replicas, or one of the worker, which then counts once. `workers` is the
+    `AllReduce` of one group of all workers, on their hosts.
     """
     total = _sum_over_workers(value, workers, options)
     if reduce_op == tf.distribute.ReduceOp.MEAN:

@@ -91,12 +91,9 @@ def predict_on_replicas(
 ) -> Any:
     """Wraps Keras' prediction of a batch so that a replica without samples returns no rows.
 
-    Args:
-        step_function: Predicts a replica's data.
-        parts: The data of each local replica. The replicas are traced, or run eagerly, one after another in this order.
-        input_of: Returns the input, in a replica's data, whose first dimension is the number of samples.
-        or_zeros: As for `first_rows`.
-        filled_samples: The replicas' numbers of samples if those without samples have rows already; otherwise `None`.
+    The replicas are traced, or run eagerly, one after another in the order of `parts`, their data. `input_of` returns
+    the input, in a replica's data, whose first dimension is the number of samples. `filled_samples` are the replicas'
+    numbers of samples if those without samples have rows already. For `or_zeros` see `first_rows`.
     """
     waiting = zip(parts, filled_samples or [None] * len(parts), strict=True)
 

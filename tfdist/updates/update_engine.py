@@ -122,16 +122,9 @@ def apply_if_finite(
     apply: Callable[[], None],
     skip: Callable[[], None] = lambda: None,
 ) -> tf.Tensor | bool:
-    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead.
+    """Updates by the means of gradients. If they are not finite, lowers the loss scale instead, and calls `skip`.
 
-    Args:
-        update: The optimizer. Without a loss scale it always updates.
-        all_finite: Returns whether all values of all means are finite.
-        apply: Updates the variables.
-        skip: Called in place of `apply`.
-
-    Returns:
-        Whether the variables are updated, a bool scalar.
+    Without a loss scale it always updates. Returns whether the variables are updated, a bool scalar.
     """
     if update.loss_scale is None:
         apply()
