@@ -60,9 +60,11 @@ def end_epoch(strategy: Any, has_trained: bool) -> None:
             strategy.local_updates.synchronize()
 
 
-def mean_of_workers(strategy: Any, numbers: list[float]) -> list[float] | None:
+def mean_of_workers(strategy: Any, numbers: list[Any]) -> list[float] | None:
     """Averages this worker's logs with those of the others, which have computed others."""
-    return None if strategy.local_updates is None else strategy.local_updates.mean_of_workers(numbers)
+    if strategy.local_updates is None:
+        return None
+    return strategy.local_updates.mean_of_workers([float(number) for number in numbers])
 
 
 def ends_are_known(strategy: Any) -> Any:

@@ -81,7 +81,7 @@ class StrategyHooks:
     carry_counts: Callable[[Any, Any, int | None], Any] = lambda strategy, dataset, batches: dataset
     begin_epoch: Callable[[Any, bool, bool], None] = lambda strategy, is_training, knows_end: None
     end_epoch: Callable[[Any, bool], None] = lambda strategy, has_trained: None
-    mean_of_workers: Callable[[Any, list[float]], list[float] | None] = lambda strategy, numbers: None
+    mean_of_workers: Callable[[Any, list[Any]], list[float] | None] = lambda strategy, numbers: None
     ends_are_known: Callable[[Any], Any] = lambda strategy: None
     before_step: Callable[[Any], None] = lambda strategy: None
     on_error: Callable[[Any, BaseException], None] = lambda strategy, error: None

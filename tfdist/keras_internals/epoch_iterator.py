@@ -200,7 +200,7 @@ def patch_loops_over_epochs() -> None:
         chosen = results_or_logs(self, logs)
         if not isinstance(chosen, dict) or chosen.keys() == self.get_metrics_result().keys():
             return chosen
-        numbers = {name: float(value) for name, value in chosen.items() if _is_number(value)}
+        numbers = {name: value for name, value in chosen.items() if _is_number(value)}
         strategy = self.distribute_strategy
         means = hooks_of(strategy).mean_of_workers(strategy, list(numbers.values()))
         return chosen if means is None else {**chosen, **dict(zip(numbers, means, strict=True))}

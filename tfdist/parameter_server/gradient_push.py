@@ -36,7 +36,7 @@ class GradientEncoder:
         for path, shape in zip(paths, shapes, strict=True):
             compressor, has_state = self._policy.resolve(path, shape)
             initial = compressor.initial_state(shape) if has_state else {}
-            if initial and path not in self._state:
+            if has_state and path not in self._state:
                 self._state[path] = self._new_variables(initial)
             if initial and may_skip_rounds and path not in self._before_round:
                 mark = tf.constant([-1.0, -1.0], tf.float64)
@@ -73,7 +73,7 @@ class GradientEncoder:
         if not has_state or dtype not in _ENCODED_DTYPES:
             return EncodedGradient([gradient], lambda tensors: tensors[0]), shape.num_elements() * dtype.size
         state = self.read_state(path)
-        if round_mark is not None:
+        if round_mark is not None and path in self._before_round:  # some methods have no state
             state = self._without_skipped_round(path, state, round_mark)
         payload, new_state = compressor.encode(tf.cast(gradient, tf.float32), state)
         if is_applied is not None:
